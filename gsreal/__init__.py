@@ -1,0 +1,1 @@
+"""Executes the same scenarios with torch.distributed, and measures them."""

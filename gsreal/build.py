@@ -1,0 +1,75 @@
+"""From a model file back to the real module, its inputs and its loss."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gssim.units import UserError
+from gssim.workload import HuggingFace, ImageInput, Model, Module, TokenInput
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def build_module(module: Module, *, where: str) -> nn.Module:
+    """Return the real module with freshly initialised parameters; `where` names the file in error messages."""
+    if module.hugging_face is not None:
+        return _build_hugging_face(module.hugging_face, where)
+    assert module.factory is not None  # a Module has one or the other
+    factory = import_dotted(module.factory, where=f"{where}: module.factory")
+    try:
+        built = factory(**module.arguments)
+    except TypeError as error:
+        raise UserError(f"{where}: module.arguments = {module.arguments!r}: {error}") from None
+    if not isinstance(built, nn.Module):
+        raise UserError(f"{where}: module.factory = '{module.factory}': returns {type(built).__name__}, no nn.Module")
+    return built
+
+
+def import_dotted(path: str, *, where: str) -> Any:
+    """Return what the dotted path `package.module.name` (or `package.module:name`) names."""
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{where} = '{path}': cannot be imported: {error}") from None
+
+
+def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(f"{where}: a Hugging Face model needs transformers: pip install 'gssim[models]'") from None
+    try:
+        config = transformers.AutoConfig.for_model(source.model_type, **source.config)
+        return getattr(transformers, source.auto_class).from_config(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{where}: module.hugging_face: {str(error).splitlines()[0]}") from None
+
+
+def example_batch(model: Model, *, batch_size: int, sequence_length: int | None) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of the right shape and type: zeros, for tracing."""
+    source = model.input
+    if isinstance(source, TokenInput):
+        shape = (batch_size, sequence_length or 1)
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    assert isinstance(source, ImageInput)
+    return torch.zeros((batch_size, *source.shape)), torch.zeros(batch_size, dtype=torch.int64)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits in a module's output: a tensor, a Hugging Face output, or the first of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    found = output[0] if logits is None else logits
+    assert isinstance(found, Tensor)
+    return found
+
+
+def loss_of(output: Any, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over all targets that are not masked out (-100)."""
+    logits = logits_of(output)
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))

@@ -1,0 +1,139 @@
+"""`gsreal`: trace models, calibrate this machine, take gradient statistics, and run scenarios for real."""
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gssim.units import UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
+
+
+@app.callback()
+def about() -> None:
+    """Execute scenarios with torch.distributed and measure them."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("torch is missing: pip install 'gssim[real]'")
+
+
+@app.command("run")
+def run_command(
+    scenario: Path,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
+) -> None:
+    """Execute one scenario on this machine: one process a rank, started by torchrun."""
+    from gsreal import worker
+    from gsreal.data import check_data
+    from gsreal.launch import launch
+    from gsreal.machine import check_machine
+    from gssim.result import read_result, write_text
+    from gssim.scenario import load_scenario
+
+    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    ours = loaded.scenario
+    check_machine(ours.cluster, ours.ranks, where=loaded.file)
+    check_data(ours.workload, where=loaded.file)
+    name = f"{ours.name}.{ours.scenario_id}.measured.json"
+    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+        made = Path(folder, name)
+        arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
+        if "RANK" in os.environ:  # under torchrun already
+            worker.main(arguments)
+            if os.environ["RANK"] != "0":
+                return
+        else:
+            launch("gsreal.worker", arguments, ranks=ours.ranks)
+        result = read_result(made)
+        text = made.read_text(encoding="utf-8")
+    if out is not None:
+        write_text(out / name, text)
+    if as_json:
+        sys.stdout.write(text)
+    else:
+        from gssim.console import print_result
+
+        print_result(result)
+
+
+@app.command("gradients")
+def gradients_command(
+    scenario: Path,
+    out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write.")],
+    overrides: Overrides = None,
+) -> None:
+    """Train the scenario's model densely, for real, and write statistics of every rank's gradients."""
+    from gsreal.data import check_data
+    from gsreal.statistics import take_statistics, write_statistics
+    from gssim.scenario import load_scenario
+
+    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    check_data(loaded.scenario.workload, where=loaded.file)
+    write_statistics(out, take_statistics(loaded.scenario))
+
+
+@app.command("trace")
+def trace_command(
+    model: Annotated[str, typer.Argument(help="Dotted path to a factory, hf:MODEL_TYPE, or a model file to redo.")],
+    out: Annotated[Path, typer.Option("--out", help="Model file to write.")],
+    arguments: Annotated[
+        list[str] | None, typer.Option("--argument", metavar="NAME=VALUE", help="For the factory or the config.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the model; the file's by default.")] = None,
+    vocabulary: Annotated[int | None, typer.Option("--vocabulary", help="The input is token ids below this.")] = None,
+    maximum_sequence_length: Annotated[int, typer.Option("--maximum-sequence-length")] = 256,
+    task: Annotated[str, typer.Option("--task", help="For tokens: next-token or masked-token.")] = "next-token",
+    image: Annotated[str | None, typer.Option("--image", help="The input is images, such as 1x8x8.")] = None,
+    classes: Annotated[int, typer.Option("--classes", help="For images.")] = 10,
+    auto_class: Annotated[str, typer.Option("--auto-class", help="For hf:.")] = "AutoModelForCausalLM",
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", help="Trace at this length alone, not as a function of it.")
+    ] = None,
+) -> None:
+    """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU."""
+    from gsreal.modelfile import Request, traced_model, write_model
+
+    request = Request(
+        model=model,
+        arguments=tuple(arguments or ()),
+        name=name or out.stem,
+        vocabulary=vocabulary,
+        maximum_sequence_length=maximum_sequence_length,
+        task=task,
+        image=image,
+        classes=classes,
+        auto_class=auto_class,
+        sequence_length=sequence_length,
+    )
+    traced = traced_model(request)
+    write_model(out, traced)
+    print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)
+
+
+def main() -> None:
+    """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
+    from gssim.units import UserError
+
+    try:
+        app()
+    except UserError as error:
+        print(f"gsreal: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "RunFailedError":
+            raise
+        print(f"gsreal: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("gsreal: interrupted; all ranks are stopped", file=sys.stderr)
+        raise SystemExit(130) from None

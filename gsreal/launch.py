@@ -1,0 +1,105 @@
+"""Starts the ranks of a real run with torchrun, and says which rank failed and why."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from gsreal.machine import ENVIRONMENT, die_with_parent
+
+GRACE_S = 15.0
+"""How long ranks get to end after an interrupt, before they are killed."""
+
+
+class RunFailedError(RuntimeError):
+    """A rank died: which, and why, in one line."""
+
+
+def launch(module: str, arguments: Sequence[str], *, ranks: int) -> None:
+    """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError where one of them fails.
+
+    No process outlives the call, whatever ends it.
+    """
+    with tempfile.TemporaryDirectory(prefix="gsreal-") as reports:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+        command += ["-m", module, *arguments]
+        environment = {**os.environ, **ENVIRONMENT, "GSREAL_REPORTS": reports}
+        log = Path(reports, "torchrun.log")
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                command, env=environment, stderr=subprocess.PIPE, preexec_fn=die_with_parent, start_new_session=True
+            )
+            try:
+                _pass_on(process, stream)
+                code = process.wait()
+            except BaseException:
+                _end(process)
+                raise
+        if code:
+            raise RunFailedError(_reason(Path(reports), log.read_text(encoding="utf-8"), code))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _pass_on(process: "subprocess.Popen[bytes]", log: object) -> None:
+    """Show our own lines of progress; keep all else for the reason of a failure."""
+    assert process.stderr is not None
+    for raw in process.stderr:
+        line = raw.decode(errors="replace")
+        if line.startswith("gsreal:"):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        log.write(line)  # type: ignore[attr-defined]
+    log.flush()  # type: ignore[attr-defined]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Stop torchrun, which stops its ranks; kill them all where it does not."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # ranks die with their parent
+        process.wait()
+
+
+def _reason(reports: Path, log: str, code: int) -> str:
+    """Return the first failure that a rank reported; without a report, what torchrun says of the rank that died."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(reports.glob("rank-*.json"))]
+    if found:
+        # a rank that loses its peer fails too: a user's fault, or anything else than a lost connection, comes first
+        found.sort(key=lambda report: (report["kind"] != "user", "onnection" in report["message"], report["rank"]))
+        first = found[0]
+        if first["kind"] == "user":
+            from gssim.units import UserError
+
+            raise UserError(first["message"])
+        dead = _dead_rank(log)
+        if "onnection" not in first["message"] or dead is None:
+            return f"rank {first['rank']} failed: {' '.join(first['message'].split())[:500]}"
+    dead = _dead_rank(log)
+    if dead is not None:
+        rank, exit_code = dead
+        cause = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+        return f"rank {rank} died ({cause})"
+    last = [line for line in log.splitlines() if line.strip()]
+    return f"torchrun failed (exit code {code}): {last[-1] if last else 'no output'}"
+
+
+def _dead_rank(log: str) -> tuple[int, int] | None:
+    """Return (rank, exit code) of torchrun's root cause, if it names one."""
+    cause = log.partition("Root Cause")[2]
+    rank = re.search(r"rank\s*:\s*(\d+)", cause)
+    code = re.search(r"exitcode\s*:\s*(-?\d+)", cause)
+    return (int(rank.group(1)), int(code.group(1))) if rank and code else None

@@ -1,0 +1,98 @@
+"""What this machine is: the device a rank really runs on, its name, and the process settings of a real run."""
+
+import ctypes
+import os
+import platform
+import re
+import signal
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gssim.cluster import Cluster
+from gssim.units import UserError
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+ENVIRONMENT = {
+    # one thread a rank: threads would compete for the rank's core
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # keep freed blocks: fresh ones are page-faulted in on every use (backend-facts 6)
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "67108864",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Of every process that is timed, in calibration and in runs alike."""
+
+
+def processor_name() -> str:
+    """Return the CPU's model name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the device type that a rank really uses, as cluster files call it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor_name()} core"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def usable_cores() -> list[int]:
+    """Return the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
+    """Raise UserError where this machine cannot run the cluster's ranks."""
+    kinds = {cluster.type_of(rank).kind for rank in range(ranks)}
+    if kinds == {"cuda"} and not torch.cuda.is_available():
+        raise UserError(f"{where}: cluster: its devices are GPUs, but this machine has none; use --set cluster=FILE")
+    if kinds not in ({"cuda"}, {"cpu"}):
+        raise UserError(f"{where}: cluster: ranks on {', '.join(sorted(kinds))} cannot run together here")
+    if cluster.backend == "nccl" and ranks > (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        raise UserError(f"{where}: cluster.backend = 'nccl': {ranks} ranks need a GPU each; gloo can share one")
+
+
+def settle(cluster: Cluster, local_rank: int) -> torch.device:
+    """Pin this rank and return its device; the rank dies with its launcher."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    cores, each = usable_cores(), cluster.cores_per_rank
+    if each and (local_rank + 1) * each <= len(cores):
+        os.sched_setaffinity(0, set(cores[local_rank * each : (local_rank + 1) * each]))
+    if cluster.type_of(0).kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies, so that no rank outlives its launcher."""
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Return versions, hardware and date of a measurement."""
+    found = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": processor_name(),
+        "cores": len(usable_cores()),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+    return found

@@ -1,0 +1,96 @@
+"""Model files: what to trace, as asked on the command line, and the traced model as TOML."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from pydantic import TypeAdapter
+
+from gsreal.trace import trace, trace_at
+from gssim.result import write_text
+from gssim.scenario import load_model
+from gssim.units import UserError, validated
+from gssim.workload import Model
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to trace, as the user asked for it."""
+
+    model: str
+    arguments: tuple[str, ...]
+    name: str
+    vocabulary: int | None
+    maximum_sequence_length: int
+    task: str
+    image: str | None
+    classes: int
+    auto_class: str
+    sequence_length: int | None
+
+
+def traced_model(request: Request) -> Model:
+    """Return the model that `request` asks for, traced; raise UserError where it cannot be."""
+    where = f"gsreal trace {request.model}"
+    model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
+    if request.sequence_length is not None:
+        return trace_at(model, request.sequence_length, where=where)
+    return trace(model, where=where)
+
+
+def _untraced(request: Request, where: str) -> Model:
+    arguments = dict(_argument(text, where) for text in request.arguments)
+    if request.model.startswith("hf:"):
+        module: dict[str, Any] = {"hugging_face": {
+            "model_type": request.model.removeprefix("hf:"), "auto_class": request.auto_class, "config": arguments,
+        }}
+    else:
+        module = {"factory": request.model, "arguments": arguments}
+    data = {
+        "name": request.name,
+        "source": f"traced from {request.model} by gsreal trace, torch {torch.__version__.partition('+')[0]}",
+        "module": module,
+        "input": _input(request, where),
+        "traced_batch_sizes": (1,),
+        "layers": (),
+    }
+    return validated(Model, data, file=where)
+
+
+def _argument(text: str, where: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise UserError(f"{where}: --argument {text}: must be NAME=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _input(request: Request, where: str) -> dict[str, Any]:
+    if (request.image is None) == (request.vocabulary is None):
+        raise UserError(f"{where}: exactly one of --vocabulary (tokens) and --image is needed")
+    if request.image is None:
+        length = request.maximum_sequence_length
+        return {
+            "kind": "tokens",
+            "vocabulary": request.vocabulary,
+            "task": request.task,
+            "maximum_sequence_length": length,
+        }
+    try:
+        shape = tuple(int(size) for size in request.image.split("x"))
+    except ValueError:
+        shape = ()
+    if len(shape) != 3:
+        raise UserError(f"{where}: --image {request.image}: must be CHANNELSxHEIGHTxWIDTH, such as 1x8x8")
+    return {"kind": "image", "shape": shape, "classes": request.classes}
+
+
+def write_model(path: Path, model: Model) -> None:
+    """Write the model file, or nothing."""
+    data = TypeAdapter(Model).dump_python(model, mode="json", exclude_none=True)
+    write_text(path, tomli_w.dumps(data, multiline_strings=False, indent=2))

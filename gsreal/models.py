@@ -1,0 +1,140 @@
+"""The models that ship: small enough to train for real on a CPU core, shaped like the ones that people train.
+
+Any other `nn.Module` works as well: `gsreal trace` takes a dotted path to a factory, or a Hugging Face config. A model
+maps inputs to logits; the loss is cross-entropy over the last dimension.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the attended values, shaped as `x` (batch, sequence, width)."""
+        batch, sequence, width = x.shape
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a two-layer perceptron, each behind a residual; layer norm before (GPT) or after (BERT)."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.norm_first = causal
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal=causal)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def _perceptron(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, shaped as `x` (batch, sequence, width)."""
+        if self.norm_first:
+            x = x + self.attention(self.attention_norm(x))
+            return x + self._perceptron(self.perceptron_norm(x))
+        x = self.attention_norm(x + self.attention(x))
+        return self.perceptron_norm(x + self._perceptron(x))
+
+
+class Transformer(nn.Module):
+    """A stack of transformer blocks over learned token and position embeddings, with a head over the vocabulary."""
+
+    def __init__(self, *, vocabulary: int, maximum_length: int, width: int, heads: int, layers: int, causal: bool):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(maximum_length, width)
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=causal) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.apply(_initialise)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence)."""
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)  # GPT-2's initialisation
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with group norm and a shortcut (1x1 where the shape changes)."""
+
+    def __init__(self, channels_in: int, channels_out: int, *, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(groups, channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, channels_out)
+        same = stride == 1 and channels_in == channels_out
+        self.shortcut = None if same else nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output (batch, channels, height, width)."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        return F.relu(y + (x if self.shortcut is None else self.shortcut(x)))
+
+
+class ResNet(nn.Module):
+    """A residual network for small images, with group norm (its statistics do not depend on how a batch is divided)."""
+
+    def __init__(self, *, channels: int, widths: list[int], blocks: int, classes: int, groups: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        stack = []
+        before = widths[0]
+        for stage, width in enumerate(widths):
+            for number in range(blocks):
+                stride = 2 if stage > 0 and number == 0 else 1
+                stack.append(ResidualBlock(before, width, stride=stride, groups=groups))
+                before = width
+        self.blocks = nn.ModuleList(stack)
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, channels, height, width)."""
+        x = F.relu(self.stem(images))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def gpt(*, vocabulary: int = 256, maximum_length: int = 256, width: int, heads: int, layers: int) -> nn.Module:
+    """Return a GPT: causal attention, layer norm first."""
+    return Transformer(
+        vocabulary=vocabulary, maximum_length=maximum_length, width=width, heads=heads, layers=layers, causal=True
+    )
+
+
+def bert(*, vocabulary: int = 257, maximum_length: int = 256, width: int, heads: int, layers: int) -> nn.Module:
+    """Return a BERT encoder with a masked-token head: bidirectional attention, layer norm after; id 256 is the mask."""
+    return Transformer(
+        vocabulary=vocabulary, maximum_length=maximum_length, width=width, heads=heads, layers=layers, causal=False
+    )
+
+
+def resnet(*, channels: int = 1, widths: list[int], blocks: int, classes: int = 10) -> nn.Module:
+    """Return a small residual network with group norm."""
+    return ResNet(channels=channels, widths=widths, blocks=blocks, classes=classes)

@@ -1,0 +1,299 @@
+"""One rank of a real run: builds, trains, measures; rank 0 writes the Result. Started by torchrun."""
+
+import gc
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gsreal import data
+from gsreal.build import DTYPES, build_module
+from gsreal.gradient_sharding import GradientSharding
+from gsreal.machine import device_name, provenance, settle
+from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, Seen, collectives_of
+from gsreal.methods import Training, prepare
+from gssim.result import Density, RankClass, Result, Span, chrome_trace, phases_of, write_text
+from gssim.scenario import Loaded, Scenario, load_scenario
+from gssim.units import UserError
+
+
+@dataclass
+class RankReport:
+    """What one rank measured."""
+
+    device: str
+    ends_s: list[float]
+    phases_s: dict[str, float]
+    spans: list[Span]
+    losses: list[float]
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    seen: list[Seen]
+    sent_entries: int
+    offered_entries: int
+    memory_counter: str
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one rank: SCENARIO OVERRIDES-JSON OUT-FILE TRACE-FILE-or-empty."""
+    warnings.filterwarnings("ignore")
+    scenario_file, overrides, out, trace = arguments
+    try:
+        loaded = load_scenario(Path(scenario_file), json.loads(overrides), gradients_needed=False)
+        run(loaded, out=Path(out), trace=Path(trace) if trace else None)
+    except Exception as error:
+        note_failure(error)
+        raise
+
+
+def note_failure(error: Exception) -> None:
+    """Write why this rank failed to where the launcher looks."""
+    folder = os.environ.get("GSREAL_REPORTS")
+    if folder:
+        kind = "user" if isinstance(error, UserError) else "bug"
+        message = str(error) if kind == "user" else f"{type(error).__name__}: {error}"
+        report = {"rank": int(os.environ.get("RANK", "0")), "kind": kind, "message": message}
+        report["traceback"] = traceback.format_exc()
+        Path(folder, f"rank-{report['rank']}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def run(loaded: Loaded, *, out: Path, trace: Path | None) -> None:
+    """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`."""
+    scenario = loaded.scenario
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    device = settle(scenario.cluster, local_rank)
+    dist.init_process_group(scenario.cluster.backend)
+    try:
+        report = measure(scenario, rank, device)
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report)
+        if rank == 0:
+            write_text(out, result_of(loaded, reports, device).to_json())
+            if trace is not None:
+                write_text(trace, chrome_trace([span for each in reports for span in each.spans]))
+    finally:
+        # wrappers and the group refer to each other; gloo aborts where its threads outlive the group at exit
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
+    """Return what training the scenario shows on this rank: timed steps first, then steps for memory and traffic."""
+    counter = MemoryCounter(device)
+    training = build(scenario, Timeline(rank, device), device)
+    feed = Feed(scenario, rank, device)
+    losses = _timed_steps(scenario, training, feed, rank)
+    spans, ends_s = training.timeline.read()
+    phases_s = _phases(spans, ends_s)
+    sharding = _sharding(training)
+    entries = (sharding.sent_entries, sharding.offered_entries) if sharding else (0, 0)
+    payloads = [sent / scenario.run.steps for sent in sharding.sent_bytes] if sharding else []
+    allocated, reserved = _peak(training, feed, counter, rank)
+    seen = _collectives(training, feed, rank, payloads)
+    return RankReport(
+        device=device_name(device),
+        ends_s=ends_s,
+        phases_s=phases_s,
+        spans=_one_step(spans, ends_s),
+        losses=losses,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        seen=seen,
+        sent_entries=entries[0],
+        offered_entries=entries[1],
+        memory_counter=counter.method,
+    )
+
+
+def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Training:
+    """Return the scenario's module, the same on every rank, made ready for its plan."""
+    torch.manual_seed(scenario.run.seed)
+    module = build_module(scenario.workload.model.module, where="workload.model")
+    module = module.to(device=device, dtype=DTYPES[scenario.workload.precision])
+    check_parameters(scenario, module)
+    module.train()
+    return prepare(scenario, module, timeline, device)
+
+
+def check_parameters(scenario: Scenario, module: nn.Module) -> None:
+    """Raise UserError where the model file does not describe the module that its factory makes."""
+    real = sum(parameter.numel() for parameter in module.parameters())
+    if real != scenario.workload.model.elements:
+        raise UserError(
+            f"workload.model: the file lists {scenario.workload.model.elements} parameters, but the module has {real}; "
+            "trace it again with `gsreal trace`"
+        )
+
+
+class Feed:
+    """This rank's rows of every step's batch, and every rank's part of its loss terms."""
+
+    def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
+        self.scenario, self.rank, self.device = scenario, rank, device
+        ends = [sum(scenario.batch_sizes[: i + 1]) for i in range(scenario.ranks)]
+        self.rows = [slice(end - size, end) for end, size in zip(ends, scenario.batch_sizes, strict=True)]
+
+    def at(self, step: int) -> tuple[Tensor, Tensor, list[float]]:
+        """Return inputs and targets of this rank for a step, and all ranks' parts of its loss terms."""
+        workload = self.scenario.workload
+        inputs, targets = data.global_batch(workload, seed=self.scenario.run.seed, step=step)
+        terms = [data.loss_terms(targets[rows]) for rows in self.rows]
+        mine = self.rows[self.rank]
+        own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
+        if own_inputs.is_floating_point():
+            own_inputs = own_inputs.to(DTYPES[workload.precision])
+        weights = [n / sum(terms) for n in terms]
+        return own_inputs.to(self.device), own_targets.to(self.device), weights
+
+
+def _sharding(training: Training) -> GradientSharding | None:
+    return training.optimizer if isinstance(training.optimizer, GradientSharding) else None
+
+
+def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> list[float]:
+    """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
+    run, sharding = scenario.run, _sharding(training)
+    losses = []
+    dist.barrier()
+    for step in range(run.warmup_steps + run.steps):
+        if step == run.warmup_steps:
+            training.timeline.restart()
+            if sharding:
+                sharding.reset_counts()
+        inputs, targets, weights = feed.at(step)
+        loss = training.step(inputs, targets, weights, rank)
+        if step >= run.warmup_steps:
+            losses.append(loss * weights[rank])
+        if rank == 0:
+            _progress(step + 1, run.warmup_steps + run.steps)
+    return [float(loss) for loss in losses]
+
+
+def _progress(done: int, total: int) -> None:
+    if done == total or done % max(1, total // 10) == 0:
+        print(f"gsreal: step {done} of {total}", file=sys.stderr, flush=True)
+
+
+def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
+    """Return (allocated, reserved) peak bytes of two more steps, the larger of each."""
+    peaks = []
+    for step in range(2):
+        inputs, targets, weights = feed.at(step)
+        kept = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
+        kept += [value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)]
+        peaks.append(counter.peak_of(lambda i=inputs, t=targets, w=weights: training.step(i, t, w, rank), kept))
+    reserved = [peak for _, peak in peaks if peak is not None]
+    return max(peak for peak, _ in peaks), max(reserved) if reserved else None
+
+
+def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
+    optimizer = training.optimizer
+    inner = optimizer.optimizer if isinstance(optimizer, GradientSharding) else optimizer
+    return dict(inner.state)
+
+
+def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float]) -> list[Seen]:
+    """Return what one more step hands to the process group; `payloads`: mean bytes pushed per bucket, timed steps.
+
+    That step shows how what the sharding counts as sent compares to what the process group saw: they must be equal.
+    """
+    sharding = _sharding(training)
+    if sharding:
+        sharding.reset_counts()
+    inputs, targets, weights = feed.at(2)
+    with CollectiveRecorder() as recorder:
+        training.step(inputs, targets, weights, rank)
+    dependent = [entry for entry in recorder.seen if entry.data_dependent]
+    if sharding and dependent and [entry.sent_bytes for entry in dependent] != sharding.sent_bytes:
+        raise RuntimeError(f"pushed {sharding.sent_bytes} bytes, but the process group saw {dependent}")
+    for entry, payload in zip(dependent, payloads, strict=False):
+        entry.sent_bytes = payload
+    return recorder.seen
+
+
+def _phases(spans: list[Span], ends_s: list[float]) -> dict[str, float]:
+    """Return mean phases over the steps of middling length (between the quartiles), scaled to the median step."""
+    steps = sorted(zip(ends_s, ends_s[1:], strict=False), key=lambda step: step[1] - step[0])
+    middle = steps[len(steps) // 4 : max(len(steps) // 4 + 1, len(steps) - len(steps) // 4)]
+    found = [phases_of(_within(spans, *step), start_s=step[0], end_s=step[1]) for step in middle]
+    means = {name: fmean(phases[name] for phases in found) for name in found[0]}
+    scale = median(end - start for start, end in steps) / sum(means.values())
+    return {name: value * scale for name, value in means.items()}
+
+
+def _within(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
+    return [span for span in spans if span.end_s > start_s and span.start_s < end_s]
+
+
+def _one_step(spans: list[Span], ends_s: list[float]) -> list[Span]:
+    """Return the spans of the step of median length, from its start."""
+    steps = sorted(zip(ends_s, ends_s[1:], strict=False), key=lambda step: step[1] - step[0])
+    start_s, end_s = steps[len(steps) // 2]
+    return [
+        Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
+        for span in _within(spans, start_s, end_s)
+    ]
+
+
+def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -> Result:
+    """Return the Result of all ranks' reports."""
+    scenario = loaded.scenario
+    rank_times = [[b - a for a, b in zip(r.ends_s, r.ends_s[1:], strict=False)] for r in reports]
+    times = [fmean(step) for step in zip(*rank_times, strict=True)]
+    step_time_s = median(times)
+    offered = sum(report.offered_entries for report in reports)
+    thresholded = scenario.plan.push.threshold is not None
+    total = scenario.workload.global_batch_size
+    ranks = tuple(
+        RankClass(
+            ranks=(rank,),
+            count=1,
+            device=report.device,
+            peak_allocated_bytes=report.peak_allocated_bytes,
+            peak_reserved_bytes=report.peak_reserved_bytes,
+            peak_by_category_bytes={},
+            phases_s=report.phases_s,
+            batch_share=scenario.batch_sizes[rank] / total,
+            shard_share=scenario.shard_shares[rank],
+        )
+        for rank, report in enumerate(reports)
+    )
+    phases_s = {name: fmean(report.phases_s[name] for report in reports) for name in reports[0].phases_s}
+    return Result(
+        source="measured",
+        scenario_id=scenario.scenario_id,
+        calibration_id=loaded.calibration_id,
+        scenario=scenario.resolved(),
+        step_time_s=step_time_s,
+        step_time_p10_s=sorted(times)[len(times) // 10],
+        step_times_s=tuple(times),
+        phases_s=phases_s,
+        fits=True,
+        throughput_samples_per_s=total / step_time_s,
+        density=Density(
+            push=sum(r.sent_entries for r in reports) / offered if thresholded and offered else None,
+        ),
+        collectives=collectives_of([report.seen for report in reports]),
+        ranks=ranks,
+        loss=tuple(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+        provenance={
+            **provenance(device),
+            "backend": scenario.cluster.backend,
+            "memory_counter": reports[0].memory_counter,
+            "seed": scenario.run.seed,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

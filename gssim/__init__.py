@@ -1,0 +1,1 @@
+"""Predicts memory and step time of sharding plans on unequal clusters."""

@@ -1,0 +1,72 @@
+"""`gssim`: check and simulate scenarios. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gssim.console import print_result
+from gssim.machine import DeadlockError
+from gssim.result import chrome_trace, write_text
+from gssim.scenario import load_scenario
+from gssim.simulate import simulate
+from gssim.units import UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
+
+
+@app.callback()
+def about() -> None:
+    """Predict memory and step time of sharding plans on unequal clusters."""
+
+
+@app.command("check")
+def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
+    """Validate scenario files and say nothing else than what is wrong."""
+    for path in scenarios:
+        loaded = load_scenario(path, overrides or [])
+        print(f"{path}: {loaded.scenario.plan.method} on {loaded.scenario.ranks} ranks, {loaded.scenario.scenario_id}")
+
+
+@app.command("run")
+def run_command(
+    scenario: Path,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Print load and simulation times on stderr.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
+) -> None:
+    """Predict one scenario."""
+    began_s = time.perf_counter()
+    loaded = load_scenario(scenario, overrides or [])
+    loaded_s = time.perf_counter()
+    simulated = simulate(loaded)
+    ended_s = time.perf_counter()
+    result = simulated.result
+    if trace is not None:
+        write_text(trace, chrome_trace(simulated.spans))
+    if out is not None:
+        write_text(out / f"{loaded.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
+    if as_json:
+        sys.stdout.write(result.to_json())
+    else:
+        print_result(result)
+    if timing:
+        print(f"load_s={loaded_s - began_s:.3f} simulate_s={ended_s - loaded_s:.3f}", file=sys.stderr)
+
+
+def main() -> None:
+    """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
+    try:
+        app()
+    except UserError as error:
+        print(f"gssim: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except DeadlockError as error:
+        print(f"gssim: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

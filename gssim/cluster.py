@@ -1,0 +1,218 @@
+"""What there is: device types with their costs, devices on hosts, directed links, and the backend's habits.
+
+Every number in a cluster file has a `source`, beside it or on the table that holds it.
+"""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gssim.units import (
+    Bytes,
+    BytesPerSecond,
+    Count,
+    FlopPerSecond,
+    NonNegativeFloat,
+    PositiveBytes,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+    Seconds,
+    spec,
+)
+
+Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+@spec
+class Curve:
+    """A measured quantity by size: piecewise linear between the points, proportional to the size outside them."""
+
+    sizes: tuple[PositiveFloat, ...]
+    """Increasing."""
+    values: tuple[NonNegativeFloat, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse points that are not a function of the size."""
+        if not self.sizes or len(self.sizes) != len(self.values):
+            raise ValueError("sizes and values must be equally many, and at least one")
+        if any(right <= left for left, right in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise ValueError("sizes must increase")
+
+    def at(self, size: float) -> float:
+        """Return the value at `size`; beyond the last point the last slope continues, below the first it scales.
+
+        >>> curve = Curve(sizes=(1.0, 2.0), values=(10.0, 30.0))
+        >>> curve.at(1.5), curve.at(3.0), curve.at(0.5)
+        (20.0, 50.0, 5.0)
+        """
+        if size <= self.sizes[0] or len(self.sizes) == 1:
+            return self.values[0] * size / self.sizes[0]
+        right = next((i for i, s in enumerate(self.sizes) if s >= size), len(self.sizes) - 1)
+        x0, x1 = self.sizes[right - 1], self.sizes[right]
+        y0, y1 = self.values[right - 1], self.values[right]
+        return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
+
+
+@spec
+class LayerProfile:
+    """Measured cost of one layer, by batch size (samples): `sizes` of every curve are batch sizes."""
+
+    forward_s: Curve
+    backward_s: Curve
+    forward_peak_bytes: Curve | None = None
+    """Most bytes alive during the forward, above what was alive when it began; kernel scratch included."""
+    backward_peak_bytes: Curve | None = None
+    """The same for the backward, parameter gradients included."""
+
+
+@spec
+class Profile:
+    """Layer costs of one model on one device type, at one sequence length."""
+
+    model: str
+    precision: Precision
+    sequence_length: PositiveInt | None = None
+    layers: dict[str, LayerProfile]
+    """By layer name of the model file."""
+
+
+@spec
+class OptimizerCost:
+    """Time of an optimizer step: `tensor_s` for each tensor, and a curve of seconds by elements."""
+
+    tensor_s: Seconds
+    sharded_tensor_s: Seconds = 0.0
+    """More for each tensor that is a DTensor (what FSDP2 hands to the optimizer)."""
+    elements_s: Curve
+
+
+@spec
+class CompressionCost:
+    """Time to find, pack and add the gradients over a threshold, per element."""
+
+    call_s: Seconds
+    """Fixed part of one pass, and of one pack or add."""
+    threshold_element_s: Seconds
+    """Absolute value, compare, list the indices: per element looked at."""
+    pack_element_s: Seconds
+    """Gather values, shorten indices: per element sent."""
+    scatter_element_s: Seconds
+    """Scatter-add at the owner: per element received."""
+
+
+@spec
+class ShardedUnitCost:
+    """Host time that FSDP2 adds for each sharded unit and each parameter in it, without the communication."""
+
+    forward_unit_s: Seconds
+    forward_tensor_s: Seconds
+    backward_unit_s: Seconds
+    backward_tensor_s: Seconds
+    copied_byte_s: Seconds
+    """Per byte that is copied into or out of a communication buffer."""
+
+
+@spec
+class DeviceType:
+    """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
+
+    kind: Literal["cpu", "cuda", "tpu"]
+    memory_bytes: PositiveBytes
+    peak_flop_per_s: dict[Precision, FlopPerSecond]
+    """Dense matrix rate by precision."""
+    efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the peak that large matrix products reach."""
+    memory_bandwidth_bytes_per_s: BytesPerSecond
+    operation_overhead_s: Seconds = 0.0
+    """Host time to issue one operation; a step is never faster than its operations are issued."""
+    context_bytes: Bytes = 0.0
+    """Memory outside the allocator: context, libraries, communicators."""
+    communicating_slowdown_ratio: Slowdown = 1.0
+    """Compute time while this device communicates, over compute time alone."""
+    neighbour_slowdown_ratio: Slowdown = 1.0
+    """Compute time while every other device of the host computes, over compute time alone."""
+    optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
+    compression: CompressionCost | None = None
+    sharded_unit: ShardedUnitCost | None = None
+    gradient_hook_s: Seconds = 0.0
+    """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
+    profiles: tuple[Profile, ...] = ()
+    price_usd_per_h: NonNegativeFloat | None = None
+    source: str
+
+
+@spec
+class Device:
+    """One device: a rank runs on it. Devices of the same host share it."""
+
+    name: str
+    type: str
+    host: str
+
+
+@spec
+class Link:
+    """A connection. Its bandwidth is of one direction; both directions exist unless `directed`."""
+
+    between: tuple[str, str]
+    """Names of devices or switches, sender first."""
+    bandwidth_bytes_per_s: BytesPerSecond
+    latency_s: Seconds
+    directed: bool = False
+    source: str
+
+
+@spec
+class BackendCost:
+    """Fixed costs of the communication library, measured or published."""
+
+    overhead_s: dict[str, Seconds] = field(default_factory=dict)
+    """Per call, by collective kind, on top of link latencies; `default` for all others."""
+    reduction_bytes_per_s: BytesPerSecond | None = None
+    """Rate at which received bytes are added to local ones; absent: free."""
+    bytes_factor: dict[str, PositiveFloat] = field(default_factory=dict)
+    """Time per byte of a collective kind over that of a plain exchange, measured; 1 where absent."""
+    source: str
+
+
+@spec
+class Cluster:
+    """Devices and how they are wired, in rank order."""
+
+    name: str
+    backend: Literal["gloo", "nccl"]
+    device_types: dict[str, DeviceType]
+    devices: tuple[Device, ...]
+    switches: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
+    backend_cost: BackendCost | None = None
+    cores_per_rank: Count = 0
+    """CPU cores that each rank is pinned to in a real run; 0: not pinned."""
+    source: str
+
+    def __post_init__(self) -> None:
+        """Refuse names that lead nowhere."""
+        names = [device.name for device in self.devices]
+        if not names:
+            raise ValueError("devices: at least one is needed")
+        repeated = {name for name in (*names, *self.switches) if (*names, *self.switches).count(name) > 1}
+        if repeated:
+            raise ValueError(f"devices and switches: {sorted(repeated)[0]!r} is named twice")
+        for device in self.devices:
+            if device.type not in self.device_types:
+                raise ValueError(
+                    f"devices: {device.name!r} has the unknown type {device.type!r}; "
+                    f"allowed: {', '.join(sorted(self.device_types))}"
+                )
+        for link in self.links:
+            for end in link.between:
+                if end not in names and end not in self.switches:
+                    raise ValueError(f"links: {end!r} is neither a device nor a switch")
+            if link.between[0] == link.between[1]:
+                raise ValueError(f"links: {link.between[0]!r} is linked to itself")
+
+    def type_of(self, rank: int) -> DeviceType:
+        """Return the type of the device on which `rank` runs."""
+        return self.device_types[self.devices[rank].type]

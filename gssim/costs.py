@@ -1,0 +1,109 @@
+"""How long compute takes on one device, alone: a measured profile where there is one, else a roofline."""
+
+from gssim.cluster import CompressionCost, DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.scenario import layer_profile, peak_flop_per_s
+from gssim.units import Precision
+from gssim.workload import Layer, Workload
+
+ADAMW_BYTES_PER_ELEMENT = 28
+"""Read parameter, gradient, two moments; write parameter, two moments: 7 fp32 values (D.4)."""
+SGD_BYTES_PER_ELEMENT = {"sgd": 12, "sgd-momentum": 20, "adamw": ADAMW_BYTES_PER_ELEMENT}
+OPERATIONS_PER_TENSOR = {"sgd": 1, "sgd-momentum": 2, "adamw": 7}
+"""Operations that torch's single-tensor optimizers issue for each parameter."""
+INDEX_BYTES = 4
+"""COO entries carry an int32 index relative to the owner's range."""
+
+
+def layer_time_s(device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int) -> float:
+    """Return the time of one repetition of `layer`, phase `f` or `b`, for `batch_size` samples.
+
+    Assumes that nothing else runs on the device; the machine slows it down while it communicates.
+    """
+    profile = layer_profile(device, workload, layer)
+    if profile is not None:
+        return (profile.forward_s if phase == "f" else profile.backward_s).at(batch_size)
+    forward = phase == "f"
+    shape = {"b": batch_size, "s": workload.sequence_length or 1}
+    return roofline_s(
+        device,
+        workload.precision,
+        flop=(layer.forward_flop if forward else layer.backward_flop).at(**shape),
+        moved_bytes=(layer.forward_bytes if forward else layer.backward_bytes).at(**shape),
+        operations=layer.forward_operations if forward else layer.backward_operations,
+    )
+
+
+def roofline_s(device: DeviceType, precision: Precision, *, flop: float, moved_bytes: float, operations: int) -> float:
+    """Return the time that arithmetic, memory and issuing operations take.
+
+        t = max(flop / (peak * efficiency), bytes / memory bandwidth), and
+        CPU:  t + operations * overhead      (operations run where they are issued)
+        else: max(t, operations * overhead)  (the host issues ahead)
+
+    Source: Williams, Waterman, Patterson 2009, "Roofline"; host issue: gradient-sharding D.4.
+    """
+    peak = peak_flop_per_s(device, precision) * device.efficiency_ratio
+    busy_s = max(flop / peak, moved_bytes / device.memory_bandwidth_bytes_per_s)
+    issue_s = operations * device.operation_overhead_s
+    return busy_s + issue_s if device.kind == "cpu" else max(busy_s, issue_s)
+
+
+def optimizer_time_s(
+    device: DeviceType, optimizer: str, *, elements: int, tensors: int, sharded_tensors: bool = False
+) -> float:
+    """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
+
+    `sharded_tensors`: they are DTensors, each of which costs more host time.
+    """
+    if elements == 0:
+        return 0.0
+    cost: OptimizerCost | None = device.optimizers.get(optimizer)
+    if cost is not None:
+        each_s = cost.tensor_s + (cost.sharded_tensor_s if sharded_tensors else 0.0)
+        return tensors * each_s + cost.elements_s.at(elements)
+    moved_bytes = SGD_BYTES_PER_ELEMENT[optimizer] * elements
+    operations = tensors * OPERATIONS_PER_TENSOR[optimizer]
+    return moved_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+
+
+def copy_time_s(device: DeviceType, size_bytes: float) -> float:
+    """Return the time to read `size_bytes` and write them elsewhere.
+
+    >>> from gssim.cluster import DeviceType
+    >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=2e9, source="")
+    >>> copy_time_s(cpu, 1e9)
+    1.0
+    """
+    return 2 * size_bytes / device.memory_bandwidth_bytes_per_s
+
+
+def threshold_time_s(device: DeviceType, *, elements: int, sent: float) -> float:
+    """Return the time to find and pack the `sent` of `elements` gradients that reach the threshold.
+
+    Without measured costs: read the gradients, write and read a mask, gather values and indices (A.3, kappa).
+    """
+    cost: CompressionCost | None = device.compression
+    if cost is not None:
+        return 2 * cost.call_s + elements * cost.threshold_element_s + sent * cost.pack_element_s
+    return (6.0 * elements + 16.0 * sent) / device.memory_bandwidth_bytes_per_s + 4 * device.operation_overhead_s
+
+
+def scatter_time_s(device: DeviceType, *, received: float) -> float:
+    """Return the time to add `received` sparse contributions to the owner's gradient.
+
+    Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3).
+    """
+    cost: CompressionCost | None = device.compression
+    if cost is not None:
+        return cost.call_s + received * cost.scatter_element_s
+    return 64.0 * received / device.memory_bandwidth_bytes_per_s + device.operation_overhead_s
+
+
+def sharded_unit_time_s(device: DeviceType, *, phase: str, tensors: int, copied_bytes: float) -> float:
+    """Return the host time and copies of one FSDP2 unit in a forward (`f`) or backward (`b`)."""
+    cost: ShardedUnitCost | None = device.sharded_unit
+    if cost is None:
+        return copy_time_s(device, copied_bytes) + 10 * device.operation_overhead_s
+    if phase == "f":
+        return cost.forward_unit_s + tensors * cost.forward_tensor_s + copied_bytes * cost.copied_byte_s
+    return cost.backward_unit_s + tensors * cost.backward_tensor_s + copied_bytes * cost.copied_byte_s

@@ -1,0 +1,171 @@
+"""How much memory a layer needs, from the lives of its buffers: pure functions from a model file to footprints."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gssim.cluster import DeviceType
+from gssim.scenario import layer_profile
+from gssim.workload import ImageInput, LayerInstance, Model, Workload
+
+Bytes = tuple[tuple[str, float], ...]
+"""Bytes by category, sorted by category."""
+
+STEP_COUNTER_BYTES = 4
+"""torch's Adam keeps a float32 step counter for each tensor."""
+OPTIMIZER_VALUES_PER_ELEMENT = {"sgd": 0, "sgd-momentum": 1, "adamw": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Memory taken (or, where negative, given back) at a position of a layer's phase; frees come after allocations."""
+
+    position: int
+    size_bytes: float
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory that a task needs: what it holds at its worst moment, and what it leaves, both above what it found."""
+
+    peak: Bytes = ()
+    kept: Bytes = ()
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes above entry at the worst moment."""
+        return sum(size for _, size in self.peak)
+
+
+NOTHING = Footprint()
+
+
+def bytes_of(sizes: Mapping[str, float]) -> Bytes:
+    """Return non-zero sizes by category, sorted."""
+    return tuple(sorted((category, size) for category, size in sizes.items() if size))
+
+
+def footprint(events: Iterable[Event]) -> Footprint:
+    """Return the footprint of events in order of position.
+
+    >>> footprint([Event(0, 8.0, "activations"), Event(1, 4.0, "temporaries"), Event(1, -4.0, "temporaries")])
+    Footprint(peak=(('activations', 8.0), ('temporaries', 4.0)), kept=(('activations', 8.0),))
+    """
+    held: dict[str, float] = defaultdict(float)
+    total = worst = 0.0
+    at_worst: dict[str, float] = {}
+    for event in sorted(events, key=lambda e: (e.position, e.size_bytes < 0)):
+        held[event.category] += event.size_bytes
+        total += event.size_bytes
+        if total > worst:
+            worst, at_worst = total, dict(held)
+    return Footprint(bytes_of(at_worst), bytes_of(held))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All memory events of one training step by (layer index, phase); `end` holds what is freed after the backward."""
+
+    events: Mapping[tuple[int, str], Sequence[Event]]
+    end: Sequence[Event]
+
+    def at(self, layer: int, phase: str) -> Sequence[Event]:
+        """Return the events of one layer's phase `f` or `b`."""
+        return self.events.get((layer, phase), ())
+
+
+def activation_timeline(layers: Sequence[LayerInstance], *, batch_size: int, sequence_length: int) -> Timeline:
+    """Return when activations and temporaries live, parameter gradients left out."""
+    events: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    end: list[Event] = []
+    for instance in layers:
+        for buffer in instance.layer.buffers:
+            size = float(buffer.size_bytes.at(b=batch_size, s=sequence_length))
+            for moment, sign in ((buffer.born, 1), (buffer.freed, -1)):
+                event = Event(moment.position, sign * size, buffer.category)
+                if moment.phase == "end":
+                    end.append(event)
+                else:
+                    events[instance.index + moment.layer_offset, moment.phase].append(event)
+    return Timeline(events, end)
+
+
+def gradient_events(
+    layers: Sequence[LayerInstance], *, value_bytes: int, freed_when_ready: bool
+) -> dict[tuple[int, str], list[Event]]:
+    """Return when parameter gradients are born, and (where they are copied elsewhere at once) freed."""
+    events: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    for instance in layers:
+        for parameter in instance.layer.parameters:
+            size = float(parameter.elements * value_bytes)
+            born, ready = parameter.born, parameter.ready
+            events[instance.index + born.layer_offset, "b"].append(Event(born.position, size, "gradients"))
+            if freed_when_ready:
+                events[instance.index + ready.layer_offset, "b"].append(Event(ready.position, -size, "gradients"))
+    return events
+
+
+def scratch_bytes(
+    device: DeviceType,
+    workload: Workload,
+    instance: LayerInstance,
+    *,
+    phase: str,
+    batch_size: int,
+    traced: Sequence[Event],
+) -> float:
+    """Return what the layer's kernels allocate for themselves: measured peak less the peak of the traced buffers.
+
+    `traced` are the layer's events with its gradients kept, as in the profile. Without a profile: 0.
+    """
+    profile = layer_profile(device, workload, instance.layer)
+    curve = (profile.forward_peak_bytes if phase == "f" else profile.backward_peak_bytes) if profile else None
+    return max(0.0, curve.at(batch_size) - footprint(traced).peak_bytes) if curve else 0.0
+
+
+def with_scratch(need: Footprint, scratch: float) -> Footprint:
+    """Return `need` with kernel scratch added to its worst moment."""
+    if not scratch:
+        return need
+    peak = dict(need.peak)
+    peak["temporaries"] = peak.get("temporaries", 0.0) + scratch
+    return Footprint(bytes_of(peak), need.kept)
+
+
+def input_bytes(model: Model, *, batch_size: int, sequence_length: int | None) -> float:
+    """Return the bytes of one batch: token ids and targets as int64, images as fp32.
+
+    >>> from gssim.workload import Module, TokenInput
+    >>> gpt = Model(name="m", source="doctest", module=Module(factory="m.m"), traced_batch_sizes=(1,), layers=(),
+    ...     input=TokenInput(kind="tokens", vocabulary=256, maximum_sequence_length=128))
+    >>> input_bytes(gpt, batch_size=2, sequence_length=100)
+    3200.0
+    """
+    if isinstance(model.input, ImageInput):
+        channels, height, width = model.input.shape
+        return float(batch_size * (4 * channels * height * width + 8))
+    return float(2 * 8 * batch_size * (sequence_length or 1))
+
+
+def optimizer_state_bytes(optimizer: str, *, elements: int, tensors: int, value_bytes: int) -> float:
+    """Return the bytes that the optimizer keeps between steps.
+
+    >>> optimizer_state_bytes("adamw", elements=1000, tensors=2, value_bytes=4)
+    8008.0
+    """
+    counters = tensors * STEP_COUNTER_BYTES if optimizer == "adamw" else 0
+    return float(OPTIMIZER_VALUES_PER_ELEMENT[optimizer] * elements * value_bytes + counters)
+
+
+def optimizer_temporary_bytes(optimizer: str, *, tensor_elements: Sequence[int], value_bytes: int, kind: str) -> float:
+    """Return what an optimizer step holds beside its state, as torch's default implementation of the device does it.
+
+    CPU, one tensor after another: AdamW holds the square root and its quotient of the largest tensor (2 values an
+    element). CUDA, foreach: one value for every element. Source: torch/optim/adam.py, _single_tensor_adam and
+    _multi_tensor_adam.
+    """
+    if optimizer != "adamw" or not tensor_elements:
+        return 0.0
+    values = 2 * max(tensor_elements) if kind == "cpu" else sum(tensor_elements)
+    return float(values * value_bytes)

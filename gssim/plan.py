@@ -1,0 +1,269 @@
+"""How to divide the work: orthogonal policies, and the named methods that preset them.
+
+A `Plan` keeps what the user wrote; `resolve` fills in the method's presets and gives `Policies`, which is all that
+lowering and the real backend look at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveInt, UserError, spec
+
+Method = Literal[
+    "single",
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp",
+    "hsdp",
+    "pipeline",
+    "tensor",
+    "gs",
+    "gs_z3",
+    "gs_wgrad",
+    "gs_tp",
+    "gs_hier",
+]
+Partition = Literal["data", "weight-gradient"]
+ParameterPolicy = Literal["replicated", "gathered", "sharded"]
+GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push"]
+OptimizerPolicy = Literal["replicated", "sharded"]
+Shares = tuple[Annotated[float, Field(ge=0, le=1)], ...]
+
+MIB = 2**20
+DDP_FIRST_BUCKET_BYTES = 1 * MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+DDP_BUCKET_BYTES = 25 * MIB  # DistributedDataParallel(bucket_cap_mb=25)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "single": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
+    "ddp": {"parameters": "replicated", "gradients": "all-reduce", "optimizer_state": "replicated"},
+    "zero1": {"parameters": "replicated", "gradients": "all-reduce", "optimizer_state": "sharded"},
+    "zero2": {
+        "parameters": "gathered",
+        "gradients": "reduce-scatter",
+        "optimizer_state": "sharded",
+        "gradient_sync": "micro-batch",
+    },
+    "zero3": {
+        "parameters": "sharded",
+        "gradients": "reduce-scatter",
+        "optimizer_state": "sharded",
+        "gradient_sync": "micro-batch",
+    },
+    "pipeline": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
+    "tensor": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
+    "gs": {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"},
+    "gs_z3": {
+        "parameters": "sharded",
+        "gradients": "push",
+        "optimizer_state": "sharded",
+        "gradient_sync": "micro-batch",
+    },
+    "gs_wgrad": {
+        "partition": "weight-gradient",
+        "parameters": "replicated",
+        "gradients": "local",
+        "optimizer_state": "sharded",
+    },
+    "gs_tp": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
+    "gs_hier": {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"},
+}
+PRESETS["fsdp"] = PRESETS["zero3"]
+PRESETS["hsdp"] = PRESETS["zero3"]
+
+DATA_AXIS = {"ddp": "dp_replicate", "pipeline": "pp", "tensor": "tp", "gs_tp": "tp"}
+"""The mesh axis that takes all devices where the user sizes none; `dp_shard` for every method that is not here."""
+
+RUNS_TODAY = frozenset(
+    {
+        ("replicated", "local", "replicated"),
+        ("replicated", "all-reduce", "replicated"),
+        ("gathered", "reduce-scatter", "sharded"),
+        ("replicated", "push", "sharded"),
+    }
+)
+"""(parameters, gradients, optimizer_state) that both executors can run."""
+
+
+@spec
+class Push:
+    """How gradients go to the owner of their shard."""
+
+    threshold: NonNegativeFloat | None = None
+    """Gradients of smaller magnitude are not sent; absent: all are sent, densely."""
+    kind: Literal["absolute", "relative", "target-density"] = "absolute"
+    error_feedback: bool = False
+    """Keep what was not sent and add it to the next step's gradient."""
+    error_feedback_precision: Literal["fp32", "bf16"] = "fp32"
+    aggregate: Literal["batch-weight", "received-weight"] = "batch-weight"
+    encoding: Literal["auto", "coo", "bitmap", "dense"] = "auto"
+    """`auto`: per message, whichever of `coo` (int32 index and value) and `dense` has fewer bytes."""
+    warmup_steps: Count = 0
+    """Steps at the start that are pushed densely."""
+    reestimate_steps: PositiveInt = 32
+    """For `target-density`: how often the threshold is estimated again."""
+
+
+@spec
+class Publish:
+    """How updated parameters go back to the replicas."""
+
+    threshold: NonNegativeFloat | None = None
+    """Send only parameter changes of at least this magnitude; absent: publish densely."""
+
+
+@spec
+class ShareRules:
+    """Who gets how much: of the batch, and of the parameters that are sharded."""
+
+    batch: Literal["even", "throughput"] | Shares = "even"
+    shards: Literal["even", "compute", "memory", "cost"] | Shares = "even"
+    replan: bool = False
+    """Change shares at run time as measured speeds change."""
+
+
+@spec
+class Plan:
+    """How to divide the work, as the user wrote it: a method, and any policy that overrides the method's."""
+
+    method: Method
+    dp_replicate: PositiveInt | None = None
+    dp_shard: PositiveInt | None = None
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    partition: Partition | None = None
+    parameters: ParameterPolicy | None = None
+    gradients: GradientPolicy | None = None
+    gradient_sync: Literal["step", "micro-batch"] | None = None
+    optimizer_state: OptimizerPolicy | None = None
+    push: Push = field(default_factory=Push)
+    publish: Publish = field(default_factory=Publish)
+    shares: ShareRules = field(default_factory=ShareRules)
+    recompute: Literal["none", "selective", "full"] = "none"
+    micro_batches: PositiveInt = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    stages: tuple[PositiveInt, ...] | None = None
+    """Layers of each pipeline stage; absent: balanced."""
+    bucket_bytes: PositiveBytes = DDP_BUCKET_BYTES
+    first_bucket_bytes: PositiveBytes = DDP_FIRST_BUCKET_BYTES
+    overlap: bool = True
+    """Let communication hide behind compute where the method and backend can."""
+    prefetch: Count | None = None
+
+
+@dataclass(frozen=True)
+class Policies:
+    """A plan with every policy resolved: what lowering and the real backend go by."""
+
+    partition: str
+    parameters: str
+    gradients: str
+    gradient_sync: str
+    optimizer_state: str
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    pp: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks: the product of the mesh axes."""
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that take samples of their own."""
+        return self.dp_replicate * self.dp_shard
+
+
+def resolve(plan: Plan, *, devices: int) -> Policies:
+    """Return the plan's policies: the method's presets, overridden by what the user set.
+
+    Axes that the user does not size take all `devices` on the method's own axis; `single` takes one.
+    """
+    preset = {"partition": "data", "gradient_sync": "step"} | PRESETS[plan.method]
+    policies: dict[str, Any] = {
+        name: getattr(plan, name) or preset[name]
+        for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
+    }
+    axes = {
+        "dp_replicate": plan.dp_replicate or 1,
+        "dp_shard": plan.dp_shard or 1,
+        "tp": plan.tp,
+        "pp": plan.pp,
+    }
+    sized = (plan.dp_replicate or plan.dp_shard) is not None or plan.tp > 1 or plan.pp > 1
+    if not sized and plan.method != "single":
+        axes[DATA_AXIS.get(plan.method, "dp_shard")] = devices
+    return Policies(**policies | axes)
+
+
+def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
+    """Return (first, further) bucket limits in bytes.
+
+    DistributedDataParallel closes its first bucket early only where its cap is the default one.
+    """
+    if policies.gradients == "all-reduce" and plan.bucket_bytes != DDP_BUCKET_BYTES:
+        return plan.bucket_bytes, plan.bucket_bytes
+    return plan.first_bucket_bytes, plan.bucket_bytes
+
+
+def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
+    """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
+    combination = (policies.parameters, policies.gradients, policies.optimizer_state)
+    tensor_or_pipeline = plan.method in ("pipeline", "tensor", "gs_tp") or plan.tp > 1 or plan.pp > 1
+    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline or plan.method == "gs_hier":
+        raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: single, ddp, zero2, gs")
+    if policies.dp_replicate > 1 and policies.dp_shard > 1:
+        raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")
+    today = Plan(method=plan.method)
+    if policies.gradients == "all-reduce":
+        _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
+    for key in ("recompute", "micro_batches", "schedule", "stages", "prefetch"):
+        _refuse_unless_default(plan, today, key, f"plan.{key}", file)
+    for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
+        _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)
+    if plan.push.encoding == "bitmap":
+        raise UserError(f"{file}: plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense")
+    _refuse_unless_default(plan.publish, today.publish, "threshold", "plan.publish.threshold", file)
+    _refuse_unless_default(plan.shares, today.shares, "replan", "plan.shares.replan", file)
+    if plan.shares.shards in ("memory", "cost"):
+        raise UserError(
+            f"{file}: plan.shares.shards = '{plan.shares.shards}': cannot run yet; "
+            "allowed today: even, compute, or one share per rank"
+        )
+
+
+def _refuse_unless_default(table: Any, default: Any, key: str, path: str, file: str) -> None:
+    value, allowed = getattr(table, key), getattr(default, key)
+    if value != allowed:
+        allowed_text = "leave it out" if allowed is None else f"allowed today: {allowed!r}"
+        raise UserError(f"{file}: {path} = {value!r}: cannot run yet; {allowed_text}")
+
+
+def assign_buckets(sizes_bytes: Sequence[float], *, first_bytes: float, cap_bytes: float) -> list[list[int]]:
+    """Return tensors (by position in `sizes_bytes`, the order in which gradients become ready) grouped into buckets.
+
+    PyTorch's rule: a bucket closes once it holds at least its limit, `first_bytes` for the first, then `cap_bytes`.
+    Source: torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size, as rebuilt after step one.
+
+    >>> assign_buckets([3, 3, 3, 3], first_bytes=4, cap_bytes=100)
+    [[0, 1], [2, 3]]
+    """
+    buckets: list[list[int]] = []
+    current: list[int] = []
+    held = 0.0
+    limit = first_bytes
+    for position, size in enumerate(sizes_bytes):
+        current.append(position)
+        held += size
+        if held >= limit:
+            buckets.append(current)
+            current, held, limit = [], 0.0, cap_bytes
+    if current:
+        buckets.append(current)
+    return buckets

@@ -1,0 +1,223 @@
+"""What happened: spans, collectives, and the one Result that a simulation and a real run both write."""
+
+import json
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from gssim.units import UserError, spec, validated
+
+SCHEMA: Literal["gssim.result/1"] = "gssim.result/1"
+
+PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that occupied a stream of a rank, from `start_s` to `end_s`."""
+
+    rank: int
+    stream: str
+    label: str
+    phase: str
+    start_s: float
+    end_s: float
+
+
+def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[str, float]:
+    """Return the seconds of each phase between `start_s` and `end_s` on one rank's compute stream.
+
+    Where spans nest, the one that began last counts (a wait inside backward is exposed communication, not backward).
+    What no span covers is idle, so that the phases always sum to `end_s - start_s`.
+
+    >>> inner = Span(0, "compute", "wait", "exposed_communication", 2.0, 3.0)
+    >>> outer = Span(0, "compute", "backward", "backward", 1.0, 4.0)
+    >>> phases = phases_of([outer, inner], start_s=0.0, end_s=5.0)
+    >>> phases["backward"], phases["exposed_communication"], phases["idle"]
+    (2.0, 1.0, 2.0)
+    """
+    compute = sorted((s for s in spans if s.stream == "compute" and s.end_s > s.start_s), key=lambda s: s.start_s)
+    edges = {start_s, end_s}
+    for span in compute:
+        edges.update(t for t in (span.start_s, span.end_s) if start_s < t < end_s)
+    seconds = dict.fromkeys(PHASES, 0.0)
+    active: list[Span] = []
+    upcoming = 0
+    for left, right in pairwise(sorted(edges)):
+        while upcoming < len(compute) and compute[upcoming].start_s <= left:
+            active.append(compute[upcoming])
+            upcoming += 1
+        active = [span for span in active if span.end_s > left]
+        seconds[active[-1].phase if active else "idle"] += right - left
+    return seconds
+
+
+@spec
+class Collective:
+    """One kind of communication as it is handed to the process group, summed over one steady step and all ranks."""
+
+    kind: str
+    """`all-reduce`, `reduce-scatter`, `all-gather`, `broadcast`, `all-to-all-v`, `all-gather-v`, `send`."""
+    group: tuple[int, ...]
+    """The sorted ranks that take part."""
+    bytes: int
+    """Size of the full tensor handed over, padding included; for data-dependent messages the dense equivalent."""
+    count: int
+    """How often in one step."""
+    payload_bytes: float | None = None
+    """What data-dependent messages carried, mean per step, all of `count` together; absent where `bytes` is carried."""
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], int, int]:
+        """What must be equal between a prediction and a measurement (design rung a)."""
+        return (self.kind, self.group, self.bytes, self.count)
+
+
+@spec
+class LinkUse:
+    """Traffic over one directed link in one step (simulated)."""
+
+    name: str
+    bytes: float
+    utilisation_ratio: float
+
+
+@spec
+class RankClass:
+    """Ranks that did the same thing, and what each of them needed."""
+
+    ranks: tuple[int, ...]
+    count: int
+    device: str
+    peak_allocated_bytes: float
+    peak_reserved_bytes: float | None = None
+    peak_by_category_bytes: dict[str, float]
+    phases_s: dict[str, float]
+    bytes_sent: float | None = None
+    bytes_received: float | None = None
+    batch_share: float
+    shard_share: float
+
+
+@spec
+class Fit:
+    """Where a plan exceeds a device's memory."""
+
+    rank: int
+    category: str
+    """The largest category at the peak."""
+    excess_bytes: float
+
+
+@spec
+class Density:
+    """Fraction of off-shard elements that were sent, mean over the run's steps; absent where nothing is thresholded."""
+
+    push: float | None = None
+    publish: float | None = None
+
+
+@spec
+class Result:
+    """The answer to a scenario, predicted or measured."""
+
+    schema: Literal["gssim.result/1"] = SCHEMA
+    source: Literal["simulated", "measured"]
+    scenario_id: str
+    calibration_id: str
+    scenario: dict[str, Any]
+    step_time_s: float
+    """Median over the run's steps."""
+    step_time_p10_s: float
+    step_times_s: tuple[float, ...] = ()
+    """Every timed step (measured)."""
+    phases_s: dict[str, float]
+    """Mean over ranks; sums to a step."""
+    fits: bool
+    does_not_fit: Fit | None = None
+    throughput_samples_per_s: float
+    density: Density
+    collectives: tuple[Collective, ...]
+    links: tuple[LinkUse, ...] = ()
+    ranks: tuple[RankClass, ...]
+    loss: tuple[float, ...] = ()
+    cost_usd_per_step: float | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the Result as JSON, keys in schema order, the same bytes for the same Result."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+def read_result(path: Path) -> Result:
+    """Return the Result in the JSON file `path`; raise UserError where it is not one."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a JSON file: {error}") from None
+    return validated(Result, data, file=str(path))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: to a temporary file beside it, then renamed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Return entries of equal kind, group and bytes added up, in a fixed order."""
+    counts: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
+    payloads: dict[tuple[str, tuple[int, ...], int], float | None] = {}
+    for entry in entries:
+        key = (entry.kind, entry.group, entry.bytes)
+        counts[key] += entry.count
+        before = payloads.get(key)
+        payloads[key] = before if entry.payload_bytes is None else (before or 0.0) + entry.payload_bytes
+    return tuple(
+        Collective(kind=kind, group=group, bytes=size, count=count, payload_bytes=payloads[kind, group, size])
+        for (kind, group, size), count in sorted(counts.items())
+    )
+
+
+def chrome_trace(spans: Sequence[Span]) -> str:
+    """Return spans as Chrome-trace JSON, for Perfetto: a process per rank, a thread per stream, times in us.
+
+    Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`).
+    """
+    streams = sorted({(span.rank, span.stream) for span in spans})
+    threads = {place: number for number, place in enumerate(streams)}
+    events: list[dict[str, Any]] = []
+    for (rank, stream), thread in threads.items():
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": stream}})
+    events.extend(
+        {
+            "ph": "X",
+            "name": span.label,
+            "cat": span.phase,
+            "pid": span.rank,
+            "tid": threads[span.rank, span.stream],
+            "ts": span.start_s * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+        }
+        for span in spans
+    )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

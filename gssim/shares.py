@@ -1,0 +1,66 @@
+"""Who gets how much: pure solvers over given numbers, used alike by the simulator and the real backend."""
+
+import heapq
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def even(parts: int) -> tuple[float, ...]:
+    """Return `parts` equal shares.
+
+    >>> even(4)
+    (0.25, 0.25, 0.25, 0.25)
+    """
+    return (1.0 / parts,) * parts
+
+
+def proportional(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return shares proportional to `weights` (not all zero).
+
+    >>> proportional([3, 1])
+    (0.75, 0.25)
+    """
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def split(total: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers that sum to `total` and follow `shares`: largest remainders, ties to the lower rank.
+
+    >>> split(10, [0.5, 0.25, 0.25])
+    (5, 3, 2)
+    """
+    exact = [share * total for share in shares]
+    parts = [int(value + 1e-9) for value in exact]
+    order = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
+    for i in order[: total - sum(parts)]:
+        parts[i] += 1
+    return tuple(parts)
+
+
+def ranges(total: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """Return each rank's half-open range of `total` elements.
+
+    >>> ranges(10, [0.7, 0.3])
+    ((0, 7), (7, 10))
+    """
+    ends = tuple(accumulate(split(total, shares)))
+    return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+
+def balance_batch(total: int, *, sample_s: Sequence[float], fixed_s: Sequence[float]) -> tuple[int, ...]:
+    """Return samples per rank that minimise the slowest rank's `fixed_s + samples * sample_s`.
+
+    Greedy: each sample goes where it makes the smallest time, which is optimal for non-decreasing convex times.
+
+    >>> balance_batch(6, sample_s=[1.0, 2.0], fixed_s=[0.0, 0.0])
+    (4, 2)
+    """
+    samples = [0] * len(sample_s)
+    heap = [(fixed + each, rank) for rank, (fixed, each) in enumerate(zip(fixed_s, sample_s, strict=True))]
+    heapq.heapify(heap)
+    for _ in range(total):
+        _, rank = heapq.heappop(heap)
+        samples[rank] += 1
+        heapq.heappush(heap, (fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank))
+    return tuple(samples)

@@ -1,0 +1,209 @@
+"""Units at the edge: strings with units in files, SI floats inside.
+
+A key's name says the unit (`bandwidth_bytes_per_s`); its value may say what the data sheet prints (`"450 GB/s"`).
+"""
+
+import difflib
+import re
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+
+import pydantic
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+
+DECIMAL_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
+BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+
+_BYTES: dict[str, Fraction] = {p + "B": Fraction(f) for p, f in (DECIMAL_PREFIXES | BINARY_PREFIXES).items()}
+_BITS: dict[str, Fraction] = {p + b: Fraction(f, 8) for p, f in DECIMAL_PREFIXES.items() for b in ("b", "bit")}
+
+UNITS: dict[str, dict[str, Fraction]] = {
+    "bytes": _BYTES,
+    "bytes/s": {unit + "/s": factor for unit, factor in (_BYTES | _BITS).items()},
+    "seconds": {
+        "ns": Fraction(1, 10**9),
+        "us": Fraction(1, 10**6),
+        "ms": Fraction(1, 10**3),
+        "s": Fraction(1),
+        "min": Fraction(60),
+        "h": Fraction(3600),
+    },
+    "FLOP/s": {p + "FLOP/s": Fraction(f) for p, f in DECIMAL_PREFIXES.items()},
+}
+EXAMPLES = {"bytes": "80 GiB", "bytes/s": "450 GB/s", "seconds": "5 us", "FLOP/s": "312 TFLOP/s"}
+
+T = TypeVar("T")
+
+_QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*$")
+
+
+class UserError(ValueError):
+    """Something the user can mend: one line that names the file, the key, the value and what is allowed."""
+
+
+def parse_quantity(value: object, kind: str) -> float:
+    """Return `value` in the base unit of `kind` (a key of `UNITS`); numbers are taken to be in that unit already.
+
+    Raises ValueError where the unit belongs to another kind or is unknown.
+
+    >>> parse_quantity("450 GB/s", "bytes/s")
+    450000000000.0
+    >>> parse_quantity("400 Gb/s", "bytes/s")
+    50000000000.0
+    >>> parse_quantity("5 us", "seconds")
+    5e-06
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f'must be a quantity in {kind}, such as "{EXAMPLES[kind]}"')
+    if not isinstance(value, str):
+        return float(value)
+    match = _QUANTITY.match(value)
+    if match is None:
+        raise ValueError(f'must be a number with a unit of {kind}, such as "{EXAMPLES[kind]}"')
+    number, unit = match.groups()
+    if unit in UNITS[kind]:
+        return float(Fraction(number.replace("_", "")) * UNITS[kind][unit])
+    for other, units in UNITS.items():
+        if unit in units:
+            raise ValueError(f'is in {other}, but {kind} is needed, such as "{EXAMPLES[kind]}"')
+    raise ValueError(f'has the unknown unit "{unit}"; {kind} is needed, such as "{EXAMPLES[kind]}"')
+
+
+def _quantity(kind: str) -> tuple[BeforeValidator, WithJsonSchema]:
+    schema = {"anyOf": [{"type": "number"}, {"type": "string"}], "description": f"{kind}, e.g. {EXAMPLES[kind]!r}"}
+    return BeforeValidator(lambda value: parse_quantity(value, kind)), WithJsonSchema(schema)
+
+
+Bytes = Annotated[float, *_quantity("bytes"), Field(ge=0, allow_inf_nan=False)]
+PositiveBytes = Annotated[float, *_quantity("bytes"), Field(gt=0, allow_inf_nan=False)]
+BytesPerSecond = Annotated[float, *_quantity("bytes/s"), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, *_quantity("seconds"), Field(ge=0, allow_inf_nan=False)]
+FlopPerSecond = Annotated[float, *_quantity("FLOP/s"), Field(gt=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+Precision = Literal["fp32", "bf16", "fp64"]
+PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def spec(cls: type[T]) -> type[T]:
+    """Return `cls` as a frozen, keyword-only, validated dataclass that refuses unknown keys: what a person writes."""
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    return typing.cast(
+        type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, slots=True, config=config)(cls)
+    )
+
+
+def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
+    """Return `data` (as parsed from TOML) as a `cls`; raise UserError with the first fault's file and key path."""
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: {under or 'the whole file'} must be a table of keys")
+    try:
+        return TypeAdapter(cls).validate_python(data)
+    except ValidationError as error:
+        raise UserError(explain(error, cls, file=file, under=under)) from None
+
+
+def explain(error: ValidationError, cls: type, *, file: str, under: str = "") -> str:
+    """Return one line for the first fault of `error`: file, key path, value, what is allowed."""
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
+    fault = faults[0]
+    place, table = _walked(cls, fault["loc"])
+    path = _path((under, *place) if under else place)
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if fault["type"] == "unexpected_keyword_argument":
+        return f"{file}: {path}: unknown key; {_allowed(table, place)}{more}"
+    if fault["type"] == "missing":
+        return f"{file}: {path}: missing{more}"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{file}: {path} = {_shown(fault['input'])}: {message[0].lower()}{message[1:]}{more}"
+
+
+def _path(place: tuple[Any, ...]) -> str:
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "the whole file"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _walked(cls: type, location: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Return the key path of a fault, without the tags that pydantic adds for unions, and the last key's table."""
+    place: list[Any] = []
+    table, kind = cls, cls
+    for part in location:
+        if isinstance(part, str) and "[" in part:
+            continue
+        options = _options(kind)
+        tagged = [option for option in options if _tag(option) == part] if len(options) > 1 else []
+        if tagged:
+            kind = tagged[0]
+            continue
+        place.append(part)
+        table, kind = kind, _inside(kind, part)
+    return tuple(place), table
+
+
+def _options(kind: Any) -> list[Any]:
+    """Return the types that `kind` may be; None left out."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return [option for option in typing.get_args(kind) if option is not type(None)]
+    return [kind]
+
+
+def _tag(option: Any) -> object:
+    """Return what the key `kind` must be in the table `option`, where that tells it from others."""
+    literal = typing.get_type_hints(option).get("kind") if is_dataclass(option) else None
+    return next(iter(typing.get_args(literal)), None)
+
+
+def _allowed(table: Any, place: tuple[Any, ...]) -> str:
+    if not is_dataclass(table):
+        return "it is not known here"
+    names = [field.name for field in fields(table)]
+    close = difflib.get_close_matches(str(place[-1]), names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}allowed: {', '.join(names)}"
+
+
+def _inside(table: Any, part: object) -> Any:
+    """Return the type of `part` (a key or an index) inside the type `table`."""
+    options = _options(table)
+    table = next((option for option in options if is_dataclass(option)), options[0])
+    if is_dataclass(table):
+        return typing.get_type_hints(table, include_extras=False).get(str(part))
+    return next((a for a in reversed(typing.get_args(table)) if a is not Ellipsis), None)
+
+
+def human_bytes(size_bytes: float) -> str:
+    """Return a size for people, in binary units.
+
+    >>> human_bytes(3 * 2**20)
+    '3.00 MiB'
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size_bytes) >= factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def human_seconds(time_s: float) -> str:
+    """Return a time for people.
+
+    >>> human_seconds(0.0021)
+    '2.10 ms'
+    """
+    for unit, factor in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(time_s) >= factor:
+            return f"{time_s / factor:.2f} {unit}"
+    return f"{time_s * 1e9:.2f} ns"

@@ -1,0 +1,350 @@
+"""What to compute: a model's layers as traced from the real module, and how it is trained.
+
+[Note: moments] A moment is a place in one training step: `f3` is the 4th operation of the layer's own forward, `b7`
+the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. Buffers
+are born and freed at moments, so memory can be replayed for any plan without the module.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Precision, spec
+
+_TERM = re.compile(r"^(-?\d+)((?:\*[bs](?:\^[12])?)*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A whole quantity as a function of batch size b and sequence length s: terms (coefficient, power of b, of s)."""
+
+    terms: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def parse(cls, text: object) -> "Polynomial":
+        """Return the polynomial that `text` spells.
+
+        >>> Polynomial.parse("3 + 2*b*s^2").at(b=10, s=4)
+        323
+        """
+        if isinstance(text, Polynomial):
+            return text
+        if isinstance(text, bool) or not isinstance(text, (int, str)):
+            raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
+        terms = []
+        for term in str(text).replace(" ", "").split("+"):
+            match = _TERM.match(term)
+            if match is None:
+                raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
+            powers = {"b": 0, "s": 0}
+            for factor in match.group(2).split("*")[1:]:
+                powers[factor[0]] += int(factor[2:] or 1)
+            if max(powers.values()) > 2:
+                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2")
+            terms.append((int(match.group(1)), powers["b"], powers["s"]))
+        return cls(tuple(terms))
+
+    def at(self, *, b: int, s: int) -> int:
+        """Return the value at batch size `b` and sequence length `s`."""
+        return sum(c * b**i * s**j for c, i, j in self.terms)
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        powers = ("", "*{0}", "*{0}^2")
+        return " + ".join(f"{c}{powers[i].format('b')}{powers[j].format('s')}" for c, i, j in self.terms) or "0"
+
+
+Quantity = Annotated[
+    Polynomial,
+    BeforeValidator(Polynomial.parse),
+    PlainSerializer(str),
+    WithJsonSchema({"type": "string", "description": "polynomial in batch size b and sequence length s"}),
+]
+
+_MOMENT = re.compile(r"^(?:end|([fb])(\d+)(?:@([+-]\d+))?)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A place in a step relative to a layer; see [Note: moments]."""
+
+    phase: str
+    """`f`, `b` or `end`."""
+    position: int = 0
+    layer_offset: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Moment":
+        """Return the moment that `text` spells.
+
+        >>> Moment.parse("b7@+1")
+        Moment(phase='b', position=7, layer_offset=1)
+        """
+        match = _MOMENT.match(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a moment such as f3, b7, b7@+1 or end")
+        phase, position, offset = match.groups()
+        return cls(phase or "end", int(position or 0), int(offset or 0))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        if self.phase == "end":
+            return "end"
+        return f"{self.phase}{self.position}" + (f"@{self.layer_offset:+d}" if self.layer_offset else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a layer allocates: size in bytes, category, when it is born and when it is freed."""
+
+    born: Moment
+    freed: Moment
+    category: str
+    size_bytes: Polynomial
+
+    @classmethod
+    def parse(cls, text: object) -> "Buffer":
+        """Return the buffer that `text` spells.
+
+        >>> str(Buffer.parse("f0 b3@+1 activations 512*b*s"))
+        'f0 b3@+1 activations 512*b*s'
+        """
+        if isinstance(text, Buffer):
+            return text
+        if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
+            raise ValueError('must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s"')
+        born, freed, category, size = text.split(maxsplit=3)
+        if category not in BUFFER_CATEGORIES:
+            raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
+        return cls(Moment.parse(born), Moment.parse(freed), category, Polynomial.parse(size))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
+
+
+BUFFER_CATEGORIES = ("input", "activations", "temporaries")
+
+_PARAMETER = re.compile(r"^(\S+) ((?:\d+(?:x\d+)*)|scalar) (\S+) (\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter tensor: its name (`{}` stands for the layer's module), shape, and when its gradient is born, ready.
+
+    Moments are relative to the layer that lists it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    born: Moment
+    ready: Moment
+
+    @classmethod
+    def parse(cls, text: object) -> "Parameter":
+        """Return the parameter that `text` spells.
+
+        >>> Parameter.parse("{}.weight 4x3 b1 b2").elements
+        12
+        """
+        if isinstance(text, Parameter):
+            return text
+        match = _PARAMETER.match(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError('must be "NAME SHAPE BORN READY", such as "{}.weight 4x3 b1 b2"')
+        name, shape, born, ready = match.groups()
+        sizes = () if shape == "scalar" else tuple(int(size) for size in shape.split("x"))
+        return cls(name, sizes, Moment.parse(born), Moment.parse(ready))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return f"{self.name} {'x'.join(map(str, self.shape)) or 'scalar'} {self.born} {self.ready}"
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+def _text_of(cls: Any) -> Any:
+    schema = {"type": "string", "description": cls.parse.__doc__}
+    return Annotated[cls, BeforeValidator(cls.parse), PlainSerializer(str), WithJsonSchema(schema)]
+
+
+@spec
+class Layer:
+    """One layer, or `repeats` identical ones in a row; FLOP, bytes and buffers are of one, for a whole batch."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Dotted path of each repetition's module in the model; empty for what runs outside any (the loss)."""
+    block: bool = False
+    """An element of the model's repeated stack: FSDP shards it on its own; all else belongs to the root."""
+    parameters: tuple[_text_of(Parameter), ...] = ()  # type: ignore[valid-type]
+    buffer_bytes: Count = 0
+    """Module buffers (not parameters): DDP broadcasts them."""
+    forward_flop: Quantity
+    backward_flop: Quantity
+    forward_bytes: Quantity
+    """Bytes read and written by the operations of one forward."""
+    backward_bytes: Quantity
+    saved_bytes: Quantity
+    """Unique storages that autograd keeps for the backward, parameters and inputs left out."""
+    output_bytes: Quantity
+    forward_operations: Count
+    backward_operations: Count
+    buffers: tuple[_text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+
+    @property
+    def repeats(self) -> int:
+        """How many identical layers this entry stands for."""
+        return max(1, len(self.modules))
+
+    @property
+    def elements(self) -> int:
+        """Parameters of one repetition."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+
+@spec
+class HuggingFace:
+    """A Hugging Face architecture, built from its config alone: no weights are loaded."""
+
+    model_type: str
+    """As in `AutoConfig.for_model`, for example `gpt2`."""
+    auto_class: str = "AutoModelForCausalLM"
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@spec
+class Module:
+    """Where the real module comes from: a factory by its dotted path, or a Hugging Face config."""
+
+    factory: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    hugging_face: HuggingFace | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse none and both."""
+        if (self.factory is None) == (self.hugging_face is None):
+            raise ValueError("exactly one of factory and hugging_face is needed")
+
+
+@spec
+class TokenInput:
+    """Token ids of shape (batch, sequence)."""
+
+    kind: Literal["tokens"]
+    vocabulary: PositiveInt
+    task: Literal["next-token", "masked-token"] = "next-token"
+    maximum_sequence_length: PositiveInt
+
+
+@spec
+class ImageInput:
+    """Images of shape (batch, channels, height, width), to be classified."""
+
+    kind: Literal["image"]
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    classes: PositiveInt
+    task: Literal["classification"] = "classification"
+
+
+@spec
+class Model:
+    """A model as traced from its real module; see `gsreal trace`."""
+
+    name: str
+    source: str
+    module: Module
+    input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
+    traced_precision: Precision = "fp32"
+    traced_batch_sizes: tuple[PositiveInt, ...]
+    traced_sequence_lengths: tuple[PositiveInt, ...] = ()
+    exact_sequence: bool = True
+    """False: the sequence dependence is no polynomial; only `traced_sequence_lengths` may be used."""
+    layers: tuple[Layer, ...]
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model."""
+        return sum(layer.repeats * layer.elements for layer in self.layers)
+
+
+@spec
+class Workload:
+    """What is trained, on how much at a time, and how."""
+
+    model: Model
+    gradients: str | None = None
+    """Gradient statistics file: needed where a threshold is set."""
+    global_batch_size: PositiveInt
+    sequence_length: PositiveInt | None = None
+    precision: Precision = "fp32"
+    optimizer: Literal["sgd", "sgd-momentum", "adamw"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: NonNegativeFloat = 0.0
+    data: Literal["auto", "stdlib-bytes", "digits"] = "auto"
+    """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that the model cannot take."""
+        source = self.model.input
+        if isinstance(source, ImageInput):
+            if self.sequence_length is not None:
+                raise ValueError("sequence_length: a model of images takes none")
+            return
+        if self.sequence_length is None:
+            raise ValueError("sequence_length: missing; a model of tokens needs it")
+        if self.sequence_length > source.maximum_sequence_length:
+            raise ValueError(
+                f"sequence_length = {self.sequence_length}: the model takes at most {source.maximum_sequence_length}"
+            )
+        if not self.model.exact_sequence and self.sequence_length not in self.model.traced_sequence_lengths:
+            raise ValueError(
+                f"sequence_length = {self.sequence_length}: the model was traced only at "
+                f"{', '.join(map(str, self.model.traced_sequence_lengths))}"
+            )
+
+
+@dataclass(frozen=True)
+class LayerInstance:
+    """One layer of the unrolled model: the entry it repeats, and which repetition it is."""
+
+    index: int
+    layer: Layer
+    repetition: int
+
+    @property
+    def module(self) -> str:
+        """Dotted path of its module, or the layer's name where it has none."""
+        return self.layer.modules[self.repetition] if self.layer.modules else self.layer.name
+
+    @cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Full dotted names of its parameters."""
+        return tuple(parameter.name.replace("{}", self.module) for parameter in self.layer.parameters)
+
+
+def unrolled(model: Model) -> tuple[LayerInstance, ...]:
+    """Return every layer of the model in forward order, repetitions one by one."""
+    places = [(layer, repetition) for layer in model.layers for repetition in range(layer.repeats)]
+    return tuple(LayerInstance(index, layer, repetition) for index, (layer, repetition) in enumerate(places))
+
+
+def gradient_order(layers: Sequence[LayerInstance]) -> tuple[tuple[int, int], ...]:
+    """Return (layer index, parameter index) of all parameters in the order in which gradients become ready."""
+    ready = []
+    for instance in layers:
+        for number, parameter in enumerate(instance.layer.parameters):
+            where = instance.index + parameter.ready.layer_offset
+            ready.append((-where, parameter.ready.position, instance.index, number))
+    return tuple((layer, number) for _, _, layer, number in sorted(ready))
