@@ -71,15 +71,61 @@ def gradients_command(
     scenario: Path,
     out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write.")],
     overrides: Overrides = None,
+    thresholds: Annotated[
+        str, typer.Option("--thresholds", help="Push thresholds to train under, 0 for densely; predictions lie between.")
+    ] = "0,1e-4,1e-3,1e-2",
 ) -> None:
-    """Train the scenario's model densely, for real, and write statistics of every rank's gradients."""
+    """Train the scenario's model for real and write statistics of every rank's gradients."""
     from gsreal.data import check_data
     from gsreal.statistics import take_statistics, write_statistics
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
-    write_statistics(out, take_statistics(loaded.scenario))
+    write_statistics(out, take_statistics(loaded.scenario, _numbers(thresholds, "--thresholds")))
+
+
+@app.command("calibrate")
+def calibrate_command(
+    models: Annotated[list[Path] | None, typer.Argument(help="Model files whose layers to profile.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Cluster file to write.")] = Path("cluster.toml"),
+    ranks: Annotated[int | None, typer.Option("--ranks", help="Devices to use; all by default.")] = None,
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Samples at which layers are profiled.")] = "2,8,16",
+    sequence_length: Annotated[int, typer.Option("--sequence-length", help="For models of tokens.")] = 128,
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or fp64.")] = "fp32",
+) -> None:
+    """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
+    import torch
+
+    from gsreal.benchmarks import Settings
+    from gsreal.calibrate import cluster_data, measure, write_cluster
+    from gsreal.machine import usable_cores
+    from gssim.scenario import load_model
+
+    if precision not in ("fp32", "fp64"):
+        raise UserError(f"--precision {precision}: allowed: fp32, fp64")
+    sizes = sorted({int(size) for size in _numbers(batch_sizes, "--batch-sizes")})
+    if sizes[0] < 1 or sequence_length < 1:
+        raise UserError("--batch-sizes and --sequence-length must be at least 1")
+    for path in models or []:
+        load_model(path)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
+    count = ranks or available
+    if count > available and kind == "cpu":
+        raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
+    settings = Settings(tuple(map(str, models or [])), tuple(sizes), sequence_length, precision, kind)
+    write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1.0]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise UserError(f"{option} {text}: must be distinct numbers of at least 0, separated by commas")
+    return numbers
 
 
 @app.command("trace")

@@ -42,6 +42,9 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int) -> None:
             except BaseException:
                 _end(process)
                 raise
+            finally:
+                assert process.stderr is not None
+                process.stderr.close()
         if code:
             raise RunFailedError(_reason(Path(reports), log.read_text(encoding="utf-8"), code))
 

@@ -25,7 +25,8 @@ class Training:
     optimizer: torch.optim.Optimizer | GradientSharding
     timeline: Timeline
     scale: float
-    """Factor on the loss before backward, by which averaging wrappers come to the weighted mean: ranks, else 1."""
+    """Factor on the weighted loss before backward: the ranks, where a wrapper averages over them; 0: leave the rank's
+    mean as it is (the owner weighs it)."""
     last_gradient: list[Any]
     """DDP: the mark of the last gradient hook in this backward."""
 
@@ -37,7 +38,7 @@ class Training:
         self.last_gradient.clear()
         with timeline.span("forward", "forward"):
             loss = loss_of(logits_of(self.module(inputs)), targets)
-        factor = self.scale * weights[rank]
+        factor = self.scale * weights[rank] if self.scale else 1.0
         with timeline.span("backward", "backward"):
             (loss if factor == 1 else loss * factor).backward()
         if self.last_gradient:
@@ -140,7 +141,7 @@ def _gs(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch
         parameter_order=order,
         observe=timeline.span,
     )
-    return Training(module, optimizer, timeline, scale=1.0, last_gradient=[])
+    return Training(module, optimizer, timeline, scale=0.0, last_gradient=[])
 
 
 Apply = Callable[[Scenario, nn.Module, Timeline, torch.device], Training]

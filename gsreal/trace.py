@@ -149,6 +149,7 @@ def trace(model: Model, *, where: str) -> Model:
     return replace(
         model,
         layers=_grouped(layers),
+        buffer_bytes=_buffer_bytes(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths if s is not None),
     )
@@ -165,10 +166,20 @@ def trace_at(model: Model, sequence_length: int, *, where: str) -> Model:
     return replace(
         model,
         layers=_grouped(layers),
+        buffer_bytes=_buffer_bytes(model, where),
         exact_sequence=False,
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=(sequence_length,),
     )
+
+
+def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
+    """Return the bytes of the module's buffers, a number for each data type in order of first appearance."""
+    sizes: dict[torch.dtype, int] = defaultdict(int)
+    with FakeTensorMode():
+        for tensor in build_module(model.module, where=where).buffers():
+            sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
+    return tuple(sizes.values())
 
 
 def _sequence_lengths(model: Model) -> tuple[int | None, ...]:

@@ -22,7 +22,7 @@ from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, Seen, collectives_of
 from gsreal.methods import Training, prepare
-from gssim.result import Density, RankClass, Result, Span, chrome_trace, phases_of, write_text
+from gssim.result import Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
 
@@ -94,7 +94,7 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
     feed = Feed(scenario, rank, device)
     losses = _timed_steps(scenario, training, feed, rank)
     spans, ends_s = training.timeline.read()
-    phases_s = _phases(spans, ends_s)
+    phases_s = typical_phases(spans, ends_s)
     sharding = _sharding(training)
     entries = (sharding.sent_entries, sharding.offered_entries) if sharding else (0, 0)
     payloads = [sent / scenario.run.steps for sent in sharding.sent_bytes] if sharding else []
@@ -219,16 +219,6 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float
     for entry, payload in zip(dependent, payloads, strict=False):
         entry.sent_bytes = payload
     return recorder.seen
-
-
-def _phases(spans: list[Span], ends_s: list[float]) -> dict[str, float]:
-    """Return mean phases over the steps of middling length (between the quartiles), scaled to the median step."""
-    steps = sorted(zip(ends_s, ends_s[1:], strict=False), key=lambda step: step[1] - step[0])
-    middle = steps[len(steps) // 4 : max(len(steps) // 4 + 1, len(steps) - len(steps) // 4)]
-    found = [phases_of(_within(spans, *step), start_s=step[0], end_s=step[1]) for step in middle]
-    means = {name: fmean(phases[name] for phases in found) for name in found[0]}
-    scale = median(end - start for start, end in steps) / sum(means.values())
-    return {name: value * scale for name, value in means.items()}
 
 
 def _within(spans: list[Span], start_s: float, end_s: float) -> list[Span]:

@@ -133,6 +133,10 @@ class DeviceType:
     """Compute time while this device communicates, over compute time alone."""
     neighbour_slowdown_ratio: Slowdown = 1.0
     """Compute time while every other device of the host computes, over compute time alone."""
+    step_jitter_ratio: NonNegativeFloat = 0.0
+    """Random variation of a whole step's compute (standard deviation over median): what makes peers late."""
+    task_jitter_ratio: NonNegativeFloat = 0.0
+    """Random variation of a single layer's compute, on top of the step's."""
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
     compression: CompressionCost | None = None
     sharded_unit: ShardedUnitCost | None = None

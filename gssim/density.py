@@ -1,7 +1,9 @@
 """What a threshold makes of measured gradient statistics: the fraction of elements that reach it.
 
 Without error feedback this is the tail of |g|. Between sampled steps the shape of the distribution is interpolated and
-its scale is the measured one; along the logarithm of |g| the tail is interpolated linearly.
+its scale is the measured one; along the logarithm of |g| the tail is interpolated linearly. What a threshold drops
+changes the training and with it later gradients, so statistics are taken under several thresholds, and the densities
+that they give are interpolated in the logarithm of the threshold.
 """
 
 import math
@@ -14,15 +16,14 @@ from gssim.gradients import SKETCH_EDGES, GradientStatistics, RankTrace, TensorT
 _LOG_EDGES = np.log10(np.array(SKETCH_EDGES))
 
 
-def nearest_trace(statistics: GradientStatistics, samples: int) -> RankTrace:
-    """Return the trace taken with the number of samples per rank that is nearest (in ratio) to `samples`."""
-    return min(statistics.traces, key=lambda trace: abs(math.log(trace.samples / samples)))
+def traces_of(statistics: GradientStatistics, samples: int) -> tuple[RankTrace, ...]:
+    """Return the traces taken with the samples per rank nearest (in ratio) to `samples`, by rising threshold."""
+    nearest = min((trace.samples for trace in statistics.traces), key=lambda n: abs(math.log(n / samples)))
+    return tuple(sorted((t for t in statistics.traces if t.samples == nearest), key=lambda t: t.threshold))
 
 
 def push_density(statistics: GradientStatistics, *, samples: int, tensor: str, step: int, threshold: float) -> float:
     """Return the fraction of a tensor's elements with |g| >= threshold at `step`, on a rank with `samples` samples.
-
-    A rank without samples has a gradient of zeros, of which only a threshold of 0 sends any.
 
     >>> from gssim.gradients import RankTrace, TensorTrace
     >>> tail = tuple(1.0 if edge <= 1 else 0.0 for edge in SKETCH_EDGES)
@@ -34,13 +35,30 @@ def push_density(statistics: GradientStatistics, *, samples: int, tensor: str, s
     """
     if threshold <= 0:
         return 1.0
-    if samples == 0:
+    if samples == 0:  # a gradient of zeros
         return 0.0
-    trace = nearest_trace(statistics, samples).tensors[tensor]
-    rms = trace.rms[step]
+    traces = traces_of(statistics, samples)
+    above = next((i for i, trace in enumerate(traces) if trace.threshold >= threshold), len(traces) - 1)
+    high = _density_under(traces[above], statistics.sampled_steps, tensor, step, threshold)
+    if above == 0 or traces[above].threshold < threshold:
+        return high
+    low = _density_under(traces[above - 1], statistics.sampled_steps, tensor, step, threshold)
+    weight = _between(threshold, traces[above - 1].threshold, traces[above].threshold)
+    return low ** (1 - weight) * high**weight if low and high else (1 - weight) * low + weight * high
+
+
+def _between(threshold: float, low: float, high: float) -> float:
+    """Return how far `threshold` is from `low` to `high` in logarithm; dense training counts as a decade below."""
+    floor = low or high / 10
+    return min(1.0, max(0.0, math.log(threshold / floor) / math.log(high / floor)))
+
+
+def _density_under(trace: RankTrace, sampled_steps: Sequence[int], tensor: str, step: int, threshold: float) -> float:
+    """Return the density of `threshold` in the gradients of one training run."""
+    rms = trace.tensors[tensor].rms[step]
     if rms <= 0:
         return 0.0
-    tail = _tail_at(trace, statistics.sampled_steps, step)
+    tail = _tail_at(trace.tensors[tensor], sampled_steps, step)
     position = math.log10(threshold / rms)
     if position < _LOG_EDGES[0]:
         return float(tail[0])

@@ -14,8 +14,8 @@ from gssim.units import Count, NonNegativeFloat, PositiveInt, UserError, spec, v
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
-EDGES_PER_DECADE = 8
-LOWEST_DECADE, HIGHEST_DECADE = -5, 2
+EDGES_PER_DECADE = 6
+LOWEST_DECADE, HIGHEST_DECADE = -4, 2
 SKETCH_EDGES: tuple[float, ...] = tuple(
     10.0 ** (k / EDGES_PER_DECADE)
     for k in range(LOWEST_DECADE * EDGES_PER_DECADE, HIGHEST_DECADE * EDGES_PER_DECADE + 1)
@@ -38,6 +38,8 @@ class RankTrace:
     """Gradients as a rank with `samples` samples per step sees them (its own mean, before any aggregation)."""
 
     samples: PositiveInt
+    threshold: NonNegativeFloat = 0.0
+    """Push threshold under which the model was trained (0: densely): what is dropped changes later gradients."""
     tensors: dict[str, TensorTrace]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import simpy
 
 from gssim import collectives
@@ -19,6 +20,8 @@ from gssim.program import Program, Task
 from gssim.result import Span
 
 STREAMS = ("compute", "communication")
+SMALLEST_JITTER = 0.5
+"""No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
 
 class DeadlockError(RuntimeError):
@@ -136,7 +139,7 @@ class Rendezvous:
 class Machine:
     """All ranks of a program in simulated time: `run` executes it `steps` times over and keeps what happened."""
 
-    def __init__(self, cluster: Cluster, program: Program) -> None:
+    def __init__(self, cluster: Cluster, program: Program, *, seed: int = 0) -> None:
         self.env = simpy.Environment()
         self.cluster, self.program = cluster, program
         self.network = Network(self.env, cluster)
@@ -155,6 +158,9 @@ class Machine:
         self.meetings: dict[tuple[int, str], Rendezvous] = {}
         self.finished: dict[tuple[int, int, str], simpy.Event] = {}
         self.waiting: dict[tuple[int, str], tuple[Task, Rendezvous | None]] = {}
+        self.random = [np.random.default_rng([seed, rank]) for rank in self.ranks]
+        self.steps = 0
+        self.step_speed = [1.0 for _ in self.ranks]
 
     def note_communication(self, group: Sequence[int], change: int) -> None:
         """Tell the hosts of `group` that its ranks begin or end a collective."""
@@ -167,6 +173,7 @@ class Machine:
     def run(self, steps: int) -> None:
         """Execute the program `steps` times; raise DeadlockError where it cannot end."""
         done: list[simpy.Process] = []
+        self.steps = steps
         for rank in self.ranks:
             for step in range(steps):
                 for task in self.program.tasks[rank]:
@@ -194,7 +201,10 @@ class Machine:
 
     def _stream(self, rank: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         tasks = [task for task in self.program.tasks[rank] if task.stream == stream]
+        jitter = self.cluster.type_of(rank).step_jitter_ratio
         for step in range(steps):
+            if stream == "compute" and jitter:
+                self.step_speed[rank] = 1 + jitter * float(self.random[rank].standard_normal())
             for task in tasks:
                 yield from self._task(rank, stream, step, task)
             if stream == "compute":
@@ -216,13 +226,19 @@ class Machine:
             device = self.cluster.type_of(rank)
             yield from self._host(rank).compute(
                 rank,
-                task.duration_s,
+                task.duration_s * self._jitter(rank),
                 neighbour_ratio=device.neighbour_slowdown_ratio,
                 communicating_ratio=device.communicating_slowdown_ratio,
             )
         self.memory[rank].end(stream)
         self._span(rank, stream, task.label, task.phase, began_s)
         self.finished[rank, step, task.label].succeed()
+
+    def _jitter(self, rank: int) -> float:
+        """Return the factor by which chance changes a task's compute: the step's, and the task's own."""
+        own = self.cluster.type_of(rank).task_jitter_ratio
+        factor = self.step_speed[rank] + (own * float(self.random[rank].standard_normal()) if own else 0.0)
+        return max(SMALLEST_JITTER, factor)
 
     def _communicate(self, rank: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         assert task.communication is not None

@@ -284,6 +284,10 @@ def _all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[T
         task = Task(name, "exposed_communication", stream, communication=name, after=(copied.label,))
         _insert_after(tasks, index, [task])
         labels.append(name)
+    for number, size in enumerate(low.scenario.workload.model.buffer_bytes):
+        name = f"broadcast buffers {number}"
+        low.communications[name] = Communication("broadcast", low.group, size)
+        tasks.insert(number, Task(name, "exposed_communication", communication=name))
     tasks.append(Task("wait for all-reduce", "exposed_communication", after=tuple(labels)))
     return tasks
 
@@ -638,7 +642,7 @@ def _persistent(low: Lowering, rank: int) -> dict[str, float]:
         parameters = sum(unit.padded_bytes / unit.ranks for unit in units(low))
     held = {
         "parameters": parameters,
-        "buffers": float(sum(instance.layer.buffer_bytes for instance in low.layers)),
+        "buffers": float(sum(workload.model.buffer_bytes)),
         "optimizer": optimizer_state_bytes(
             workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.value_bytes
         ),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from gssim.units import UserError, spec, validated
@@ -55,6 +56,27 @@ def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[st
         active = [span for span in active if span.end_s > left]
         seconds[active[-1].phase if active else "idle"] += right - left
     return seconds
+
+
+def typical_phases(spans: Sequence[Span], ends_s: Sequence[float]) -> dict[str, float]:
+    """Return one rank's phases of a typical step: the mean over steps of middling length, scaled to the median step.
+
+    `ends_s`: the start of the first step, then the end of each. Middling: between the quartiles.
+
+    >>> work = [Span(0, "compute", "forward", "forward", start, start + 2) for start in (0.0, 3.0, 6.0)]
+    >>> phases = typical_phases(work, [0.0, 3.0, 6.0, 9.0])
+    >>> phases["forward"], phases["idle"]
+    (2.0, 1.0)
+    """
+    steps = sorted(pairwise(ends_s), key=lambda step: step[1] - step[0])
+    quarter = len(steps) // 4
+    found = [
+        phases_of([s for s in spans if s.end_s > start and s.start_s < end], start_s=start, end_s=end)
+        for start, end in steps[quarter : len(steps) - quarter]
+    ]
+    sums = {name: sum(phases[name] for phases in found) for name in PHASES}
+    scale = median(end - start for start, end in steps) / sum(sums.values())
+    return {name: value * scale for name, value in sums.items()}
 
 
 @spec

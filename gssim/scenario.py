@@ -328,9 +328,9 @@ def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: 
 def check(scenario: Scenario, *, file: str) -> None:
     """Raise UserError where workload, plan and cluster do not go together."""
     policies = scenario.policies
-    _check_ranks(scenario, policies, file)
     _check_push(scenario.plan, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
+    _check_ranks(scenario, policies, file)
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)

@@ -4,7 +4,8 @@ import platform
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from gssim.machine import Machine
@@ -18,12 +19,14 @@ from gssim.result import (
     Result,
     Span,
     merge_collectives,
-    phases_of,
+    typical_phases,
 )
 from gssim.scenario import Loaded, Scenario
 
-SIMULATED_STEPS = 2
+STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
+JITTERY_STEPS = 1 + 40
+"""Where devices vary by chance, the median over many steps counts; they are drawn from the run's seed."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,23 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One simulated training step in its steady state."""
+class _Steady:
+    """A simulated run in its steady state."""
 
     machine: Machine
-    program: Program
-    time_s: float
-    start_s: float
+    times_s: tuple[float, ...]
+    """Of every steady step."""
+
+    @property
+    def time_s(self) -> float:
+        """The median step."""
+        return median(self.times_s)
+
+    @property
+    def start_s(self) -> float:
+        """When a step of median length begins, on the last rank to begin it."""
+        ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
+        return max(ends[ordered[(len(ordered) - 1) // 2]] for ends in self.machine.ends_s)
 
 
 def simulate(loaded: Loaded) -> Simulated:
@@ -53,14 +66,15 @@ def simulate(loaded: Loaded) -> Simulated:
     scenario = loaded.scenario
     programs = _programs(loaded)
     ordered = sorted(programs, key=_payload_bytes)
-    median = _run(scenario, ordered[(len(ordered) - 1) // 2])
-    lightest = _run(scenario, ordered[(len(ordered) - 1) // 10]) if len(ordered) > 1 else median
+    typical = _run(scenario, ordered[(len(ordered) - 1) // 2])
+    lightest = _run(scenario, ordered[(len(ordered) - 1) // 10]) if len(ordered) > 1 else typical
+    start_s, end_s = typical.start_s, typical.start_s + typical.time_s
     spans = tuple(
-        replace(span, start_s=span.start_s - median.start_s, end_s=span.end_s - median.start_s)
-        for span in median.machine.spans
-        if span.end_s > median.start_s
+        replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
+        for span in typical.machine.spans
+        if span.end_s > start_s and span.start_s < end_s
     )
-    return Simulated(_result(loaded, median, lightest, programs), spans)
+    return Simulated(_result(loaded, typical, lightest, programs), spans)
 
 
 def _programs(loaded: Loaded) -> list[Program]:
@@ -76,17 +90,18 @@ def _payload_bytes(program: Program) -> float:
     return sum(c.payload_bytes for c in program.communications.values() if c.data_dependent)
 
 
-def _run(scenario: Scenario, program: Program) -> _Step:
-    machine = Machine(scenario.cluster, program)
-    machine.run(SIMULATED_STEPS)
-    start_s = max(ends[-2] for ends in machine.ends_s)
-    time_s = max(ends[-1] for ends in machine.ends_s) - start_s
-    return _Step(machine, program, time_s, start_s)
+def _run(scenario: Scenario, program: Program) -> _Steady:
+    types = [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
+    jittery = any(device.step_jitter_ratio or device.task_jitter_ratio for device in types)
+    machine = Machine(scenario.cluster, program, seed=scenario.run.seed)
+    machine.run(JITTERY_STEPS if jittery else STEADY_STEPS)
+    latest = [max(ends) for ends in zip(*machine.ends_s, strict=True)]
+    return _Steady(machine, tuple(end - start for start, end in pairwise(latest)))
 
 
-def _result(loaded: Loaded, median: _Step, lightest: _Step, programs: list[Program]) -> Result:
-    scenario, machine = loaded.scenario, median.machine
-    phases = [_phases(median, rank) for rank in machine.ranks]
+def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program]) -> Result:
+    scenario, machine = loaded.scenario, typical.machine
+    phases = [_phases(typical, rank) for rank in machine.ranks]
     contexts = [scenario.cluster.type_of(rank).context_bytes for rank in machine.ranks]
     peaks = [memory.peak_bytes + context for memory, context in zip(machine.memory, contexts, strict=True)]
     fit = _misfit(scenario, machine, peaks)
@@ -96,17 +111,17 @@ def _result(loaded: Loaded, median: _Step, lightest: _Step, programs: list[Progr
         scenario_id=scenario.scenario_id,
         calibration_id=loaded.calibration_id,
         scenario=scenario.resolved(),
-        step_time_s=median.time_s,
-        step_time_p10_s=lightest.time_s,
+        step_time_s=typical.time_s,
+        step_time_p10_s=sorted(lightest.times_s)[len(lightest.times_s) // 10],
         phases_s={name: fmean(phase[name] for phase in phases) for name in phases[0]},
         fits=fit is None,
         does_not_fit=fit,
-        throughput_samples_per_s=scenario.workload.global_batch_size / median.time_s,
+        throughput_samples_per_s=scenario.workload.global_batch_size / typical.time_s,
         density=Density(push=fmean(densities) if densities else None),
         collectives=_collectives(programs),
-        links=_links(machine, median),
+        links=_links(machine, typical),
         ranks=_rank_classes(scenario, machine, phases),
-        cost_usd_per_step=_cost_usd(scenario, median.time_s),
+        cost_usd_per_step=_cost_usd(scenario, typical.time_s),
         provenance={
             "gssim": _version("gssim"),
             "simpy": _version("simpy"),
@@ -123,10 +138,9 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _phases(step: _Step, rank: int) -> dict[str, float]:
-    ends = step.machine.ends_s[rank]
+def _phases(step: _Steady, rank: int) -> dict[str, float]:
     spans = [span for span in step.machine.spans if span.rank == rank]
-    return phases_of(spans, start_s=ends[-2], end_s=ends[-1])
+    return typical_phases(spans, step.machine.ends_s[rank])
 
 
 def _misfit(scenario: Scenario, machine: Machine, peaks: list[float]) -> Fit | None:
@@ -158,13 +172,13 @@ def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
     return merge_collectives(entries)
 
 
-def _links(machine: Machine, step: _Step) -> tuple[LinkUse, ...]:
+def _links(machine: Machine, step: _Steady) -> tuple[LinkUse, ...]:
     network = machine.network
     return tuple(
         LinkUse(
             name=f"{source} -> {target}",
-            bytes=carried / SIMULATED_STEPS,
-            utilisation_ratio=min(1.0, carried / SIMULATED_STEPS / network.capacities[source, target] / step.time_s),
+            bytes=carried / machine.steps,
+            utilisation_ratio=min(1.0, carried / machine.steps / network.capacities[source, target] / step.time_s),
         )
         for (source, target), carried in network.carried.items()
     )
@@ -182,8 +196,8 @@ def _rank_classes(scenario: Scenario, machine: Machine, phases: list[dict[str, f
             "peak_allocated_bytes": memory.peak_bytes,
             "peak_by_category_bytes": {k: v for k, v in sorted(memory.peak.items()) if v},
             "phases_s": phases[rank],
-            "bytes_sent": machine.sent[rank] / SIMULATED_STEPS,
-            "bytes_received": machine.received[rank] / SIMULATED_STEPS,
+            "bytes_sent": machine.sent[rank] / machine.steps,
+            "bytes_received": machine.received[rank] / machine.steps,
             "batch_share": scenario.batch_sizes[rank] / total,
             "shard_share": scenario.shard_shares[rank],
         }

@@ -188,8 +188,6 @@ class Layer:
     block: bool = False
     """An element of the model's repeated stack: FSDP shards it on its own; all else belongs to the root."""
     parameters: tuple[_text_of(Parameter), ...] = ()  # type: ignore[valid-type]
-    buffer_bytes: Count = 0
-    """Module buffers (not parameters): DDP broadcasts them."""
     forward_flop: Quantity
     backward_flop: Quantity
     forward_bytes: Quantity
@@ -270,6 +268,8 @@ class Model:
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     exact_sequence: bool = True
     """False: the sequence dependence is no polynomial; only `traced_sequence_lengths` may be used."""
+    buffer_bytes: tuple[Count, ...] = ()
+    """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward."""
     layers: tuple[Layer, ...]
 
     @property

@@ -1,0 +1,70 @@
+# `make` lists what there is to make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := out/demo
+SCENARIO := scenarios/demo.toml
+
+# name of each row of the demo, and what it overrides in the scenario
+ROWS := single ddp zero2 gs gs-3e-4 gs-3e-3 gs-uneven
+SET_single := --set plan.method=single
+SET_ddp := --set plan.method=ddp
+SET_zero2 := --set plan.method=zero2
+SET_gs := --set plan.method=gs
+SET_gs-3e-4 := --set plan.push.threshold=3e-4
+SET_gs-3e-3 := --set plan.push.threshold=3e-3
+SET_gs-uneven := --set plan.shares.shards=[0.7,0.3] --set plan.shares.batch=[0.625,0.375]
+FILES := --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
+
+.PHONY: help demo test test-slow lint clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(DEMO)/comparison.csv ## set up, calibrate this machine, simulate, run for real, compare: out/demo/
+	@$(BIN)/python -m analysis compare $(DEMO)/results --out $(DEMO)
+
+test: $(VENV)/.test ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.test ## the slow real runs
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.test ## style, types, order of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## remove what make made
+	rm -rf $(VENV) out build *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV)" >&2
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[real,analysis]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV)" >&2
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[real,models,analysis,dev]'
+	@touch $@
+
+$(DEMO)/cluster.toml: | $(VENV)/.demo
+	$(BIN)/gsreal calibrate scenarios/models/gpt-byte-1m.toml --ranks 2 --batch-sizes 4,8,16 --sequence-length 128 --out $@
+
+$(DEMO)/gradients.json: | $(VENV)/.demo
+	$(BIN)/gsreal gradients $(SCENARIO) --set cluster=$(DEMO)/cluster.toml --out $@
+
+$(DEMO)/%.row: $(DEMO)/cluster.toml $(DEMO)/gradients.json $(SCENARIO)
+	@echo "demo: $*" >&2
+	@$(BIN)/gssim run $(SCENARIO) --set name=$* $(SET_$*) $(FILES) --out $(DEMO)/results > /dev/null
+	@$(BIN)/gsreal run $(SCENARIO) --set name=$* $(SET_$*) $(FILES) --out $(DEMO)/results > /dev/null
+	@touch $@
+
+$(DEMO)/comparison.csv: $(ROWS:%=$(DEMO)/%.row)
+	@$(BIN)/python -m analysis compare $(DEMO)/results --out $(DEMO) > /dev/null

@@ -1,0 +1,1 @@
+"""Explains: predicted beside measured, as tables and charts."""

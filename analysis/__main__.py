@@ -1,0 +1,182 @@
+"""`python -m analysis`: studies of results. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gssim.result import write_text
+from gssim.units import UserError, human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from analysis.compare import Joined
+
+EXTRA = frozenset({"polars", "matplotlib"})
+"""What `pip install 'gssim[analysis]'` brings; imported inside commands, so that a missing one can be named."""
+PIPE_WIDTH = 120
+DIFFERENCES_SHOWN = 4
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def about() -> None:
+    """Explain results: predicted beside measured, as tables and charts."""
+
+
+@app.command("compare")
+def compare_command(
+    results: Annotated[list[Path], typer.Argument(help="Result files, or folders to search for them.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for comparison.csv and the charts.")],
+) -> None:
+    """Join predictions with measurements of the same scenario: a table, comparison.csv and two charts."""
+    from analysis import charts
+    from analysis.compare import compare, join
+    from analysis.table import find_results
+
+    found = find_results(results)
+    joined = join(found.files)
+    _tell(joined, found.skipped)
+    if not joined.pairs:
+        raise UserError(
+            f"{', '.join(map(str, results))}: nothing to compare: {_sides(joined)}; "
+            "needed: results of both sides with the same scenario_id"
+        )
+    comparison = compare(joined.pairs)
+    # drawn before anything is written: a fault leaves no half of the answer
+    figures = {
+        "predicted_vs_measured.png": charts.predicted_vs_measured(comparison),
+        "phases.png": charts.phases(comparison),
+    }
+    try:
+        write_text(out / "comparison.csv", comparison.write_csv())
+        for name, figure in figures.items():
+            charts.save(figure, out / name)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    print_comparison(comparison)
+    for name in ("comparison.csv", *figures):
+        print(out / name)
+
+
+def _tell(joined: "Joined", skipped: int) -> None:
+    """Say on stderr what is not in the comparison, and why."""
+    if skipped:
+        _say(f"{skipped} other JSON file{'s' if skipped > 1 else ''} skipped")
+    for older, newer in joined.superseded:
+        _say(f"{older.path}: superseded by the newer {newer.path} (same scenario_id, {newer.result.source})")
+    for file in joined.unmatched:
+        missing = "measurement" if file.result.source == "simulated" else "prediction"
+        _say(f"{file.path}: unmatched: no {missing} of scenario {file.result.scenario_id}")
+
+
+def _say(text: str) -> None:
+    print(f"analysis: {text}", file=sys.stderr)
+
+
+def _sides(joined: "Joined") -> str:
+    sources = [file.result.source for file in joined.unmatched]
+    return f"{sources.count('simulated')} simulated and {sources.count('measured')} measured results, none matching"
+
+
+def print_comparison(comparison: "pl.DataFrame") -> None:
+    """Print a comparison for people: a line a scenario, what communicated differently, the medians."""
+    from analysis.compare import medians
+
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
+    rows = list(comparison.iter_rows(named=True))
+    console.print(_comparison_table(rows))
+    for row in rows:
+        _print_difference(console, row)
+    parts = [f"{m.what} {100 * m.error_ratio:.1f} % (n = {m.n})" for m in medians(comparison)]
+    console.print(f"median |error|: {', '.join(parts)}; collectives equal in {_equal(rows)} of {len(rows)}")
+
+
+def _equal(rows: list[dict[str, Any]]) -> int:
+    return sum(row["collectives_equal"] for row in rows)
+
+
+def _comparison_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("name", overflow="fold", min_width=12)
+    table.add_column("method", no_wrap=True)
+    for header in (
+        "thres-\nhold",
+        "step\npredicted",
+        "\nmeasured",
+        "error\n%",
+        "peak\npredicted",
+        "\nmeasured",
+        "error\n%",
+        "collec-\ntives",
+        "payload\nerror %",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            escape(row["name"]),
+            escape(row["method"]),
+            "" if row["threshold"] is None else f"{row['threshold']:g}",
+            _shown(human_seconds(row["step_time_predicted_s"])),
+            _shown(human_seconds(row["step_time_measured_s"])),
+            _percent(row["step_time_error_ratio"]),
+            _bytes(row["peak_predicted_bytes"]),
+            _bytes(row["peak_measured_bytes"]),
+            _percent(row["peak_error_ratio"]),
+            "equal" if row["collectives_equal"] else "[bold]differ[/bold]",
+            _percent(row["payload_error_ratio"]),
+        )
+    return table
+
+
+def _print_difference(console: Console, row: dict[str, Any]) -> None:
+    """Print where the collectives differ: an error needs an address."""
+    if row["collectives_equal"]:
+        return
+    differences = row["collectives_difference"].split("; ")
+    for difference in differences[:DIFFERENCES_SHOWN]:
+        console.print(f"{row['name']}: collectives: {difference}", markup=False)
+    if len(differences) > DIFFERENCES_SHOWN:
+        console.print(
+            f"{row['name']}: collectives: {len(differences) - DIFFERENCES_SHOWN} more in comparison.csv", markup=False
+        )
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:+.1f}"
+
+
+def _bytes(size_bytes: float | None) -> str:
+    return "" if size_bytes is None else _shown(human_bytes(size_bytes))
+
+
+def _shown(quantity: str) -> str:
+    """Return a quantity with four digits, so that eleven columns fit a terminal: `212.05 ms` as `212.1 ms`."""
+    number, unit = quantity.split(" ")
+    return f"{float(number):#.4g}".rstrip(".") + f" {unit}" if "." in number else quantity
+
+
+def main() -> None:
+    """Run the command line; a fault of the user's is one line and exit 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"analysis: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        print(f"analysis: needs {package}, which is not installed: pip install 'gssim[analysis]'", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Predicted beside measured: join by scenario id, then the errors of time, memory and what was communicated.
+
+Every error ratio is predicted / measured - 1: positive where the prediction is too large.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from analysis.table import ResultFile, devices_by_rank, peaks_by_rank, phase_table, result_table
+from gssim.result import PHASES, Collective, Result
+from gssim.units import UserError
+
+COLUMNS = (
+    "scenario_id",
+    "name",
+    "method",
+    "threshold",
+    "step_time_predicted_s",
+    "step_time_measured_s",
+    "step_time_error_ratio",
+    "peak_predicted_bytes",
+    "peak_measured_bytes",
+    "peak_error_ratio",
+    "collectives_equal",
+    "payload_error_ratio",
+    "peak_rank",
+    "collectives_difference",
+    "step_time_p10_predicted_s",
+    "step_time_p10_measured_s",
+    "device",
+    "ranks",
+    "fits_predicted",
+    "fits_measured",
+    "push_density_predicted",
+    "push_density_measured",
+    *(f"{phase}_{side}_s" for phase in PHASES for side in ("predicted", "measured")),
+    "calibration_id_predicted",
+    "calibration_id_measured",
+)
+"""The columns of comparison.csv, in order."""
+
+STRUCTURE_COLUMNS = {
+    "scenario_id": pl.String,
+    "peak_rank": pl.Int64,
+    "peak_predicted_bytes": pl.Float64,
+    "peak_measured_bytes": pl.Float64,
+    "collectives_equal": pl.Boolean,
+    "collectives_difference": pl.String,
+    "payload_error_ratio": pl.Float64,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prediction and a measurement of the same scenario."""
+
+    predicted: ResultFile
+    measured: ResultFile
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What joined, and what did not."""
+
+    pairs: tuple[Pair, ...]
+    unmatched: tuple[ResultFile, ...]
+    """Results of which the other side is missing."""
+    superseded: tuple[tuple[ResultFile, ResultFile], ...]
+    """(older, newer) files of the same scenario and source; the newer one counts."""
+
+
+def join(files: Iterable[ResultFile]) -> Joined:
+    """Return simulated and measured results joined by scenario id; of several of one id and source the newest counts.
+
+    Raises UserError where a prediction for one device would meet a run on another.
+    """
+    newest: dict[tuple[str, str], ResultFile] = {}
+    superseded = []
+    for file in sorted(files, key=lambda file: (file.modified_ns, str(file.path))):
+        key = (file.result.scenario_id, file.result.source)
+        if key in newest:
+            superseded.append((newest[key], file))
+        newest[key] = file
+    pairs: list[Pair] = []
+    unmatched: list[ResultFile] = []
+    for scenario_id in sorted({scenario_id for scenario_id, _ in newest}):
+        predicted, measured = newest.get((scenario_id, "simulated")), newest.get((scenario_id, "measured"))
+        if predicted and measured:
+            _check_devices(predicted, measured)
+            pairs.append(Pair(predicted, measured))
+        else:
+            unmatched.extend(file for file in (predicted, measured) if file)
+    return Joined(tuple(pairs), tuple(unmatched), tuple(superseded))
+
+
+def _check_devices(predicted: ResultFile, measured: ResultFile) -> None:
+    ours, theirs = devices_by_rank(predicted.result), devices_by_rank(measured.result)
+    for rank in sorted(ours.keys() | theirs.keys()):
+        if ours.get(rank) != theirs.get(rank):
+            raise UserError(
+                f"{predicted.path}: predicts {_device(ours, rank)} for rank {rank}, "
+                f"but {measured.path} was measured with {_device(theirs, rank)}; "
+                "predict again for the measured devices (gssim run SCENARIO --set cluster=FILE) or leave one file out"
+            )
+
+
+def _device(devices: dict[int, str], rank: int) -> str:
+    return f"device '{devices[rank]}'" if rank in devices else "no device"
+
+
+def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
+    """Return one row per pair, with the columns of `COLUMNS`, sorted by name.
+
+    Peak memory is compared rank by rank; the row reports the rank (`peak_rank`) whose prediction is furthest off in
+    proportion to what was measured, not the rank that needs most.
+    """
+    predicted = _side([pair.predicted.result for pair in pairs], "predicted")
+    measured = _side([pair.measured.result for pair in pairs], "measured")
+    structure = pl.DataFrame([_structure(pair) for pair in pairs], schema=STRUCTURE_COLUMNS)
+    return (
+        measured.join(
+            predicted.drop("name", "method", "threshold", "device", "ranks"), on="scenario_id", validate="1:1"
+        )
+        .join(structure, on="scenario_id", validate="1:1")
+        .with_columns(
+            _error_ratio("step_time_predicted_s", "step_time_measured_s").alias("step_time_error_ratio"),
+            _error_ratio("peak_predicted_bytes", "peak_measured_bytes").alias("peak_error_ratio"),
+        )
+        .sort("name", "threshold", "scenario_id")
+        .select(COLUMNS)
+    )
+
+
+def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
+    """Return one row per result of one side, phases as columns, its columns named after the side."""
+    phases = (
+        phase_table(results)
+        .with_columns(column=pl.col("phase") + f"_{side}_s")
+        .pivot(on="column", on_columns=[f"{phase}_{side}_s" for phase in PHASES], index="scenario_id", values="time_s")
+    )
+    named = {
+        "step_time_s": f"step_time_{side}_s",
+        "step_time_p10_s": f"step_time_p10_{side}_s",
+        "fits": f"fits_{side}",
+        "push_density": f"push_density_{side}",
+        "calibration_id": f"calibration_id_{side}",
+    }
+    rows = result_table(results).select("scenario_id", "name", "method", "threshold", "device", "ranks", *named)
+    return rows.rename(named).join(phases, on="scenario_id", validate="1:1")
+
+
+def _error_ratio(predicted: str, measured: str) -> pl.Expr:
+    """Return predicted / measured - 1, null where nothing was measured."""
+    return pl.when(pl.col(measured) != 0).then(pl.col(predicted) / pl.col(measured) - 1)
+
+
+def _structure(pair: Pair) -> dict[str, Any]:
+    """Return what needs the whole Results, not their rows: the worst rank's memory and the collectives."""
+    predicted, measured = pair.predicted.result, pair.measured.result
+    ours, theirs = peaks_by_rank(predicted), peaks_by_rank(measured)
+    rank = worst_rank(ours, theirs)
+    difference = collectives_difference(predicted.collectives, measured.collectives)
+    return {
+        "scenario_id": measured.scenario_id,
+        "peak_rank": rank,
+        "peak_predicted_bytes": None if rank is None else ours[rank],
+        "peak_measured_bytes": None if rank is None else theirs[rank],
+        "collectives_equal": not difference,
+        "collectives_difference": "; ".join(difference) or None,
+        "payload_error_ratio": payload_error_ratio(predicted.collectives, measured.collectives),
+    }
+
+
+def worst_rank(predicted: dict[int, float], measured: dict[int, float]) -> int | None:
+    """Return the rank with the largest |predicted / measured - 1|, the lowest such rank; None where none can be told.
+
+    >>> worst_rank({0: 100.0, 1: 30.0}, {0: 101.0, 1: 40.0})
+    1
+    """
+    ranks = [rank for rank in sorted(measured) if measured[rank] > 0]
+    return max(ranks, key=lambda rank: abs(predicted[rank] / measured[rank] - 1), default=None)
+
+
+def collectives_difference(predicted: Iterable[Collective], measured: Iterable[Collective]) -> list[str]:
+    """Return what stands on one side only, one sentence an entry; empty where the multisets are equal (rung a)."""
+    ours, theirs = Counter(entry.key for entry in predicted), Counter(entry.key for entry in measured)
+    return [
+        f"only {side}: {count} x {kind} of {size} bytes among ranks {' '.join(map(str, group))}"
+        for side, rest in (("predicted", ours - theirs), ("measured", theirs - ours))
+        for kind, group, size, count in sorted(rest.elements())
+    ]
+
+
+def payload_error_ratio(predicted: Sequence[Collective], measured: Sequence[Collective]) -> float | None:
+    """Return predicted / measured - 1 of what data-dependent messages carried; None where there are none.
+
+    An entry is data-dependent where either side says so; the side that does not carried the full tensors.
+    """
+    kinds = {_kind(entry) for entry in (*predicted, *measured) if entry.payload_bytes is not None}
+    carried = sum(_carried_bytes(entry) for entry in measured if _kind(entry) in kinds)
+    expected = sum(_carried_bytes(entry) for entry in predicted if _kind(entry) in kinds)
+    return expected / carried - 1 if carried else None
+
+
+def _kind(entry: Collective) -> tuple[str, tuple[int, ...], int]:
+    return (entry.kind, entry.group, entry.bytes)
+
+
+def _carried_bytes(entry: Collective) -> float:
+    return float(entry.bytes * entry.count) if entry.payload_bytes is None else entry.payload_bytes
+
+
+@dataclass(frozen=True)
+class Median:
+    """The median size of an error over `n` scenarios."""
+
+    what: str
+    error_ratio: float
+    n: int
+
+
+def medians(comparison: pl.DataFrame) -> list[Median]:
+    """Return the median of |error| of each quantity, over the scenarios that have one."""
+    found = []
+    for what, column in (
+        ("step time", "step_time_error_ratio"),
+        ("peak memory", "peak_error_ratio"),
+        ("payload", "payload_error_ratio"),
+    ):
+        median = comparison[column].abs().median()
+        if isinstance(median, float):
+            found.append(Median(what, median, comparison[column].count()))
+    return found

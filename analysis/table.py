@@ -1,0 +1,185 @@
+"""Results as tables: found on disk, then one row per result, or one row per result and phase."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from gssim.result import PHASES, SCHEMA, Result, read_result
+from gssim.units import UserError
+
+RESULT_COLUMNS = {
+    "scenario_id": pl.String,
+    "source": pl.String,
+    "name": pl.String,
+    "method": pl.String,
+    "threshold": pl.Float64,
+    "device": pl.String,
+    "ranks": pl.Int64,
+    "step_time_s": pl.Float64,
+    "step_time_p10_s": pl.Float64,
+    "peak_allocated_bytes": pl.Float64,
+    "fits": pl.Boolean,
+    "throughput_samples_per_s": pl.Float64,
+    "push_density": pl.Float64,
+    "calibration_id": pl.String,
+}
+PHASE_COLUMNS = {
+    "scenario_id": pl.String,
+    "source": pl.String,
+    "name": pl.String,
+    "phase": pl.String,
+    "time_s": pl.Float64,
+}
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A Result and where it lies."""
+
+    path: Path
+    modified_ns: int
+    result: Result
+
+
+@dataclass(frozen=True)
+class Found:
+    """The Results below some paths."""
+
+    files: tuple[ResultFile, ...]
+    skipped: int
+    """JSON files in folders that are no Results (cluster files, gradient statistics, ...)."""
+
+
+def find_results(paths: Sequence[Path]) -> Found:
+    """Return the Results named by `paths`, each once: files as they are, folders searched for JSON that is a Result.
+
+    Raises UserError for a path that is missing, a named file that is no Result, and a file that says it is one and
+    is broken: a damaged result must not vanish from a comparison in silence.
+    """
+    files: dict[Path, ResultFile] = {}
+    skipped: set[Path] = set()
+    for path in paths:
+        inside = path.is_dir()
+        for candidate in sorted(path.rglob("*.json")) if inside else [path]:
+            place = candidate.resolve()
+            if place in files or (inside and not candidate.is_file()):
+                continue
+            if inside and not _says_result(candidate):
+                skipped.add(place)
+            else:
+                files[place] = _read(candidate)
+    return Found(tuple(files.values()), len(skipped))
+
+
+def _says_result(path: Path) -> bool:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # unreadable or no JSON: not ours
+        return False
+    return isinstance(data, dict) and data.get("schema") == SCHEMA
+
+
+def _read(path: Path) -> ResultFile:
+    try:
+        result = read_result(path)
+        modified_ns = path.stat().st_mtime_ns
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    _check(result, path)
+    return ResultFile(path, modified_ns, result)
+
+
+def _check(result: Result, path: Path) -> None:
+    """Raise UserError where a Result lacks what every table needs: its type leaves `scenario` and phases open."""
+    plan = result.scenario.get("plan")
+    if not isinstance(result.scenario.get("name"), str):
+        raise UserError(f"{path}: scenario.name: missing")
+    if not isinstance(plan, dict) or not isinstance(plan.get("method"), str):
+        raise UserError(f"{path}: scenario.plan.method: missing")
+    threshold = threshold_of(result)
+    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, (int, float))):
+        raise UserError(f"{path}: scenario.plan.push.threshold = {threshold!r}: must be a number")
+    for key, values in (
+        ("step_time_s", [result.step_time_s]),
+        ("phases_s", result.phases_s.values()),
+        ("ranks: peak_allocated_bytes", peaks_by_rank(result).values()),
+    ):
+        for value in values:
+            if not (isfinite(value) and value >= 0):  # JSON as Python reads it has NaN
+                raise UserError(f"{path}: {key} = {value}: must be finite and not negative")
+    unknown = sorted(result.phases_s.keys() - set(PHASES))
+    if unknown:
+        raise UserError(f"{path}: phases_s.{unknown[0]}: unknown phase; allowed: {', '.join(PHASES)}")
+
+
+def name_of(result: Result) -> str:
+    """Return the scenario's name."""
+    return str(result.scenario["name"])
+
+
+def method_of(result: Result) -> str:
+    """Return the plan's method."""
+    return str(result.scenario["plan"]["method"])
+
+
+def threshold_of(result: Result) -> float | None:
+    """Return the push threshold, or None where everything is pushed or nothing is."""
+    push = result.scenario["plan"].get("push") or {}
+    threshold: float | None = push.get("threshold") if isinstance(push, dict) else None
+    return threshold
+
+
+def devices_by_rank(result: Result) -> dict[int, str]:
+    """Return the device of each rank, in order of rank."""
+    return dict(sorted((rank, entry.device) for entry in result.ranks for rank in entry.ranks))
+
+
+def peaks_by_rank(result: Result) -> dict[int, float]:
+    """Return the peak of allocated bytes of each rank, in order of rank."""
+    return dict(sorted((rank, entry.peak_allocated_bytes) for entry in result.ranks for rank in entry.ranks))
+
+
+def result_table(results: Iterable[Result]) -> pl.DataFrame:
+    """Return one row per result; `peak_allocated_bytes` is of the rank that needs most."""
+    return pl.DataFrame([_result_row(result) for result in results], schema=RESULT_COLUMNS)
+
+
+def _result_row(result: Result) -> dict[str, Any]:
+    threshold, devices = threshold_of(result), devices_by_rank(result)
+    return {
+        "scenario_id": result.scenario_id,
+        "source": result.source,
+        "name": name_of(result),
+        "method": method_of(result),
+        "threshold": None if threshold is None else float(threshold),
+        "device": "; ".join(dict.fromkeys(devices.values())),
+        "ranks": len(devices),
+        "step_time_s": result.step_time_s,
+        "step_time_p10_s": result.step_time_p10_s,
+        "peak_allocated_bytes": max(peaks_by_rank(result).values(), default=None),
+        "fits": result.fits,
+        "throughput_samples_per_s": result.throughput_samples_per_s,
+        "push_density": result.density.push,
+        "calibration_id": result.calibration_id,
+    }
+
+
+def phase_table(results: Iterable[Result]) -> pl.DataFrame:
+    """Return one row per result and phase, in the order of PHASES; seconds are means over ranks."""
+    rows = [
+        {
+            "scenario_id": result.scenario_id,
+            "source": result.source,
+            "name": name_of(result),
+            "phase": phase,
+            "time_s": result.phases_s.get(phase),
+        }
+        for result in results
+        for phase in PHASES
+    ]
+    return pl.DataFrame(rows, schema=PHASE_COLUMNS)

@@ -1,0 +1,101 @@
+"""From measurements of this machine to a cluster file that predictions read."""
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from gsreal.benchmarks import Settings
+from gsreal.launch import launch
+from gssim.cluster import Cluster
+from gssim.result import write_text
+from gssim.units import validated
+
+
+def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
+    """Return what the micro-benchmarks show on `ranks` ranks of this machine."""
+    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+        made = Path(folder, "measured.json")
+        launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(made)], ranks=ranks)
+        measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
+        return measured
+
+
+def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the cluster file's content: this machine's devices, one a rank, wired by its own loopback."""
+    made = measured["provenance"]
+    source = (
+        f"measured {made['date']} by gsreal calibrate on {made.get('gpu', made['processor'])}, {made['system']}, "
+        f"torch {made['torch']}, python {made['python']}, memory by {measured['memory_counter']}"
+    )
+    names = [f"device{rank}" for rank in range(measured["ranks"])]
+    data: dict[str, Any] = {
+        "name": f"this machine: {measured['ranks']} x {measured['name']}",
+        "backend": "gloo",
+        "cores_per_rank": 1 if settings.kind == "cpu" else 0,
+        "source": source,
+        "device_types": {measured["name"]: _device_type(measured, settings, source)},
+        "devices": [{"name": name, "type": measured["name"], "host": "this"} for name in names],
+    }
+    communication = measured.get("communication")
+    if communication:
+        link = {key: communication[key] for key in ("bandwidth_bytes_per_s", "latency_s")}
+        pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+        data["links"] = [{"between": list(pair), **link, "source": source} for pair in pairs]
+        data["backend_cost"] = {
+            "overhead_s": communication["overhead_s"],
+            "bytes_factor": communication["bytes_factor"],
+            "source": source,
+        }
+    return data
+
+
+def _device_type(measured: dict[str, Any], settings: Settings, source: str) -> dict[str, Any]:
+    device = measured["device"]
+    optimizers = measured["optimizers"]
+    for cost in optimizers.values():
+        cost["sharded_tensor_s"] = measured.get("sharded_tensor_s", 0.0)
+    ranks = measured["ranks"]
+    found = {
+        "kind": settings.kind,
+        "memory_bytes": device["memory_bytes"] / (ranks if settings.kind == "cpu" else 1),
+        "peak_flop_per_s": {settings.precision: device["peak_flop_per_s"]},
+        "memory_bandwidth_bytes_per_s": device["memory_bandwidth_bytes_per_s"],
+        "operation_overhead_s": device["operation_overhead_s"],
+        "source": source,
+        "optimizers": optimizers,
+        "compression": measured["compression"],
+        "profiles": measured["profiles"],
+    }
+    for key in (
+        "communicating_slowdown_ratio",
+        "neighbour_slowdown_ratio",
+        "step_jitter_ratio",
+        "task_jitter_ratio",
+        "gradient_hook_s",
+        "sharded_unit",
+    ):
+        if key in measured:
+            found[key] = measured[key]
+    return found
+
+
+def write_cluster(path: Path, data: dict[str, Any]) -> None:
+    """Write the cluster file, or nothing; what is written is checked first."""
+    rounded = _rounded(data)
+    validated(Cluster, rounded, file=str(path))
+    write_text(path, "# Written by gsreal calibrate: what this machine does, measured alone and together.\n" + tomli_w.dumps(rounded))
+
+
+def _rounded(value: Any) -> Any:
+    """Return the data with five significant digits: more is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(inner) for inner in value]
+    return value

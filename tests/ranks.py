@@ -1,0 +1,99 @@
+"""Runs on every rank of a test: several cases one after another in one process group; rank 0 writes what they showed.
+
+Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE, "plant": bool}} and the file to write.
+"""
+
+import gc
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
+from gsreal.methods import full_parameters
+from gsreal.worker import Feed, build, note_failure
+from gssim.scenario import load_scenario, single_device
+
+STEPS = 5
+
+
+def main(cases_file: str, out: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    counter = MemoryCounter(torch.device("cpu"))
+    dist.init_process_group("gloo")
+    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
+    found = {name: run_case(case, counter) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
+    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    device, rank = torch.device("cpu"), dist.get_rank()
+    gc.collect()
+    counter._base += counter.alive()  # what earlier cases left (caches) is not this one's
+    training = build(scenario, Timeline(rank, device), device)
+    feed = Feed(scenario, rank, device)
+    peaks = []
+    losses = []
+    for step in range(STEPS):
+        inputs, targets, weights = feed.at(step)
+        allocated, _ = counter.peak_of(lambda: losses.append(training.step(inputs, targets, weights, rank)), [])  # noqa: B023
+        peaks.append(allocated)
+    parameters = full_parameters(training.module)
+    inputs, targets, weights = feed.at(STEPS)
+    with CollectiveRecorder() as recorder:
+        training.step(inputs, targets, weights, rank)
+        if case.get("plant"):
+            dist.all_reduce(torch.ones(7))
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, recorder.seen)
+    all_peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_peaks, max(peaks[2:]))
+    # float sums differ between ranks by the order of addition alone
+    same = [None] * dist.get_world_size()
+    dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in parameters.items()})
+    difference, size = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0)
+    return {
+        "difference": difference,
+        "largest_parameter": size,
+        "replicas_equal": all(each == same[0] for each in same),
+        "collectives": [list(entry.key) for entry in collectives_of(seen)],
+        "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
+        "peaks": all_peaks,
+    }
+
+
+def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Return the largest difference to the parameters of the same training on one device, and the largest of those."""
+    device = torch.device("cpu")
+    single = single_device(scenario)
+    training = build(single, Timeline(0, device), device)
+    feed = Feed(single, 0, device)
+    for step in range(STEPS):
+        inputs, targets, weights = feed.at(step)
+        training.step(inputs, targets, weights, 0)
+    reference = full_parameters(training.module)
+    assert set(reference) == set(parameters)
+    difference = max(float((parameters[name] - p).abs().max()) for name, p in reference.items())
+    return difference, max(float(p.abs().max()) for p in reference.values())
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except Exception as error:
+        note_failure(error)
+        raise
+    finally:
+        sys.stdout.flush()
+        os.environ.pop("GSREAL_REPORTS", None)

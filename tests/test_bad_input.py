@@ -1,0 +1,333 @@
+# ruff: noqa: E501  a fault and its message are one line
+"""What the user can mend: one line on stderr that names the place, exit code 2, nothing written, no traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from strategies import MODEL_TOML, PAIR_TOML, SCENARIO_TOML, write_files
+
+from gssim.cli import main
+
+GS = ("plan.method=gs", "plan.push.threshold=1e-3")
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys, tmp_path):
+    """Return a function that runs a scenario that must be refused, and returns the line that says why."""
+
+    def run(path, *overrides, command="run"):
+        options = [part for override in overrides for part in ("--set", override)]
+        out = ["--json", "--out", str(tmp_path / "results")] if command == "run" else []
+        monkeypatch.setattr(sys, "argv", ["gssim", command, str(path), *options, *out])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        stdout, stderr = capsys.readouterr()
+        assert ended.value.code == 2, stderr
+        assert stdout == ""
+        assert not (tmp_path / "results").exists()
+        assert stderr.startswith("gssim: ")
+        assert stderr.endswith("\n")
+        assert stderr.count("\n") == 1
+        assert "Traceback" not in stderr
+        return stderr.removeprefix("gssim: ").rstrip("\n")
+
+    return run
+
+
+def test_a_missing_scenario(refusal, tmp_path):
+    assert refusal(tmp_path / "none.toml") == f"{tmp_path / 'none.toml'}: no such file"
+
+
+def test_a_folder_for_a_scenario(refusal, tmp_path):
+    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+
+
+def test_broken_toml(refusal, tmp_path):
+    path = write_files(tmp_path, scenario="[plan\n")
+    assert refusal(path).startswith(f"{path}: not valid TOML: ")
+
+
+def test_bytes_that_are_no_text(refusal, tmp_path):
+    path = write_files(tmp_path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert refusal(path).startswith(f"{path}: cannot be read: ")
+
+
+@pytest.mark.parametrize("name", ["pair.toml", "tiny.toml"])
+def test_broken_toml_in_a_file_that_the_scenario_names(refusal, tmp_path, name):
+    path = write_files(tmp_path)
+    (tmp_path / name).write_text("= 3")
+    assert refusal(path).startswith(f"{tmp_path / name}: not valid TOML: ")
+
+
+# (scenario text changes, message): the file is the scenario's
+SCENARIO_FAULTS = [
+    (("[plan]", "sharding = 1\n[plan]"), "workload.sharding: unknown key; allowed: model, gradients, global_batch_size"),
+    (("cluster =", "clustr = 1\ncluster ="), "clustr: unknown key; did you mean cluster? allowed: name, question, cluster"),
+    (('method = "ddp"', 'method = "ddp"\npush.treshold = 1'), "plan.push.treshold: unknown key; did you mean threshold? allowed: threshold, kind"),
+    (('method = "ddp"', 'methd = "ddp"'), "plan.methd: unknown key; did you mean method? allowed: method, dp_replicate"),
+    (('method = "ddp"', ""), "plan.method: missing"),
+    (('method = "ddp"', 'method = "zero9"'), "plan.method = 'zero9': input should be 'single', 'ddp',"),
+    (('"pair.toml"', '"pairs.toml"'), "cluster = 'pairs.toml': no such file; did you mean pair.toml?"),
+    (('"tiny.toml"', '"huge.toml"'), "workload.model = 'huge.toml': no such file"),
+    (('cluster = "pair.toml"', ""), "cluster: missing; name a file or give the table"),
+    (('cluster = "pair.toml"', "cluster = 3"), "cluster = 3: "),
+    (('model = "tiny.toml"', ""), "workload.model: missing; name a file or give the table"),
+    (("global_batch_size = 8", "global_batch_size = 0"), "workload.global_batch_size = 0: input should be greater than 0"),
+    (("global_batch_size = 8", "global_batch_size = -8"), "workload.global_batch_size = -8: "),
+    (("global_batch_size = 8", "global_batch_size = 8.0"), "workload.global_batch_size = 8.0: "),
+    (("global_batch_size = 8", "global_batch_size = 9"), "workload.global_batch_size = 9: cannot be divided evenly among 2 ranks"),
+    (("sequence_length = 4", "sequence_length = 4000"), "sequence_length = 4000: the model takes at most 64"),
+    (("sequence_length = 4", ""), "sequence_length: missing"),
+    (("steps = 4", "steps = 0"), "run.steps = 0: "),
+    (("warmup_steps = 1", "warmup_steps = -1"), "run.warmup_steps = -1: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), SCENARIO_FAULTS, ids=lambda value: str(value)[:50])
+def test_a_fault_in_the_scenario(refusal, tmp_path, change, message):
+    assert change[0] in SCENARIO_TOML
+    path = write_files(tmp_path, scenario=SCENARIO_TOML.replace(*change, 1))
+    for command in ("run", "check"):
+        line = refusal(path, command=command)
+        assert line.startswith(f"{path}: ")
+        assert message in line
+
+
+CLUSTER_FAULTS = [
+    (('"1 MB/s"', '"450 GB"'), 'links[0].bandwidth_bytes_per_s = \'450 GB\': is in bytes, but bytes/s is needed, such as "450 GB/s"'),
+    (('"1 MB/s"', "0"), "links[0].bandwidth_bytes_per_s = 0: input should be greater than 0"),
+    (('"1 MB/s"', "-1"), "links[0].bandwidth_bytes_per_s = -1: "),
+    (('"1 MB/s"', "inf"), "links[0].bandwidth_bytes_per_s = inf: "),
+    (('"10 us"', '"10 parsec"'), 'links[0].latency_s = \'10 parsec\': has the unknown unit "parsec"'),
+    (('"10 us"', "-1"), "links[0].latency_s = -1: "),
+    (('"1 GiB"', '"0 GiB"'), "device_types.fast.memory_bytes = '0 GiB': "),
+    (('"1 GFLOP/s"', '"1 GB/s"'), "device_types.fast.peak_flop_per_s.fp32 = '1 GB/s': is in bytes/s, but FLOP/s is needed"),
+    (('host = "b"', 'hosts = "b"'), "devices[1].hosts: unknown key; did you mean host? allowed: name, type, host"),
+    (('type = "fast"', 'type = "quick"'), "'a' has the unknown type 'quick'; allowed: fast"),
+    (('between = ["a", "b"]', 'between = ["a", "c"]'), "'c' is neither a device nor a switch"),
+    (('between = ["a", "b"]', 'between = ["a", "b"]\nbandwith = 1'), "links[0].bandwith: unknown key; allowed: between, bandwidth_bytes_per_s, latency_s, directed, source"),
+    (('name = "b"', 'name = "a"'), "'a' is named twice"),
+    (('kind = "cpu"', 'kind = "abacus"'), "device_types.fast.kind = 'abacus': input should be 'cpu', 'cuda' or 'tpu'"),
+    (('source = "made by hand for the tests"', ""), "source: missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), CLUSTER_FAULTS, ids=lambda value: str(value)[:50])
+def test_a_fault_in_a_named_cluster_names_the_clusters_file(refusal, tmp_path, change, message):
+    assert change[0] in PAIR_TOML
+    line = refusal(write_files(tmp_path, cluster=PAIR_TOML.replace(*change, 1)))
+    assert line.startswith(f"{tmp_path / 'pair.toml'}: ")
+    assert message in line
+
+
+MODEL_FAULTS = [
+    (('"32000*b*s"', '"32000*x"'), "layers[0].forward_bytes = '32000*x': has the term '32000*x'"),
+    (("16x4 b0 b3", "16y4 b0 b3"), "layers[0].parameters[0] = "),
+    (("f0 b2@+1 activations 16*b*s", "f0 b2@+1 activation 16*b*s"), "has the category 'activation'; allowed: input, activations, temporaries"),
+    (("f0 b2@+1 activations", "f0 b2@1 activations"), "'b2@1' is not a moment"),
+    (("vocabulary = 16", "vocabulary = 16, classes = 3"), "input.classes: unknown key; allowed: kind, vocabulary, task, maximum_sequence_length"),
+    (("vocabulary = 16", "vocabulary = 0"), "input.vocabulary = 0: "),
+    (('kind = "tokens"', 'kind = "sound"'), "input = "),
+    (('factory = "nowhere.tiny"', ""), "exactly one of factory and hugging_face is needed"),
+    (("block = true", "blok = true"), "layers[1].blok: unknown key; did you mean block? allowed: name, modules, block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), MODEL_FAULTS, ids=lambda value: str(value)[:50])
+def test_a_fault_in_a_named_model_names_the_models_file(refusal, tmp_path, change, message):
+    assert change[0] in MODEL_TOML
+    line = refusal(write_files(tmp_path, model=MODEL_TOML.replace(*change, 1)))
+    assert line.startswith(f"{tmp_path / 'tiny.toml'}: ")
+    assert message in line
+
+
+PLAN_FAULTS = [
+    (("plan.shares.batch=[0.5, 0.4]",), "plan.shares.batch = [0.5, 0.4]: sums to 0.9, must sum to 1"),
+    (("plan.method=gs", "plan.shares.shards=[0.9, 0.9]"), "plan.shares.shards = [0.9, 0.9]: sums to 1.8, must sum to 1"),
+    (("plan.shares.batch=[0.5, 0.25, 0.25]",), "plan.shares.batch: 3 shares for 2 ranks; give one per rank"),
+    (("plan.method=single", "plan.shares.batch=[0.5, 0.5]"), "plan.shares.batch: 2 shares for 1 ranks"),
+    (("plan.shares.batch=[1.5, -0.5]",), "plan.shares.batch"),
+    (("plan.shares.batch=[0.3, 0.7]",), "0.3 of global_batch_size = 8 is no whole number of samples"),
+    (("plan.shares.batch=fast",), "plan.shares.batch"),
+    (("plan.shares.shards=[0.75, 0.25]",), "plan.shares.shards = (0.75, 0.25): method 'ddp' cannot shard unevenly; allowed: 'even'"),
+    (("plan.method=zero2", "plan.shares.shards=compute"), "method 'zero2' cannot shard unevenly"),
+    (("plan.dp_replicate=3",), "plan: needs 3 ranks, but the cluster has 2 devices"),
+    (("plan.method=single", "plan.dp_replicate=2"), "plan.method = 'single': takes one rank, but the mesh axes make 2"),
+    (("plan.dp_shard=2",), "plan.dp_shard = 2: method 'ddp' uses dp_replicate"),
+    (("plan.push.threshold=1e-3",), "plan.push.threshold = 0.001: method 'ddp' pushes no gradients; allowed with gs"),
+    (("plan.method=zero2", "plan.push.error_feedback=true"), "plan.push.error_feedback = True: method 'zero2' pushes no gradients"),
+    (("plan.publish.threshold=1e-3",), "plan.publish.threshold: method 'ddp' publishes no parameters"),
+    (("plan.method=gs", "plan.push.threshold=-1"), "plan.push.threshold = -1: "),
+    (("plan.method=gs", "plan.push.threshold=nan"), "plan.push.threshold = nan: "),
+    (("plan.method=gs", "plan.push.kind=loud"), "plan.push.kind = 'loud': input should be 'absolute', 'relative' or 'target-density'"),
+    (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
+    (('plan.bucket_bytes="25 MB/s"',), "plan.bucket_bytes = '25 MB/s': is in bytes/s, but bytes is needed"),
+    (("plan.bucket_bytes=true",), "plan.bucket_bytes = True: "),
+]  # fmt: skip
+
+NOT_YET = [
+    (("plan.recompute=full",), "plan.recompute = 'full': cannot run yet; allowed today: 'none'"),
+    (("plan.recompute=selective",), "plan.recompute = 'selective': cannot run yet"),
+    (("plan.micro_batches=2",), "plan.micro_batches = 2: cannot run yet; allowed today: 1"),
+    (("plan.schedule=1f1b",), "plan.schedule = '1f1b': cannot run yet; leave it out"),
+    (("plan.stages=[1, 2]",), "plan.stages = (1, 2): cannot run yet"),
+    (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
+    (("plan.method=zero3",), "plan.method = 'zero3': cannot run yet; allowed today: single, ddp, zero2, gs"),
+    (("plan.method=zero1",), "plan.method = 'zero1': cannot run yet"),
+    (("plan.method=hsdp", "plan.dp_replicate=2"), "plan.method = 'hsdp': cannot run yet"),
+    (("plan.method=fsdp",), "plan.method = 'fsdp': cannot run yet"),
+    (("plan.method=pipeline",), "plan.method = 'pipeline': cannot run yet"),
+    (("plan.method=tensor",), "plan.method = 'tensor': cannot run yet"),
+    (("plan.method=gs_z3",), "plan.method = 'gs_z3': cannot run yet"),
+    (("plan.method=gs_wgrad",), "plan.method = 'gs_wgrad': cannot run yet"),
+    (("plan.method=gs_tp",), "plan.method = 'gs_tp': cannot run yet"),
+    (("plan.method=gs_hier",), "plan.method = 'gs_hier': cannot run yet"),
+    (("plan.tp=2", "plan.dp_replicate=1"), "cannot run yet"),
+    (("plan.optimizer_state=sharded",), "cannot run yet"),
+    (("workload.precision=bf16",), "workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64"),
+    ((*GS, "plan.push.error_feedback=true"), "plan.push.error_feedback = True: cannot run yet; allowed today: False"),
+    ((*GS, "plan.push.kind=relative"), "plan.push.kind = 'relative': cannot run yet; allowed today: 'absolute'"),
+    ((*GS, "plan.push.aggregate=received-weight"), "plan.push.aggregate = 'received-weight': cannot run yet"),
+    ((*GS, "plan.push.warmup_steps=3"), "plan.push.warmup_steps = 3: cannot run yet"),
+    ((*GS, "plan.push.encoding=bitmap"), "plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense"),
+    ((*GS, "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet"),
+    ((*GS, "plan.shares.replan=true"), "plan.shares.replan = True: cannot run yet"),
+    ((*GS, "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet"),
+    ((*GS, "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), PLAN_FAULTS + NOT_YET, ids=lambda value: str(value)[:60])
+def test_a_plan_that_cannot_be(refusal, tmp_path, overrides, message):
+    path = write_files(tmp_path)
+    line = refusal(path, *overrides)
+    assert line.startswith(f"{path}: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("plan.method", "--set plan.method: must be KEY=VALUE, such as plan.push.threshold=1e-3"),
+        ("=3", "--set =3: must be KEY=VALUE"),
+        ("cluster.name=x", "--set cluster.name=x: cluster names a file or a value, not a table"),
+        ("workload.model.name=x", "--set workload.model.name=x: workload.model names a file or a value, not a table"),
+        ("plan.metod=ddp", "plan.metod: unknown key; did you mean method?"),
+        ("plans.method=ddp", "plans: unknown key; did you mean plan?"),
+        ("plan=ddp", "plan = 'ddp': "),
+        ("cluster=nowhere.toml", "cluster = 'nowhere.toml': no such file"),
+        ("run.steps=many", "run.steps = 'many': "),
+        ("run.steps=", "run.steps = '': "),
+    ],
+)
+def test_a_bad_override(refusal, tmp_path, override, message):
+    assert message in refusal(write_files(tmp_path), override)
+
+
+# Gradient statistics -------------------------------------------------------------------------------------------------
+
+
+def test_a_threshold_without_statistics(refusal, tmp_path):
+    path = write_files(tmp_path, scenario=SCENARIO_TOML.replace('gradients = "tiny.json"', ""))
+    assert refusal(path, *GS).startswith(
+        f"{path}: workload.gradients: missing; plan.push.threshold needs the model's gradient statistics"
+    )
+
+
+def test_statistics_that_cover_too_few_steps(refusal, tmp_path):
+    line = refusal(write_files(tmp_path), *GS, "run.steps=8")
+    assert "workload.gradients = 'tiny.json': covers 8 steps, but the run has 9" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("workload.optimizer=sgd", "was taken with optimizer = 'adamw', not 'sgd'"),
+        ("workload.learning_rate=0.5", "was taken with learning_rate = 0.001, not 0.5"),
+        ("workload.global_batch_size=4", "was taken with global_batch_size = 8, not 4"),
+        ("workload.sequence_length=8", "was taken with sequence_length = 4, not 8"),
+        ("workload.gradients=none.json", "workload.gradients = 'none.json': no such file"),
+    ],
+)
+def test_statistics_of_another_training(refusal, tmp_path, override, message):
+    assert message in refusal(write_files(tmp_path), *GS, override)
+
+
+def forget_a_tensor(data):
+    del data["traces"][-1]["tensors"]["h.0.bias"]
+
+
+def forget_every_trace(data):
+    data["traces"] = []
+
+
+def shorten_a_tail(data):
+    data["traces"][0]["tensors"]["h.0.bias"]["tail_ratios"][1].pop()
+
+
+def forget_the_sampled_steps(data):
+    data["sampled_steps"] = []
+
+
+def forget_the_model(data):
+    del data["model"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (forget_a_tensor, "lacks the parameter h.0.bias"),
+        (forget_every_trace, "traces: at least one is needed"),
+        (shorten_a_tail, "tail_ratios of h.0.bias"),
+        (forget_the_sampled_steps, "sampled_steps"),
+        (forget_the_model, "model: missing"),
+    ],
+)
+def test_statistics_with_holes(refusal, tmp_path, damage, message):
+    path = write_files(tmp_path)
+    data = json.loads((tmp_path / "tiny.json").read_text())
+    data["traces"] = [*data["traces"], json.loads(json.dumps(data["traces"][0]))]
+    damage(data)
+    (tmp_path / "tiny.json").write_text(json.dumps(data))
+    line = refusal(path, *GS)
+    assert "tiny.json" in line
+    assert message in line
+
+
+def test_statistics_that_are_no_json(refusal, tmp_path):
+    path = write_files(tmp_path)
+    (tmp_path / "tiny.json").write_text("{")
+    assert f"{tmp_path / 'tiny.json'}: not a JSON file" in refusal(path, *GS)
+
+
+# What shows only when simulating -------------------------------------------------------------------------------------
+
+
+def test_a_precision_that_the_device_has_no_peak_for(refusal, tmp_path):
+    assert "no peak_flop_per_s.fp64" in refusal(write_files(tmp_path), "workload.precision=fp64")
+
+
+def test_devices_that_no_links_connect(refusal, tmp_path):
+    unlinked = PAIR_TOML[: PAIR_TOML.index("[[links]]")]
+    assert "no path of links from" in refusal(write_files(tmp_path, cluster=unlinked))
+
+
+def test_a_place_that_cannot_be_written(monkeypatch, capsys, tmp_path):
+    path = write_files(tmp_path)
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setattr(sys, "argv", ["gssim", "run", str(path), "--out", str(tmp_path / "taken")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_installed_command_does_the_same(tmp_path):
+    call = [sys.executable, "-c", "from gssim.cli import main; main()", "run", str(tmp_path / "none.toml"), "--json"]
+    ended = subprocess.run([*call, "--out", str(tmp_path / "results")], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"gssim: {tmp_path / 'none.toml'}: no such file\n"
+    assert not (tmp_path / "results").exists()

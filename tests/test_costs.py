@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import pytest
+from strategies import device_type, tiny_model
+
+from gssim import costs
+from gssim.cluster import (
+    CompressionCost,
+    Curve,
+    DeviceType,
+    LayerProfile,
+    OptimizerCost,
+    Profile,
+    ShardedUnitCost,
+)
+from gssim.units import UserError, validated
+from gssim.workload import Workload
+
+MODEL = tiny_model()
+WORKLOAD = Workload(model=MODEL, global_batch_size=4, sequence_length=8)
+BLOCK = MODEL.layers[1]
+
+
+def device(**changes) -> DeviceType:
+    return validated(DeviceType, device_type(**changes), file="d")
+
+
+def roofline_s(kind: str, *, flop: float, moved_bytes: float, operations: int) -> float:
+    cost = device(kind=kind, operation_overhead_s=0.1, efficiency_ratio=0.5)
+    return costs.roofline_s(cost, "fp32", flop=flop, moved_bytes=moved_bytes, operations=operations)
+
+
+def test_the_roofline_is_the_slower_of_arithmetic_and_memory():
+    assert roofline_s("cpu", flop=1e9, moved_bytes=1e9, operations=0) == pytest.approx(2.0)
+    assert roofline_s("cpu", flop=1e9, moved_bytes=3e9, operations=0) == pytest.approx(3.0)
+
+
+def test_a_cpu_runs_operations_where_it_issues_them_and_a_gpu_issues_ahead():
+    assert roofline_s("cpu", flop=1e9, moved_bytes=0, operations=5) == pytest.approx(2.5)
+    assert roofline_s("cuda", flop=1e9, moved_bytes=0, operations=5) == pytest.approx(2.0)
+    assert roofline_s("cuda", flop=1e9, moved_bytes=0, operations=30) == pytest.approx(3.0)
+
+
+def test_a_layer_takes_its_roofline_where_nothing_was_measured():
+    found = [costs.layer_time_s(device(), WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
+    assert found == pytest.approx([2 * 8 * 1e6 / 1e9, 2 * 8 * 2e6 / 1e9])
+
+
+def test_a_layer_takes_its_measured_time_where_there_is_one():
+    forward, backward = Curve(sizes=(1, 2), values=(1.0, 3.0)), Curve(sizes=(1,), values=(5.0,))
+    layers = {"h": LayerProfile(forward_s=forward, backward_s=backward)}
+    measured = replace(device(), profiles=(Profile(model="tiny", precision="fp32", layers=layers),))
+    found = [costs.layer_time_s(measured, WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
+    assert found == [3.0, 10.0]
+    assert costs.layer_time_s(measured, WORKLOAD, MODEL.layers[0], phase="f", batch_size=2) < 1
+
+
+def test_a_precision_without_peak_or_profile_is_the_users_to_mend():
+    bare = device(peak_flop_per_s={"fp32": 1e9})
+    with pytest.raises(UserError, match=r"no peak_flop_per_s.fp64 on a cpu device \(stated: fp32\)"):
+        costs.layer_time_s(bare, replace(WORKLOAD, precision="fp64"), BLOCK, phase="f", batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "values", "operations"), [("sgd", 3, 1), ("sgd-momentum", 5, 2), ("adamw", 7, 7)]
+)
+def test_an_optimizer_moves_every_value_and_issues_for_every_tensor(optimizer, values, operations):
+    found = costs.optimizer_time_s(device(operation_overhead_s=1e-3), optimizer, elements=1000, tensors=3)
+    assert found == pytest.approx(4 * values * 1000 / 1e9 + 3 * operations * 1e-3)
+
+
+def test_an_optimizer_takes_its_measured_time_where_there_is_one():
+    cost = OptimizerCost(tensor_s=1.0, sharded_tensor_s=0.5, elements_s=Curve(sizes=(10,), values=(100.0,)))
+    measured = replace(device(), optimizers={"adamw": cost})
+    assert costs.optimizer_time_s(measured, "adamw", elements=20, tensors=3) == 203.0
+    assert costs.optimizer_time_s(measured, "adamw", elements=20, tensors=3, sharded_tensors=True) == 204.5
+
+
+def test_an_optimizer_without_parameters_takes_no_time():
+    assert costs.optimizer_time_s(device(operation_overhead_s=1.0), "adamw", elements=0, tensors=3) == 0
+
+
+def test_thresholding_costs_by_elements_looked_at_and_sent():
+    found = costs.threshold_time_s(device(), elements=1000, sent=10)
+    assert found == pytest.approx((6000 + 160) / 1e9)
+    assert costs.scatter_time_s(device(), received=10) == pytest.approx(640 / 1e9)
+    measured = replace(
+        device(),
+        compression=CompressionCost(call_s=1.0, threshold_element_s=0.1, pack_element_s=0.01, scatter_element_s=0.001),
+    )
+    assert costs.threshold_time_s(measured, elements=100, sent=10) == pytest.approx(2 + 10 + 0.1)
+    assert costs.scatter_time_s(measured, received=10) == pytest.approx(1.01)
+
+
+def test_a_sharded_unit_costs_by_phase():
+    cost = ShardedUnitCost(
+        forward_unit_s=1.0, forward_tensor_s=0.1, backward_unit_s=2.0, backward_tensor_s=0.2, copied_byte_s=0.001
+    )
+    measured = replace(device(), sharded_unit=cost)
+    found = [costs.sharded_unit_time_s(measured, phase=p, tensors=3, copied_bytes=100) for p in "fb"]
+    assert found == pytest.approx([1.4, 2.7])
+    assert costs.sharded_unit_time_s(device(), phase="f", tensors=3, copied_bytes=1e9) == pytest.approx(2.0)

@@ -1,0 +1,350 @@
+"""Laws: what must hold for every cluster and plan."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import (
+    clusters,
+    communication_time_s,
+    compositions,
+    device_type,
+    exponential_statistics,
+    loaded_of,
+    machine_of,
+    scenario_of,
+    scenarios,
+    star,
+)
+
+from gssim import machine as machine_module
+from gssim.cluster import Cluster
+from gssim.collectives import Communication, rounds
+from gssim.network import graph_of, max_min_rates
+from gssim.result import PHASES
+from gssim.scenario import Scenario
+from gssim.simulate import simulate
+
+EDGES = [(a, b) for a in "pqrs" for b in "pqrs" if a != b]
+PATHS = st.lists(st.lists(st.sampled_from(EDGES), min_size=1, max_size=4, unique=True), min_size=1, max_size=12)
+CAPACITIES = st.lists(st.floats(1e-3, 1e12), min_size=len(EDGES), max_size=len(EDGES))
+
+
+# Max-min fairness ----------------------------------------------------------------------------------------------------
+
+
+@given(PATHS, CAPACITIES)
+def test_no_link_carries_more_than_its_capacity(paths, numbers):
+    capacities = dict(zip(EDGES, numbers, strict=True))
+    rates = max_min_rates(dict(enumerate(paths)), capacities)
+    for edge in EDGES:
+        used = sum(rates[flow] for flow, path in enumerate(paths) if edge in path)
+        assert used <= capacities[edge] * (1 + 1e-9)
+
+
+@given(PATHS, CAPACITIES)
+def test_every_flow_has_a_full_link_on_which_no_flow_is_faster(paths, numbers):
+    capacities = dict(zip(EDGES, numbers, strict=True))
+    rates = max_min_rates(dict(enumerate(paths)), capacities)
+    assert set(rates) == set(range(len(paths)))
+    for flow, path in enumerate(paths):
+        assert rates[flow] > 0
+        bottlenecks = [
+            edge
+            for edge in path
+            if sum(rates[f] for f, p in enumerate(paths) if edge in p) >= capacities[edge] * (1 - 1e-9)
+            and all(rates[f] <= rates[flow] * (1 + 1e-9) for f, p in enumerate(paths) if edge in p)
+        ]
+        assert bottlenecks
+
+
+@given(PATHS, CAPACITIES, st.floats(1e-3, 1e3))
+def test_fair_rates_scale_with_the_capacities(paths, numbers, k):
+    capacities = dict(zip(EDGES, numbers, strict=True))
+    rates = max_min_rates(dict(enumerate(paths)), capacities)
+    scaled = max_min_rates(dict(enumerate(paths)), {edge: k * size for edge, size in capacities.items()})
+    assert scaled == pytest.approx({flow: k * rate for flow, rate in rates.items()}, rel=1e-9)
+
+
+@given(PATHS, CAPACITIES)
+def test_fair_rates_do_not_depend_on_the_order_of_the_flows(paths, numbers):
+    capacities = dict(zip(EDGES, numbers, strict=True))
+    rates = max_min_rates(dict(enumerate(paths)), capacities)
+    backwards = max_min_rates(dict(reversed(list(enumerate(paths)))), capacities)
+    assert backwards == pytest.approx(rates, rel=1e-9)
+
+
+@given(st.floats(1, 1e9), st.floats(1e3, 1e9), st.floats(1, 100), st.floats(0, 1e-2))
+def test_more_bandwidth_is_never_slower_for_a_single_flow(size, bandwidth, more, latency_s):
+    message = Communication("all-to-all-v", (0, 1), int(size), pair_bytes=((0.0, size), (0.0, 0.0)))
+    slow = communication_time_s(star(2, bandwidth=bandwidth, latency_s=latency_s), message)
+    fast = communication_time_s(star(2, bandwidth=bandwidth * more, latency_s=latency_s), message)
+    assert fast <= slow * (1 + 1e-9)
+    assert slow == pytest.approx(size / bandwidth + 2 * latency_s, rel=1e-9, abs=1e-11)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.floats(1, 1e7)), min_size=1, max_size=8))
+def test_no_message_beats_its_lone_time_and_no_link_its_busy_time(messages):
+    matrix = [[0.0] * 4 for _ in range(4)]
+    for source, target, size in messages:
+        if source != target:
+            matrix[source][target] += size
+    everything = Communication("all-to-all-v", (0, 1, 2, 3), 0, pair_bytes=tuple(map(tuple, matrix)))
+    time_s = communication_time_s(star(4, bandwidth=1e6, latency_s=0.0), everything)
+    busiest = max([sum(row) for row in matrix] + [sum(row[j] for row in matrix) for j in range(4)])
+    assert time_s >= busiest / 1e6 * (1 - 1e-9)
+    assert time_s <= sum(map(sum, matrix)) / 1e6 * (1 + 1e-9)
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def slower(cluster: Cluster, k: float) -> Cluster:
+    """Return the cluster with all rates divided by k and all fixed times multiplied by k."""
+    types = {
+        name: replace(
+            kind,
+            peak_flop_per_s={precision: rate / k for precision, rate in kind.peak_flop_per_s.items()},
+            memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s / k,
+            operation_overhead_s=kind.operation_overhead_s * k,
+            gradient_hook_s=kind.gradient_hook_s * k,
+        )
+        for name, kind in cluster.device_types.items()
+    }
+    links = tuple(
+        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / k, latency_s=link.latency_s * k)
+        for link in cluster.links
+    )
+    return replace(cluster, device_types=types, links=links)
+
+
+@given(scenarios(), st.sampled_from([1 / 1024, 0.1, 3.0, 1e5]))
+def test_all_times_scale_by_k_when_all_rates_are_divided_and_fixed_times_multiplied(scenario, k):
+    before = simulate(loaded_of(scenario)).result
+    after = simulate(loaded_of(replace(scenario, cluster=slower(scenario.cluster, k)))).result
+    assert after.step_time_s == pytest.approx(k * before.step_time_s, rel=1e-6)
+    scaled = {phase: k * seconds for phase, seconds in before.phases_s.items()}
+    assert after.phases_s == pytest.approx(scaled, rel=1e-6, abs=1e-6 * after.step_time_s)
+    assert after.collectives == before.collectives
+
+
+@given(scenarios())
+def test_phases_sum_to_the_step_on_every_rank(scenario):
+    result = simulate(loaded_of(scenario)).result
+    assert sum(result.phases_s.values()) == pytest.approx(result.step_time_s, rel=1e-9)
+    for ranks in result.ranks:
+        assert tuple(ranks.phases_s) == PHASES
+        assert min(ranks.phases_s.values()) >= 0
+        assert sum(ranks.phases_s.values()) == pytest.approx(result.step_time_s, rel=1e-9)
+
+
+@given(scenarios())
+def test_the_second_simulated_step_is_like_every_later_one(scenario):
+    machine, _ = machine_of(scenario, steps=5)
+    for ends in machine.ends_s:
+        lengths = [b - a for a, b in pairwise(ends)]
+        assert lengths == pytest.approx([lengths[0]] * len(lengths), rel=1e-9)
+
+
+@given(scenarios())
+def test_a_step_takes_at_least_each_ranks_own_compute(scenario):
+    machine, program = machine_of(scenario, steps=2)
+    for rank, tasks in enumerate(program.tasks):
+        alone_s = sum(task.duration_s for task in tasks if task.communication is None)
+        assert machine.ends_s[rank][1] - machine.ends_s[rank][0] >= alone_s * (1 - 1e-9)
+
+
+@given(scenarios())
+def test_overlap_is_never_slower_where_communication_does_not_slow_compute(scenario):
+    types = {name: replace(k, communicating_slowdown_ratio=1.0) for name, k in scenario.cluster.device_types.items()}
+    calm = replace(scenario, cluster=replace(scenario.cluster, device_types=types))
+    times = [
+        simulate(loaded_of(replace(calm, plan=replace(calm.plan, overlap=overlap)))).result.step_time_s
+        for overlap in (True, False)
+    ]
+    assert times[0] <= times[1] * (1 + 1e-9)
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+@given(scenarios())
+def test_every_link_of_a_path_carries_exactly_what_the_rounds_send(scenario):
+    machine, program = machine_of(scenario, steps=1)
+    expected = defaultdict(float)
+    sent = [0.0] * scenario.ranks
+    for communication in program.communications.values():
+        for step in rounds(communication, scenario.cluster.backend):
+            for message in step.messages:
+                sent[message.source] += message.size_bytes
+                for edge in machine.network.path(message.source, message.target)[0]:
+                    expected[edge] += message.size_bytes
+    assert {e: b for e, b in machine.network.carried.items() if b} == pytest.approx(
+        {e: b for e, b in expected.items() if b}
+    )
+    assert machine.sent == pytest.approx(sent)
+    assert sum(machine.sent) == pytest.approx(sum(machine.received))
+
+
+@given(scenarios())
+def test_around_one_switch_uplinks_carry_what_ranks_send_and_downlinks_what_they_receive(scenario):
+    cluster = star(len(scenario.cluster.devices), backend=scenario.cluster.backend)
+    machine, _ = machine_of(replace(scenario, cluster=cluster), steps=1)
+    for rank in range(scenario.ranks):
+        assert machine.network.carried[f"d{rank}", "sw"] == pytest.approx(machine.sent[rank])
+        assert machine.network.carried["sw", f"d{rank}"] == pytest.approx(machine.received[rank])
+
+
+@given(scenarios())
+def test_no_link_is_used_more_than_all_the_time(scenario):
+    result = simulate(loaded_of(scenario)).result
+    graph = graph_of(scenario.cluster)
+    for link in result.links:
+        capacity = graph.edges[tuple(link.name.split(" -> "))]["bandwidth"]
+        assert link.bytes <= capacity * result.step_time_s * (1 + 1e-9)
+        assert link.utilisation_ratio == pytest.approx(link.bytes / capacity / result.step_time_s, rel=1e-9)
+
+
+@settings(max_examples=20)
+@given(scenarios(methods=("gs",)))
+def test_a_lower_threshold_never_sends_less(scenario):
+    found = []
+    for threshold in (1e-4, 1e-3, 1e-2):
+        push = replace(scenario.plan.push, threshold=threshold)
+        result = simulate(loaded_of(replace(scenario, plan=replace(scenario.plan, push=push)))).result
+        found.append((result.density.push, sum(c.payload_bytes or 0 for c in result.collectives)))
+    for (density, payload), (higher_density, higher_payload) in pairwise(found):
+        assert higher_density <= density + 1e-12
+        assert higher_payload <= payload * (1 + 1e-9)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def assert_memory_returns(scenario: Scenario) -> None:
+    """Run steps one after another; nothing may be freed twice, and each step must leave what it found."""
+    original = machine_module.Memory.end
+
+    def checked(memory, stream):
+        original(memory, stream)
+        below = {category: size for category, size in memory.held.items() if size < -1e-6}
+        assert not below, f"more freed than held: {below}"
+
+    for steps in (1, 2):
+        with patch.object(machine_module.Memory, "end", checked):
+            machine, program = machine_of(scenario, steps=steps)
+        for rank, memory in enumerate(machine.memory):
+            left = {category: size for category, size in memory.held.items() if abs(size) > 1e-6}
+            assert left == pytest.approx({c: size for c, size in program.persistent[rank].items() if size})
+            assert memory.peak_bytes >= sum(program.persistent[rank].values())
+            assert sum(memory.peak.values()) == pytest.approx(memory.peak_bytes)
+
+
+@settings(max_examples=150)
+@given(scenarios())
+def test_every_step_leaves_the_memory_as_it_found_it(scenario):
+    assert_memory_returns(scenario)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 80, 25 * 2**20])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"method": "ddp"},
+        {"method": "zero2"},
+        {"method": "gs"},
+        {"method": "gs", "push": {"threshold": 0.0}},
+        {"method": "gs", "push": {"threshold": 1e-3}},
+        {"method": "gs", "push": {"threshold": 1e-3}, "overlap": False},
+    ],
+    ids=str,
+)
+def test_every_method_leaves_the_memory_as_it_found_it(plan, bucket_bytes, ranks):
+    batch = {1: (1.0,), 2: (0.75, 0.25), 3: (0.5, 0.25, 0.25), 4: (0.5, 0.25, 0.125, 0.125)}[ranks]
+    shares = {"batch": batch} | ({"shards": tuple(reversed(batch))} if plan["method"] == "gs" else {})
+    first = {"first_bucket_bytes": bucket_bytes} if plan["method"] == "gs" else {}
+    assert_memory_returns(scenario_of(star(ranks), plan | first | {"bucket_bytes": bucket_bytes, "shares": shares}))
+
+
+@given(scenarios(methods=("ddp", "zero2", "gs")))
+def test_all_ranks_together_hold_every_parameter_and_its_optimizer_state(scenario):
+    _, program = machine_of(scenario)
+    total = scenario.workload.model.elements * 4
+    values = {"sgd": 0, "sgd-momentum": 1, "adamw": 2}[scenario.workload.optimizer]
+    assert sum(held["parameters"] for held in program.persistent) >= total
+    assert sum(held.get("optimizer", 0) for held in program.persistent) >= values * total
+
+
+# Names and order -----------------------------------------------------------------------------------------------------
+
+
+@given(scenarios(), st.permutations(["u", "v", "w", "x", "y"]))
+def test_renaming_devices_and_switches_changes_nothing(scenario, letters):
+    names = {f"d{i}": letters[i] for i in range(4)} | {"sw": letters[4]}
+    cluster = scenario.cluster
+    renamed = replace(
+        cluster,
+        devices=tuple(replace(d, name=names[d.name], host="at " + names[d.name]) for d in cluster.devices),
+        switches=tuple(names[s] for s in cluster.switches),
+        links=tuple(replace(link, between=tuple(names[end] for end in link.between)) for link in cluster.links),
+    )
+    before = simulate(loaded_of(scenario)).result
+    after = simulate(loaded_of(replace(scenario, cluster=renamed))).result
+    assert after.step_time_s == pytest.approx(before.step_time_s, rel=1e-9)
+    assert after.collectives == before.collectives
+    assert after.scenario_id == before.scenario_id
+
+
+@settings(max_examples=25)
+@given(st.permutations([0, 1, 2, 3]), st.sampled_from(["ddp", "zero2", "gs"]), st.booleans())
+def test_exchanging_equal_ranks_changes_nothing(order, method, in_a_row):
+    links = [(f"d{i}", "sw") for i in (order if in_a_row else range(4))]
+    settings_ = {"types": {"fast": device_type()}, "latency_s": 1e-4}
+    before = simulate(loaded_of(scenario_of(star(4, **settings_), {"method": method}))).result
+    cluster = star(4, **settings_)
+    shuffled = replace(
+        cluster,
+        devices=tuple(cluster.devices[i] for i in order),
+        links=tuple(replace(cluster.links[0], between=link) for link in links),
+    )
+    after = simulate(loaded_of(scenario_of(shuffled, {"method": method}))).result
+    assert after.step_time_s == pytest.approx(before.step_time_s, rel=1e-9)
+    assert [c.key for c in after.collectives] == [c.key for c in before.collectives]
+    assert len(after.ranks) == len(before.ranks) == 1
+
+
+@given(st.data(), st.permutations([0, 1, 2]))
+def test_ranks_of_unequal_work_may_stand_in_any_order_around_a_switch(data, order):
+    batch = data.draw(compositions(total=8, parts=3, least=1))
+    types = {"one": device_type(), "two": device_type(peak_flop_per_s={"fp32": 3e8})}
+    names = ["one", "two", "one"]
+    times = []
+    for places in ((0, 1, 2), order):
+        cluster = star(3, types=types, type_names=[names[i] for i in places])
+        shares = {"batch": tuple(batch[i] / 8 for i in places)}
+        times.append(simulate(loaded_of(scenario_of(cluster, {"method": "ddp", "shares": shares}))).result.step_time_s)
+    assert times[1] == pytest.approx(times[0], rel=1e-9)
+
+
+@settings(max_examples=20)
+@given(scenarios())
+def test_the_same_scenario_twice_gives_the_same_bytes(scenario):
+    first, second = (simulate(loaded_of(scenario)).result.to_json() for _ in range(2))
+    assert first == second
+
+
+@given(clusters(devices=3), st.floats(1e-5, 1e-1))
+def test_the_realised_density_is_the_tail_of_the_measured_distribution(cluster, threshold):
+    scenario = scenario_of(
+        cluster, {"method": "gs", "push": {"threshold": threshold}, "shares": {"batch": "throughput"}}
+    )
+    result = simulate(loaded_of(scenario, exponential_statistics(rms=1e-3))).result
+    exact = math.exp(-math.sqrt(2) * threshold / 1e-3)
+    busy = sum(samples > 0 for samples in scenario.batch_sizes) / 3
+    assert result.density.push == pytest.approx(exact * busy, abs=0.006)  # of interpolation

@@ -1,0 +1,139 @@
+"""Real: every method on real ranks equals single-device training, and rungs (a) and (b) of the prediction hold."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gssim.scenario import load_scenario
+from gssim.simulate import simulate
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+from gsreal.launch import launch
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL_GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+DIGITS = [f"workload.model={ROOT}/scenarios/models/resnet-digits.toml", "workload.global_batch_size=12"]
+BERT = [f"workload.model={ROOT}/scenarios/models/bert-byte-1m.toml", *SMALL_GPT]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
+"""Design section 10: SGD-momentum in fp32 and AdamW in fp64, relative to the largest parameter."""
+
+METHODS = {
+    "ddp": ["plan.method=ddp"],
+    "zero2": ["plan.method=zero2"],
+    "gs": ["plan.method=gs"],
+    "gs-zero": ["plan.method=gs", "plan.push.threshold=0"],
+    "gs-coo": ["plan.method=gs", "plan.push.threshold=0", 'plan.push.encoding="coo"'],
+    "ddp-buckets": ["plan.method=ddp", "plan.bucket_bytes=300000"],
+    "gs-buckets": ["plan.method=gs", "plan.bucket_bytes=300000", "plan.first_bucket_bytes=100000"],
+}
+UNEVEN = {
+    2: ["plan.shares.batch=[0.75,0.25]"],
+    3: ["plan.shares.batch=[0.5,0.25,0.25]"],
+    4: ["plan.shares.batch=[0.25,0.25,0.25,0.25]"],
+}
+UNEVEN_SHARDS = {2: [0.7, 0.3], 3: [0.6, 0.3, 0.1], 4: [0.4, 0.3, 0.2, 0.1]}
+
+
+def star(ranks: int) -> str:
+    """Return a cluster of `ranks` CPU devices behind a switch, as inline TOML."""
+    devices = ", ".join(f'{{name="d{i}", type="cpu", host="h"}}' for i in range(ranks))
+    links = ", ".join(
+        f'{{between=["d{i}", "s"], bandwidth_bytes_per_s=1e9, latency_s=1e-5, source="test"}}' for i in range(ranks)
+    )
+    kind = (
+        '{cpu={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=1e11, fp64=5e10}, '
+        'memory_bandwidth_bytes_per_s=1e10, source="test"}}'
+    )
+    return (
+        f'cluster={{name="star", backend="gloo", source="test", switches=["s"], device_types={kind}, '
+        f"devices=[{devices}], links=[{links}]}}"
+    )
+
+
+def cases_for(ranks: int) -> dict[str, dict[str, object]]:
+    found: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        uneven = UNEVEN[ranks]
+        if name.startswith("gs"):
+            uneven = [*uneven, f"plan.shares.shards={UNEVEN_SHARDS[ranks]}"]
+        found[f"{name}-sgd"] = [*SMALL_GPT, *SGD, *method]
+        found[f"{name}-adamw"] = [*SMALL_GPT, *ADAMW64, *method, *uneven]
+    found["gs-resnet-sgd"] = [*DIGITS, *SGD, *METHODS["gs"], f"plan.shares.shards={UNEVEN_SHARDS[ranks]}"]
+    found["zero2-bert-sgd"] = [*BERT, *SGD, *METHODS["zero2"]]
+    found["gs-bert-adamw"] = [*BERT, *ADAMW64, *METHODS["gs-zero"], *UNEVEN[ranks]]
+    found["planted-sgd"] = [*SMALL_GPT, *SGD, *METHODS["ddp"]]
+    return {
+        name: {
+            "scenario": str(ROOT / "scenarios/demo.toml"),
+            "overrides": [star(ranks), *overrides],
+            "plant": name.startswith("planted"),
+        }
+        for name, overrides in found.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
+    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+    cases = cases_for(request.param)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT / "tests"), before) if p)
+    try:
+        launch("ranks", [str(folder / "cases.json"), str(folder / "found.json")], ranks=request.param)
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return cases, json.loads((folder / "found.json").read_text())
+
+
+def predicted(case: dict) -> object:
+    return simulate(load_scenario(Path(case["scenario"]), case["overrides"])).result
+
+
+NAMES = [name for name in cases_for(2) if not name.startswith("planted")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict], name: str) -> None:
+    seen = world[1][name]
+    tolerance = TOLERANCE["adamw" if name.endswith("adamw") else "sgd"]
+    assert seen["largest_parameter"] > 0.05
+    assert seen["difference"] <= tolerance * seen["largest_parameter"]
+    assert seen["replicas_equal"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict], name: str) -> None:
+    cases, found = world
+    entries = sorted([list(entry.key) for entry in predicted(cases[name]).collectives], key=str)
+    seen = sorted(found[name]["collectives"], key=str)
+    assert json.loads(json.dumps(entries)) == seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict], name: str) -> None:
+    """Kernel scratch is not known without a profile, so convolutions may hold more than predicted here."""
+    cases, found = world
+    classes = predicted(cases[name]).ranks
+    peaks = {rank: entry.peak_allocated_bytes for entry in classes for rank in entry.ranks}
+    for rank, measured in enumerate(found[name]["peaks"]):
+        low, high = (0.7, 1.02) if "resnet" in name else (0.98, 1.02)
+        assert low <= peaks[rank] / measured <= high, (rank, peaks[rank], measured)
+
+
+def test_a_planted_collective_is_seen(world: tuple[dict, dict]) -> None:
+    cases, found = world
+    expected = json.loads(json.dumps([list(entry.key) for entry in predicted(cases["planted-sgd"]).collectives]))
+    extra = [entry for entry in found["planted-sgd"]["collectives"] if entry not in expected]
+    assert [entry[0] for entry in extra] == ["all-reduce"]
+    assert extra[0][2] == 28

@@ -1,0 +1,75 @@
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gssim.shares import balance_batch, even, proportional, ranges, split
+
+WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 1e-3)
+
+
+@given(st.integers(0, 10**12), WEIGHTS)
+def test_parts_are_whole_sum_to_the_total_and_follow_the_shares(total, weights):
+    shares = proportional(weights)
+    parts = split(total, shares)
+    assert sum(parts) == total
+    for part, share in zip(parts, shares, strict=True):
+        assert part >= 0
+        assert abs(part - share * total) < 1 + 1e-3
+
+
+@given(st.integers(0, 10**6), st.integers(1, 64))
+def test_even_shares_differ_by_one_at_most_and_the_lower_ranks_have_more(total, parts):
+    found = split(total, even(parts))
+    assert max(found) - min(found) <= 1
+    assert list(found) == sorted(found, reverse=True)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(any))
+def test_shares_of_whole_parts_give_back_the_parts(parts):
+    assert split(sum(parts), proportional(parts)) == tuple(parts)
+
+
+@given(st.integers(0, 10**9), WEIGHTS)
+def test_ranges_follow_each_other_from_the_first_element_to_the_last(total, weights):
+    shares = proportional(weights)
+    found = ranges(total, shares)
+    assert found[0][0] == 0
+    assert found[-1][1] == total
+    assert all(a[1] == b[0] for a, b in pairwise(found))
+    assert tuple(b - a for a, b in found) == split(total, shares)
+
+
+def test_the_largest_remainder_gets_the_odd_element():
+    assert split(5, [0.5, 0.2, 0.3]) == (3, 1, 1)
+    assert split(1, [0.2, 0.6, 0.2]) == (0, 1, 0)
+
+
+TIMES = st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 5)), min_size=1, max_size=3)
+
+
+@given(st.integers(0, 7), TIMES)
+def test_no_other_division_of_the_batch_is_faster(total, times):
+    sample_s, fixed_s = zip(*times, strict=True)
+    samples = balance_batch(total, sample_s=sample_s, fixed_s=fixed_s)
+    assert sum(samples) == total
+
+    def slowest_s(division):
+        return max(f + n * s for n, s, f in zip(division, sample_s, fixed_s, strict=True))
+
+    others = (d for d in product(range(total + 1), repeat=len(times)) if sum(d) == total)
+    assert slowest_s(samples) <= min(map(slowest_s, others)) * (1 + 1e-12)
+
+
+def test_equal_devices_get_equal_samples():
+    assert balance_batch(12, sample_s=[0.1] * 4, fixed_s=[0.0] * 4) == (3, 3, 3, 3)
+
+
+def test_a_device_with_a_high_fixed_cost_gets_no_sample_before_it_pays():
+    assert balance_batch(3, sample_s=[1.0, 1.0], fixed_s=[0.0, 10.0]) == (3, 0)
+
+
+def test_shares_of_nothing_are_a_mistake():
+    with pytest.raises(ZeroDivisionError):
+        proportional([0, 0])
