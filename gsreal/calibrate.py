@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from gsreal.benchmarks import Settings
+from gsreal.benchmarks.bench import Settings
 from gsreal.launch import launch
 from gssim.cluster import Cluster
 from gssim.result import write_text
@@ -48,6 +48,7 @@ def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]
         data["backend_cost"] = {
             "overhead_s": communication["overhead_s"],
             "bytes_factor": communication["bytes_factor"],
+            "posting_byte_s": communication["posting_byte_s"],
             "source": source,
         }
     return data
@@ -87,7 +88,11 @@ def write_cluster(path: Path, data: dict[str, Any]) -> None:
     """Write the cluster file, or nothing; what is written is checked first."""
     rounded = _rounded(data)
     validated(Cluster, rounded, file=str(path))
-    write_text(path, "# Written by gsreal calibrate: what this machine does, measured alone and together.\n" + tomli_w.dumps(rounded))
+    write_text(
+        path,
+        "# Written by gsreal calibrate: what this machine does, measured alone and together.\n"
+        + tomli_w.dumps(rounded),
+    )
 
 
 def _rounded(value: Any) -> Any:

@@ -72,7 +72,8 @@ def gradients_command(
     out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write.")],
     overrides: Overrides = None,
     thresholds: Annotated[
-        str, typer.Option("--thresholds", help="Push thresholds to train under, 0 for densely; predictions lie between.")
+        str,
+        typer.Option("--thresholds", help="Push thresholds to train under, 0 for densely; predictions lie between."),
     ] = "0,1e-4,1e-3,1e-2",
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients."""
@@ -97,7 +98,7 @@ def calibrate_command(
     """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
     import torch
 
-    from gsreal.benchmarks import Settings
+    from gsreal.benchmarks.bench import Settings
     from gsreal.calibrate import cluster_data, measure, write_cluster
     from gsreal.machine import usable_cores
     from gssim.scenario import load_model

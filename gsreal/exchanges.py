@@ -71,7 +71,9 @@ def all_to_all_v(
     rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
     others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
     with logical(Logical("all-to-all-v", tuple(sorted(ranks)), declared_bytes, data_dependent)):
-        incoming = [(ranks[i], tensor) for i in reversed(others) if (tensor := receives[i]) is not None and tensor.numel()]
+        incoming = [
+            (ranks[i], tensor) for i in reversed(others) if (tensor := receives[i]) is not None and tensor.numel()
+        ]
         outgoing = [(ranks[i], tensor) for i in others if (tensor := sends[i]) is not None and tensor.numel()]
         return _post(incoming, outgoing, group)
 
@@ -89,19 +91,21 @@ def all_gather_v(flat: Tensor, ranges: Sequence[tuple[int, int]], *, group: dist
             mine, theirs = ranges[(rank - step) % members], ranges[(rank - step - 1) % members]
             incoming = [(ranks[(rank - 1) % members], flat[slice(*theirs)])]
             outgoing = [(ranks[(rank + 1) % members], flat[slice(*mine)])]
-            _post([m for m in incoming if m[1].numel()], [m for m in outgoing if m[1].numel()], group).wait()
+            _post(incoming, outgoing, group).wait()
 
 
 def _post(
     incoming: Sequence[tuple[int, Tensor]], outgoing: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup
 ) -> Pending:
-    """Post all receives, then all sends. gloo takes host memory: device tensors are staged through it."""
+    """Post all receives, then all sends; empty ones are left out. gloo takes host memory: device tensors are staged."""
+    incoming, outgoing = ([(peer, t) for peer, t in messages if t.numel()] for messages in (incoming, outgoing))
     if dist.get_backend(group) == "nccl":
         operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in incoming]
         operations += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in outgoing]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(works, [tensor for _, tensor in (*incoming, *outgoing)], [])
-    works, kept, staged = [], [], []
+        batch = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(batch, [tensor for _, tensor in (*incoming, *outgoing)], [])
+    works: list[dist.Work | None] = []
+    kept, staged = [], []
     for peer, tensor in incoming:
         host = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_cuda else tensor
         if host is not tensor:

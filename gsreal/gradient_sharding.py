@@ -123,7 +123,7 @@ class GradientSharding:
             bucket.gradient = None  # dense messages are views of it and keep it until they are sent
         self.sent_bytes[bucket.index] += sum(m.numel() * m.element_size() for m, _ in sends if m is not None)
         counts = self._exchange_counts([entries for _, entries in sends], label)
-        with self.observe(f"post push {label}", "compression"):
+        with self.observe(f"post push {label}", "exposed_communication"):
             self._incoming = self._posted(bucket, [message for message, _ in sends], counts)
 
     def _packed(self, bucket: _Bucket, owner: int) -> tuple[Tensor | None, int]:
@@ -137,11 +137,11 @@ class GradientSharding:
             self.sent_entries += part.numel()
             return part, part.numel()
         mask = part.abs() >= self.threshold
-        index = mask.nonzero().view(-1)
-        entries = index.numel()
+        entries = int(mask.count_nonzero())
         self.sent_entries += entries
         if self._is_dense(entries, part.numel()):
-            return part.mul(mask), entries
+            return torch.where(mask, part, part.new_zeros(())), entries
+        index = mask.nonzero().view(-1)
         del mask
         size = part.element_size()
         message = torch.empty(entries * (size + INDEX_BYTES), dtype=torch.uint8, device=part.device)

@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import signal
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def die_with_parent() -> None:
 def provenance(device: torch.device) -> dict[str, Any]:
     """Return versions, hardware and date of a measurement."""
     found = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",

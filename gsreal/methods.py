@@ -68,7 +68,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the workload's optimizer in torch's default form for the device (one tensor at a time on a CPU)."""
     foreach = device.type == "cuda"
-    common = {"lr": workload.learning_rate, "weight_decay": workload.weight_decay, "foreach": foreach}
+    common: dict[str, Any] = {"lr": workload.learning_rate, "weight_decay": workload.weight_decay, "foreach": foreach}
     if workload.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **common)
     momentum = workload.momentum if workload.optimizer == "sgd-momentum" else 0.0
@@ -90,7 +90,7 @@ def _ddp(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torc
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
-    options = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
+    options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     optimizer = make_optimizer(scenario.workload, wrapped.parameters(), device)
     return Training(wrapped, optimizer, timeline, scale=float(scenario.ranks), last_gradient=last)

@@ -44,9 +44,13 @@ def traced_model(request: Request) -> Model:
 def _untraced(request: Request, where: str) -> Model:
     arguments = dict(_argument(text, where) for text in request.arguments)
     if request.model.startswith("hf:"):
-        module: dict[str, Any] = {"hugging_face": {
-            "model_type": request.model.removeprefix("hf:"), "auto_class": request.auto_class, "config": arguments,
-        }}
+        module: dict[str, Any] = {
+            "hugging_face": {
+                "model_type": request.model.removeprefix("hf:"),
+                "auto_class": request.auto_class,
+                "config": arguments,
+            }
+        }
     else:
         module = {"factory": request.model, "arguments": arguments}
     data = {

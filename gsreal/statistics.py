@@ -155,9 +155,7 @@ def _sketch(gradient: Tensor, *, with_tail: bool) -> tuple[float, np.ndarray | N
     return rms, 1 - below / len(ordered)
 
 
-def _statistics(
-    scenario: Scenario, sampled: tuple[int, ...], traces: list[dict[str, Any]]
-) -> GradientStatistics:
+def _statistics(scenario: Scenario, sampled: tuple[int, ...], traces: list[dict[str, Any]]) -> GradientStatistics:
     workload = scenario.workload
     made = provenance(torch.device("cpu"))
     data: dict[str, Any] = {
@@ -177,17 +175,17 @@ def _statistics(
 
 def write_statistics(path: Path, statistics: GradientStatistics) -> None:
     """Write the statistics as JSON, a line for each parameter, or nothing."""
-    head = {
-        name: getattr(statistics, name)
-        for name in statistics.__dataclass_fields__  # type: ignore[attr-defined]
-        if name != "traces"
-    }
+    head = {name: getattr(statistics, name) for name in statistics.__dataclass_fields__ if name != "traces"}
     traces = []
     for trace in statistics.traces:
         rows = [
             f"   {json.dumps(name)}: {json.dumps({'rms': book.rms, 'tail_ratios': book.tail_ratios})}"
             for name, book in trace.tensors.items()
         ]
-        traces.append(f'  {{"samples": {trace.samples}, "threshold": {trace.threshold}, "tensors": {{\n' + ",\n".join(rows) + "\n  }}")
+        traces.append(
+            f'  {{"samples": {trace.samples}, "threshold": {trace.threshold}, "tensors": {{\n'
+            + ",\n".join(rows)
+            + "\n  }}"
+        )
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     write_text(path, "{\n" + ",\n".join(lines) + ',\n "traces": [\n' + ",\n".join(traces) + "\n ]\n}\n")

@@ -157,7 +157,9 @@ def trace(model: Model, *, where: str) -> Model:
 
 def trace_at(model: Model, sequence_length: int, *, where: str) -> Model:
     """Return `model` traced at one sequence length only: its quantities depend on the batch size alone."""
-    records = {(b, sequence_length): record_step(model, b, sequence_length, where=where) for b in TRACED_BATCH_SIZES}
+    records: dict[_Shape, _Record] = {
+        (b, sequence_length): record_step(model, b, sequence_length, where=where) for b in TRACED_BATCH_SIZES
+    }
     checked = (CHECKED_BATCH_SIZE, sequence_length)
     try:
         layers = _fitted_layers(records, record_step(model, *checked, where=where), checked)
@@ -378,7 +380,7 @@ def _buffers(
 ) -> tuple[Buffer, ...]:
     found = []
     for number, alive in enumerate(first.alive):
-        if alive.born[0] != index or alive.freed == alive.born and alive.size_bytes == 0:
+        if alive.born[0] != index or (alive.freed == alive.born and alive.size_bytes == 0):
             continue
         sizes = {shape: record.alive[number].size_bytes for shape, record in everything.items()}
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}

@@ -8,6 +8,8 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -20,7 +22,7 @@ from gsreal import data
 from gsreal.build import DTYPES, build_module
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import device_name, provenance, settle
-from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, Seen, collectives_of
+from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, prepare
 from gssim.result import Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
@@ -185,15 +187,18 @@ def _progress(done: int, total: int) -> None:
 
 
 def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
-    """Return (allocated, reserved) peak bytes of two more steps, the larger of each."""
+    """Return (allocated, reserved) peak bytes of three more steps, the middle ones.
+
+    gloo's threads may hold a buffer a moment longer than the call that used it, so that single steps vary.
+    """
     peaks = []
-    for step in range(2):
+    for step in range(3):
         inputs, targets, weights = feed.at(step)
         kept = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
         kept += [value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)]
-        peaks.append(counter.peak_of(lambda i=inputs, t=targets, w=weights: training.step(i, t, w, rank), kept))
+        peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), kept))
     reserved = [peak for _, peak in peaks if peak is not None]
-    return max(peak for peak, _ in peaks), max(reserved) if reserved else None
+    return sorted(peak for peak, _ in peaks)[1], sorted(reserved)[1] if reserved else None
 
 
 def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
@@ -227,7 +232,7 @@ def _within(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
 
 def _one_step(spans: list[Span], ends_s: list[float]) -> list[Span]:
     """Return the spans of the step of median length, from its start."""
-    steps = sorted(zip(ends_s, ends_s[1:], strict=False), key=lambda step: step[1] - step[0])
+    steps = sorted(pairwise(ends_s), key=lambda step: step[1] - step[0])
     start_s, end_s = steps[len(steps) // 2]
     return [
         Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
@@ -238,7 +243,7 @@ def _one_step(spans: list[Span], ends_s: list[float]) -> list[Span]:
 def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -> Result:
     """Return the Result of all ranks' reports."""
     scenario = loaded.scenario
-    rank_times = [[b - a for a, b in zip(r.ends_s, r.ends_s[1:], strict=False)] for r in reports]
+    rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     step_time_s = median(times)
     offered = sum(report.offered_entries for report in reports)

@@ -120,6 +120,11 @@ def overhead_s(cluster: Cluster, kind: str) -> float:
     return cost.overhead_s.get(kind, cost.overhead_s.get("default", 0.0)) if cost else 0.0
 
 
+def posting_s(cluster: Cluster, size_bytes: float) -> float:
+    """Return the host time to hand messages of `size_bytes` to the backend before they go on in the background."""
+    return cluster.backend_cost.posting_byte_s * size_bytes if cluster.backend_cost else 0.0
+
+
 def bytes_factor(cluster: Cluster, kind: str) -> float:
     """Return the time per byte of a collective kind over that of a plain exchange on the same links."""
     return cluster.backend_cost.bytes_factor.get(kind, 1.0) if cluster.backend_cost else 1.0

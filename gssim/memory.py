@@ -75,13 +75,18 @@ class Timeline:
         return self.events.get((layer, phase), ())
 
 
-def activation_timeline(layers: Sequence[LayerInstance], *, batch_size: int, sequence_length: int) -> Timeline:
-    """Return when activations and temporaries live, parameter gradients left out."""
+def activation_timeline(
+    layers: Sequence[LayerInstance], *, batch_size: int, sequence_length: int, scale: float = 1.0
+) -> Timeline:
+    """Return when activations and temporaries live, parameter gradients left out.
+
+    `scale`: bytes of an element over those of the traced precision (the few integer buffers are scaled too).
+    """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
     for instance in layers:
         for buffer in instance.layer.buffers:
-            size = float(buffer.size_bytes.at(b=batch_size, s=sequence_length))
+            size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
             for moment, sign in ((buffer.born, 1), (buffer.freed, -1)):
                 event = Event(moment.position, sign * size, buffer.category)
                 if moment.phase == "end":

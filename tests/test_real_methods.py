@@ -17,12 +17,14 @@ pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-DIGITS = [f"workload.model={ROOT}/scenarios/models/resnet-digits.toml", "workload.global_batch_size=12"]
-BERT = [f"workload.model={ROOT}/scenarios/models/bert-byte-1m.toml", *SMALL_GPT]
+DIGITS = ["workload.global_batch_size=12"]
+BERT = [*SMALL_GPT]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
 """Design section 10: SGD-momentum in fp32 and AdamW in fp64, relative to the largest parameter."""
+
+BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
 METHODS = {
     "ddp": ["plan.method=ddp"],
@@ -71,7 +73,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     found["planted-sgd"] = [*SMALL_GPT, *SGD, *METHODS["ddp"]]
     return {
         name: {
-            "scenario": str(ROOT / "scenarios/demo.toml"),
+            "scenario": str(ROOT / "scenarios" / BASE.get(name.split("-")[1], "demo.toml")),
             "overrides": [star(ranks), *overrides],
             "plant": name.startswith("planted"),
         }

@@ -1,0 +1,81 @@
+"""Every rank of `gsreal calibrate` runs this; rank 0 writes what was measured."""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsreal.benchmarks.bench import Bench, Settings
+from gsreal.benchmarks.communication import communicating_slowdown, communication_cost
+from gsreal.benchmarks.device import OPTIMIZERS, compression_cost, device_rates, optimizer_cost
+from gsreal.benchmarks.profile import profile_model
+from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
+from gsreal.machine import device_name, provenance
+from gsreal.measure import MemoryCounter
+from gsreal.worker import note_failure
+from gssim.result import write_text
+from gssim.scenario import load_model
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run on one rank: SETTINGS-JSON OUT-FILE."""
+    asked: dict[str, Any] = json.loads(arguments[0])
+    for key in ("models", "batch_sizes"):
+        asked[key] = tuple(asked[key])
+    settings = Settings(**asked)
+    dist.init_process_group("gloo")
+    try:
+        measured = run(settings)
+        if dist.get_rank() == 0:
+            write_text(Path(arguments[1]), json.dumps(measured))
+    except Exception as error:
+        note_failure(error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Return all measurements of this machine, as plain data."""
+    counter = MemoryCounter(torch.device(settings.kind))
+    bench = Bench(settings)
+    bench.say("arithmetic and memory")
+    found: dict[str, Any] = {"device": bench.alone(lambda: device_rates(bench))}
+    bench.say("optimizers")
+    found["optimizers"] = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in OPTIMIZERS})
+    bench.say("thresholding")
+    found["compression"] = bench.alone(lambda: compression_cost(bench))
+    found["profiles"], jitters, ratios = [], [], []
+    for path in settings.models:
+        model = load_model(Path(path))
+        bench.say(f"layers of {model.name}")
+        profile, jitter, ratio = profile_model(bench, model, counter)
+        found["profiles"].append(profile)
+        jitters.append(jitter)
+        ratios.append(ratio)
+    if jitters:
+        found["step_jitter_ratio"] = statistics.median(jitter[0] for jitter in jitters)
+        found["task_jitter_ratio"] = statistics.median(jitter[1] for jitter in jitters)
+        found["neighbour_slowdown_ratio"] = max(1.0, statistics.median(ratios))
+    if bench.ranks > 1:
+        bench.say("exchanges and collectives")
+        found["communication"] = communication_cost(bench)
+        bench.say("compute beside communication")
+        found["communicating_slowdown_ratio"] = communicating_slowdown(bench)
+        bench.say("sharding wrappers")
+        found["sharded_unit"], found["sharded_tensor_s"] = sharded_unit_cost(bench)
+        found["gradient_hook_s"] = gradient_hook_cost(bench)
+    found["name"] = device_name(bench.device)
+    found["ranks"] = bench.ranks
+    found["memory_counter"] = counter.method
+    found["provenance"] = provenance(bench.device)
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,103 @@
+"""One rank's place in the benchmarks."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsreal.machine import settle
+from gsreal.methods import make_optimizer
+from gssim.cluster import Cluster, Device, DeviceType
+from gssim.units import validated
+from gssim.workload import Workload
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `gsreal calibrate` was asked for."""
+
+    models: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    sequence_length: int
+    precision: str
+    kind: str
+
+
+class Bench:
+    """One rank's place in the benchmarks: its device, and who else is there."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.device = settle(_bare_cluster(settings, self.ranks), self.rank)
+
+    def alone(self, measure: Callable[[], Any]) -> Any:
+        """Return what `measure` returns on rank 0, while the others wait; None elsewhere."""
+        dist.barrier()
+        found = measure() if self.rank == 0 else None
+        dist.barrier()
+        return found
+
+    def together(self, measure: Callable[[], Any]) -> Any:
+        """Return what `measure` returns here, while every other rank measures too."""
+        dist.barrier()
+        found = measure()
+        dist.barrier()
+        return found
+
+    def finish(self) -> None:
+        """Wait until the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def time_s(self, call: Callable[[], object], *, repeats: int = 15, warmups: int = 3) -> float:
+        """Return the median time of a call."""
+        for _ in range(warmups):
+            call()
+        times = []
+        for _ in range(repeats):
+            self.finish()
+            began = time.perf_counter()
+            call()
+            self.finish()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def say(self, what: str) -> None:
+        """Show progress."""
+        if self.rank == 0:
+            print(f"gsreal: calibrating {what}", file=sys.stderr, flush=True)
+
+
+def _bare_cluster(settings: Settings, ranks: int) -> Cluster:
+    """Return the cluster that says how ranks are pinned, before anything is measured."""
+    nothing = DeviceType(
+        kind=settings.kind,  # type: ignore[arg-type]
+        memory_bytes=1,
+        peak_flop_per_s={},
+        memory_bandwidth_bytes_per_s=1,
+        source="not measured yet",
+    )
+    devices = tuple(Device(name=f"{rank}", type="device", host="this") for rank in range(ranks))
+    return Cluster(
+        name="this machine",
+        backend="gloo",
+        device_types={"device": nothing},
+        devices=devices,
+        cores_per_rank=1 if settings.kind == "cpu" else 0,
+        source="not measured yet",
+    )
+
+
+def optimizer_alone(name: str, parameters: Any, device: torch.device) -> torch.optim.Optimizer:
+    """Return an optimizer as a workload of that name would make it."""
+    module = {"factory": "torch.nn.Identity"}
+    source = {"kind": "image", "shape": (1, 8, 8), "classes": 10}
+    model = {"name": "none", "source": "none", "module": module, "input": source}
+    data = {"model": {**model, "traced_batch_sizes": (1,), "layers": ()}, "global_batch_size": 1, "optimizer": name}
+    return make_optimizer(validated(Workload, data, file="gsreal calibrate"), parameters, device)

@@ -1,0 +1,164 @@
+"""What exchanges and collectives cost, and what they cost the compute beside them."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gsreal.benchmarks.bench import Bench
+from gsreal.exchanges import all_gather_v, all_to_all_v
+from gssim.shares import even, ranges
+
+EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
+
+
+def communication_cost(bench: Bench) -> dict[str, Any]:
+    """Return latency and bandwidth of an exchange, and each collective's fixed and per-byte cost beside it.
+
+    A collective is taken as  t = overhead + rounds * latency + factor * carried / bandwidth,  the bytes carried over
+    one link being those of the algorithm that the backend uses.
+    """
+    n = bench.ranks
+    exchange = [_synchronised_s(bench, _exchange(bench, size)) for size in EXCHANGE_BYTES]
+    latency_s, byte_s = _line(EXCHANGE_BYTES, exchange)
+    posting = [_posting_s(bench, size) for size in EXCHANGE_BYTES]
+    posting_byte_s = min(_line(EXCHANGE_BYTES, posting)[1], 0.95 * byte_s)
+    found: dict[str, Any] = {
+        "latency_s": latency_s,
+        "bandwidth_bytes_per_s": 1 / byte_s,
+        "posting_byte_s": posting_byte_s,
+        "overhead_s": {},
+        # what is left of an exchange once it is posted
+        "bytes_factor": {"all-to-all-v": 1 - posting_byte_s / byte_s},
+    }
+    for kind, (make, rounds, carried) in _collectives(bench).items():
+        times = [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES]
+        fixed_s, slope_s = _line(EXCHANGE_BYTES, times)
+        found["overhead_s"][kind] = max(0.0, fixed_s - rounds * latency_s)
+        found["bytes_factor"][kind] = slope_s / (carried * byte_s)
+    found["ranks"] = n
+    return found
+
+
+def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
+    """Return (fixed, per byte) of the line through the times, every point weighted by its own size of error."""
+    x, y = np.array(sizes, dtype=float), np.array(times)
+    slope, fixed = np.polyfit(x, y, 1, w=1 / y)
+    return max(1e-7, float(fixed)), max(1e-13, float(slope))
+
+
+def _synchronised_s(bench: Bench, call: Callable[[], object], repeats: int = 15) -> float:
+    """Return the median time of a collective call that all ranks begin together, the slowest rank's."""
+    times = []
+    for step in range(repeats + 3):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        bench.finish()
+        slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if step >= 3:
+            times.append(float(slowest))
+    return statistics.median(times)
+
+
+def _posting_s(bench: Bench, size_bytes: int) -> float:
+    """Return the median time that posting an exchange takes, before it is waited for."""
+    post = _exchange(bench, size_bytes, wait=False)
+    times = []
+    for _ in range(15):
+        dist.barrier()
+        began = time.perf_counter()
+        pending = post()
+        times.append(time.perf_counter() - began)
+        pending.wait()  # type: ignore[attr-defined]
+    return statistics.median(times)
+
+
+def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[], object]:
+    """Return a call in which every rank sends `size_bytes` to the next one, and waits or returns what to wait for."""
+    outgoing, incoming = (torch.zeros(size_bytes // 4, device=bench.device) for _ in range(2))
+    sends: list[Tensor | None] = [None] * bench.ranks
+    receives: list[Tensor | None] = [None] * bench.ranks
+    sends[(bench.rank + 1) % bench.ranks] = outgoing
+    receives[(bench.rank - 1) % bench.ranks] = incoming
+    group = dist.group.WORLD
+    assert group is not None
+
+    def call() -> object:
+        pending = all_to_all_v(sends, receives, group=group, declared_bytes=0)
+        if wait:
+            pending.wait()
+        return pending
+
+    return call
+
+
+def _collectives(bench: Bench) -> dict[str, tuple[Callable[[int], Callable[[], object]], int, float]]:
+    """Return, by kind: how to make a call of a size, its rounds, and the share of the size that each link carries."""
+    n, device = bench.ranks, bench.device
+
+    def buffers(size: int) -> tuple[Tensor, Tensor]:
+        whole = torch.zeros(size // 4 // n * n, device=device)
+        return whole, torch.zeros(whole.numel() // n, device=device)
+
+    def all_reduce(size: int) -> Callable[[], object]:
+        whole, _ = buffers(size)
+        return lambda: dist.all_reduce(whole)
+
+    def all_gather(size: int) -> Callable[[], object]:
+        whole, part = buffers(size)
+        return lambda: dist.all_gather_into_tensor(whole, part)
+
+    def reduce_scatter(size: int) -> Callable[[], object]:
+        whole, part = buffers(size)
+        return lambda: dist.reduce_scatter_tensor(part, whole)
+
+    def gather_unevenly(size: int) -> Callable[[], object]:
+        whole, _ = buffers(size)
+        group = dist.group.WORLD
+        assert group is not None
+        return lambda: all_gather_v(whole, ranges(whole.numel(), even(n)), group=group)
+
+    share = (n - 1) / n
+    return {
+        "all-reduce": (all_reduce, 2 * (n - 1), 2 * share),
+        "reduce-scatter": (reduce_scatter, 2 * (n - 1), 2 * share),  # gloo's is an all-reduce
+        "all-gather": (all_gather, n - 1, share),
+        "all-gather-v": (gather_unevenly, n - 1, share),
+    }
+
+
+def communicating_slowdown(bench: Bench) -> float:
+    """Return compute time while all-reduces run on all ranks over compute time without them, taking turns."""
+    a, b = (torch.randn(256, 256, device=bench.device) for _ in range(2))
+    payload = torch.zeros(2**20, device=bench.device)
+
+    def compute_s() -> float:
+        bench.finish()
+        began = time.perf_counter()
+        for _ in range(20):
+            torch.mm(a, b)
+        bench.finish()
+        return time.perf_counter() - began
+
+    quiet, busy = [], []
+    for _ in range(8):
+        dist.barrier()
+        quiet.append(compute_s())
+        dist.barrier()
+        works = [dist.all_reduce(payload, async_op=True) for _ in range(8)]
+        while not works[-1].is_completed():
+            took_s = compute_s()
+            if not works[-1].is_completed():
+                busy.append(took_s)
+        for work in works:
+            work.wait()
+    ratio = torch.tensor([statistics.median(busy) / statistics.median(quiet) if busy else 1.0])
+    dist.all_reduce(ratio, op=dist.ReduceOp.SUM)
+    return max(1.0, float(ratio) / bench.ranks)

@@ -1,0 +1,96 @@
+"""What one device does: arithmetic, memory, optimizers, thresholding."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.benchmarks.bench import Bench, optimizer_alone
+from gsreal.build import DTYPES
+
+OPTIMIZER_ELEMENTS = (2**14, 2**17, 2**20, 2**22, 2**24)
+COMPRESSION_ELEMENTS = 2**20
+
+
+def device_rates(bench: Bench) -> dict[str, float]:
+    """Return matrix and copy rates, and the time to issue one small operation."""
+    side = 1024 if bench.device.type == "cpu" else 8192
+    dtype = DTYPES[bench.settings.precision]
+    a, b = (torch.randn(side, side, device=bench.device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    matmul_s = bench.time_s(lambda: torch.mm(a, b, out=product))
+    count = 2**24 if bench.device.type == "cpu" else 2**28
+    source = torch.ones(count, device=bench.device)
+    target = torch.empty_like(source)
+    copy_s = bench.time_s(lambda: target.copy_(source))
+    small = torch.ones(8, device=bench.device)
+
+    def issue() -> None:
+        for _ in range(1000):
+            small.add_(1.0)
+
+    return {
+        "peak_flop_per_s": 2 * side**3 / matmul_s,
+        "memory_bandwidth_bytes_per_s": 2 * 4 * count / copy_s,
+        "operation_overhead_s": bench.time_s(issue, repeats=7) / 1000,
+        "memory_bytes": float(_memory_bytes(bench.device)),
+    }
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    return int(text.split("MemTotal:")[1].split()[0]) * 1024
+
+
+OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
+
+
+def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
+    """Return the time of a tensor more, and of one tensor by its elements."""
+
+    def step_s(tensors: int, elements: int) -> float:
+        parameters = [nn.Parameter(torch.zeros(elements, device=bench.device)) for _ in range(tensors)]
+        optimizer = optimizer_alone(name, parameters, bench.device)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        return bench.time_s(optimizer.step, repeats=9)
+
+    tensor_s = (step_s(65, 64) - step_s(1, 64)) / 64
+    largest = [elements for elements in OPTIMIZER_ELEMENTS if elements <= (2**24 if bench.ranks < 8 else 2**22)]
+    values = [max(1e-9, step_s(1, elements) - tensor_s) for elements in largest]
+    return {"tensor_s": max(0.0, tensor_s), "elements_s": {"sizes": largest, "values": values}}
+
+
+def compression_cost(bench: Bench) -> dict[str, float]:
+    """Return the costs of finding, packing and adding gradients over a threshold, per element and per call."""
+    elements = COMPRESSION_ELEMENTS
+    gradient = torch.rand(elements, device=bench.device)
+    owned = torch.zeros(elements, device=bench.device)
+
+    def find(density: float, part: Tensor) -> Tensor:
+        return (part.abs() >= 1 - density).nonzero().view(-1)
+
+    def pack(index: Tensor) -> Tensor:
+        message = torch.empty(index.numel() * 8, dtype=torch.uint8, device=bench.device)
+        torch.index_select(gradient, 0, index, out=message[: index.numel() * 4].view(torch.float32))
+        message[index.numel() * 4 :].view(torch.int32).copy_(index)
+        return message
+
+    few, many = find(0.01, gradient), find(0.2, gradient)
+    call_s = bench.time_s(lambda: find(0.5, gradient[:64]), repeats=51)
+    find_few_s, find_many_s = (bench.time_s(lambda d=d: find(d, gradient)) for d in (0.01, 0.2))  # type: ignore[misc]
+    sent = many.numel() - few.numel()
+    listed_s = max(0.0, (find_many_s - find_few_s) / sent)
+    packed_s = max(0.0, (bench.time_s(lambda: pack(many)) - bench.time_s(lambda: pack(few))) / sent)
+    values = torch.ones(many.numel(), device=bench.device)
+    index = many.to(torch.int32)
+    added_s = bench.time_s(lambda: owned.index_add_(0, index, values, alpha=0.5)) / many.numel()
+    return {
+        "call_s": call_s,
+        "threshold_element_s": max(0.0, (find_few_s - few.numel() * listed_s - call_s) / elements),
+        "pack_element_s": listed_s + packed_s,
+        "scatter_element_s": added_s,
+    }

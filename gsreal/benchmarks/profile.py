@@ -1,0 +1,203 @@
+"""What the layers of a model cost, one after another, alone and beside busy neighbours."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gsreal.benchmarks.bench import Bench, Settings, optimizer_alone
+from gsreal.build import DTYPES, build_module, example_batch, logits_of, loss_of
+from gsreal.layers import layer_boundaries
+from gsreal.measure import MemoryCounter
+from gssim.workload import Model, unrolled
+
+PROFILE_STEPS = 24
+ROUNDS = 3
+"""Alone and together take turns this often."""
+
+
+def profile_model(
+    bench: Bench, model: Model, counter: MemoryCounter
+) -> tuple[dict[str, Any], tuple[float, float], float]:
+    """Return (profile, (step jitter, task jitter), slow-down beside busy neighbours) of a model's layers.
+
+    Steps alone and together take turns, so that a slow minute of the machine falls on both. The profile is of a
+    device alone.
+    """
+    lengths = (bench.settings.sequence_length,) if model.input.kind == "tokens" else (1,)
+    module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+    module.train()
+    optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
+    names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
+    times: dict[int, list[dict[tuple[int, str], float]]] = {}
+    together: dict[int, list[float]] = defaultdict(list)
+    peaks = {}
+    for batch_size in bench.settings.batch_sizes:
+        batch = _batch(bench, model, batch_size, lengths[0])
+        found: list[dict[tuple[int, str], float]] = []
+        some_steps = partial(_timed, bench, module, optimizer, names, batch, PROFILE_STEPS // ROUNDS)
+        for _ in range(ROUNDS):
+            found += bench.alone(some_steps) or []
+            if bench.ranks > 1:
+                together[batch_size] += [sum(step.values()) for step in bench.together(some_steps)]
+        times[batch_size] = found
+        peaks[batch_size] = bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
+    if bench.rank:
+        return {}, (0.0, 0.0), 1.0
+    profile = _profile(model, bench.settings, times, peaks)
+    ratio = _ratio(times, together)
+    return profile, _jitter(times), ratio
+
+
+def _batch(bench: Bench, model: Model, batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
+    if inputs.is_floating_point():
+        inputs = torch.rand_like(inputs).to(DTYPES[bench.settings.precision])
+    else:
+        inputs = torch.randint_like(inputs, 200)
+        targets = torch.randint_like(targets, 200)
+    return inputs.to(bench.device), targets.to(bench.device)
+
+
+def _timed(
+    bench: Bench,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    batch: tuple[Tensor, Tensor],
+    steps: int,
+) -> list[dict[tuple[int, str], float]]:
+    """Return seconds by (layer, phase) of each of `steps` steps, after a warm-up; an optimizer step lies between."""
+    found = []
+    for step in range(steps + 2):
+        marks: list[tuple[tuple[int, str], Any]] = []
+
+        def enter(layer: int, phase: str) -> None:
+            marks.append(((layer, phase), _now(bench.device)))  # noqa: B023
+
+        with layer_boundaries(module, names, enter=enter) as out:
+            began = _now(bench.device)
+            loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
+            enter(len(names), "b")
+            loss.backward()
+            ended = _now(bench.device)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        marks[0] = (marks[0][0], began)
+        bench.finish()
+        seconds: dict[tuple[int, str], float] = defaultdict(float)
+        for (place, start), (_, end) in pairwise([*marks, (None, ended)]):
+            seconds[place] += _elapsed_s(start, end)  # type: ignore[index]
+        if step >= 2:
+            found.append(seconds)
+    return found
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_s(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+def _layer_peaks(
+    bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor], counter: MemoryCounter
+) -> dict[tuple[int, str], float]:
+    """Return the most bytes alive in each layer's phase, above what was alive when it began."""
+    if counter.method == "dispatch":
+        return {}
+    found: dict[tuple[int, str], float] = {}
+    current: list[Any] = [None, 0]
+
+    def enter(layer: int | None, phase: str) -> None:
+        if current[0] is not None:
+            found[current[0]] = max(found.get(current[0], 0.0), counter.peak() - current[1])
+        current[:] = [(layer, phase), counter.alive()]
+        counter.reset()
+
+    module.zero_grad(set_to_none=True)
+    with layer_boundaries(module, names, enter=enter) as out:
+        loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
+        enter(len(names), "b")
+        loss.backward()
+        enter(None, "")
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def _profile(
+    model: Model,
+    settings: Settings,
+    times: dict[int, list[dict[tuple[int, str], float]]],
+    peaks: dict[int, dict[tuple[int, str], float]],
+) -> dict[str, Any]:
+    """Return the profile: median times and largest peaks by layer entry of the model file."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for instance in unrolled(model):
+        members[instance.layer.name].append(instance.index)
+    sizes = sorted(times)
+    layers: dict[str, Any] = {}
+    for name, indices in members.items():
+        entry = {}
+        for phase, key in (("f", "forward"), ("b", "backward")):
+            values = [
+                statistics.median(statistics.fmean(step.get((i, phase), 0.0) for i in indices) for step in times[b])
+                for b in sizes
+            ]
+            entry[f"{key}_s"] = {"sizes": sizes, "values": values}
+            if all(peaks[b] for b in sizes):
+                held = [max(peaks[b].get((i, phase), 0.0) for i in indices) for b in sizes]
+                entry[f"{key}_peak_bytes"] = {"sizes": sizes, "values": held}
+        layers[name] = entry
+    profile: dict[str, Any] = {"model": model.name, "precision": settings.precision, "layers": layers}
+    if model.input.kind == "tokens":
+        profile["sequence_length"] = settings.sequence_length
+    return profile
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return a robust coefficient of variation: half the distance of the 16th and 84th percentile, over the median."""
+    low, middle, high = np.percentile(values, [16, 50, 84])
+    return float((high - low) / 2 / middle) if middle > 0 else 0.0
+
+
+def _jitter(times: dict[int, list[dict[tuple[int, str], float]]]) -> tuple[float, float]:
+    """Return (step, task) jitter: the part of a step's variation that all its layers share, and each layer's own.
+
+    var(step) = shared^2 T^2 + own^2 sum(t_i^2), with own from the layers' variation less the shared part.
+    """
+    shared, own = [], []
+    for steps in times.values():
+        totals = [sum(step.values()) for step in steps]
+        middle = {place: statistics.median(step[place] for step in steps) for place in steps[0]}
+        total = sum(middle.values())
+        weights = {place: value / total for place, value in middle.items() if value > 0.02 * total}
+        task = statistics.median(_spread([step[place] for step in steps]) for place in weights)
+        step_variance = _spread(totals) ** 2
+        square = sum(weight**2 for weight in weights.values())
+        own_variance = max(0.0, (task**2 - step_variance) / (1 - square))
+        own.append(own_variance**0.5)
+        shared.append(max(0.0, step_variance - own_variance * square) ** 0.5)
+    return statistics.median(shared), statistics.median(own)
+
+
+def _ratio(times: dict[int, list[dict[tuple[int, str], float]]], together: dict[int, list[float]]) -> float:
+    """Return the median over batch sizes of a step's time beside busy neighbours over its time alone."""
+    if not together:
+        return 1.0
+    return statistics.median(
+        statistics.median(together[b]) / statistics.median(sum(step.values()) for step in steps)
+        for b, steps in times.items()
+    )

@@ -1,0 +1,153 @@
+"""What FSDP2 and Gradient Sharding add to a module's own time."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gsreal.benchmarks.bench import Bench, optimizer_alone
+from gsreal.gradient_sharding import shard_gradients
+
+
+class _Stack(nn.Module):
+    """Units of `tensors` tiny vectors: their compute is nothing beside the host time of what wraps them."""
+
+    def __init__(self, units: int, tensors: int, elements: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(_Unit(tensors, elements) for _ in range(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+class _Unit(nn.Module):
+    def __init__(self, tensors: int, elements: int) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.zeros(elements)) for _ in range(tensors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for value in self.values:
+            x = x + value[:1]
+        return x
+
+
+def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], float]:
+    """Return FSDP2's own time per unit, per tensor and per byte, and what a DTensor adds to an optimizer step.
+
+    Differences between stacks of tiny units, wrapped and plain, with the time inside collectives left out.
+    """
+    units = 6
+    few, many = (_wrapped_minus_plain(bench, units, tensors, 64) for tensors in (2, 12))
+    large = _wrapped_minus_plain(bench, units, 2, 2**17)
+    tensor = [(m - f) / 10 for m, f in zip(many, few, strict=True)]
+    copied_byte_s = (large[0] + large[1] - few[0] - few[1]) / (2 * 2 * 2**17 * 4)
+    unit = {
+        "forward_unit_s": max(0.0, few[0] - 2 * tensor[0]),
+        "forward_tensor_s": max(0.0, tensor[0]),
+        "backward_unit_s": max(0.0, few[1] - 2 * tensor[1]),
+        "backward_tensor_s": max(0.0, tensor[1]),
+        "copied_byte_s": max(0.0, copied_byte_s),
+    }
+    return unit, max(0.0, tensor[2])
+
+
+def _wrapped_minus_plain(bench: Bench, units: int, tensors: int, elements: int) -> tuple[float, float, float]:
+    """Return what wrapping adds to (forward, backward, optimizer) of one unit."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    spent = [0.0]
+
+    @contextmanager
+    def left_out() -> Any:
+        began = time.perf_counter()
+        yield
+        spent[0] += time.perf_counter() - began
+
+    class AllGather(DefaultAllGather):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with left_out():
+                return super().__call__(*args, **kwargs)
+
+    class ReduceScatter(DefaultReduceScatter):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with left_out():
+                return super().__call__(*args, **kwargs)
+
+    plain, wrapped = (_Stack(units, tensors, elements).to(bench.device) for _ in range(2))
+    mesh = init_device_mesh(bench.device.type, (bench.ranks,))
+    for unit in wrapped.units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        unit.set_custom_all_gather(AllGather())  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
+    fully_shard(wrapped, mesh=mesh, reshard_after_forward=False)
+    found = []
+    for module in (plain, wrapped):
+        optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
+        parts: list[list[float]] = [[], [], []]
+        for step in range(15):
+            dist.barrier()
+            times = _step_parts(bench, module, optimizer, spent)
+            for part, seconds in zip(parts, times, strict=True):
+                if step >= 5:
+                    part.append(seconds)
+        found.append([statistics.median(part) for part in parts])
+    forward, backward, update = ((w - p) / units for p, w in zip(*found, strict=True))
+    return forward, backward, update
+
+
+def _step_parts(
+    bench: Bench, module: nn.Module, optimizer: torch.optim.Optimizer, spent: list[float]
+) -> tuple[float, float, float]:
+    """Return the seconds of forward, backward and optimizer of one step, without what was spent in collectives."""
+
+    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+        bench.finish()
+        spent[0] = 0.0
+        began = time.perf_counter()
+        result = call()
+        bench.finish()
+        return time.perf_counter() - began - spent[0], result
+
+    x = torch.ones(1, device=bench.device, requires_grad=True)
+    forward_s, y = timed(lambda: module(x))
+    backward_s, _ = timed(lambda: y.sum().backward())
+    update_s, _ = timed(optimizer.step)
+    optimizer.zero_grad(set_to_none=True)
+    return forward_s, backward_s, update_s
+
+
+def gradient_hook_cost(bench: Bench) -> float:
+    """Return the time that collecting one gradient adds to the backward under Gradient Sharding, copying left out."""
+    tensors = 48
+    group = dist.new_group([0])  # every rank must call it; only rank 0 uses it
+
+    def backward_s(sharded: bool) -> float:
+        module = _Stack(1, tensors, 64).to(bench.device)
+        optimizer = None
+        if sharded:
+            optimizer = shard_gradients(module, lambda shard: torch.optim.SGD(shard, lr=0.1), group=group)
+        times = []
+        for step in range(25):
+            total = module(torch.ones(1, device=bench.device)).sum()
+            bench.finish()
+            began = time.perf_counter()
+            total.backward()
+            bench.finish()
+            if step >= 5:
+                times.append(time.perf_counter() - began)
+            if optimizer is not None:
+                optimizer.step()
+            module.zero_grad(set_to_none=True)
+        return statistics.median(times)
+
+    found = bench.alone(lambda: max(0.0, (backward_s(True) - backward_s(False)) / tensors))
+    return float(found or 0.0)

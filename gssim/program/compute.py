@@ -1,0 +1,121 @@
+"""Forward and backward of every layer, with their memory: the first pass, which all others add to."""
+
+from collections.abc import Sequence
+
+from gssim import costs
+from gssim.memory import (
+    Event,
+    activation_timeline,
+    footprint,
+    gradient_events,
+    scratch_bytes,
+    with_scratch,
+)
+from gssim.program.lowering import Lowering
+from gssim.program.task import Task
+from gssim.units import PRECISION_BYTES
+from gssim.workload import LayerInstance
+
+
+def cuts(low: Lowering, gradients: str) -> dict[int, list[int]]:
+    """Return positions at which a layer's backward is cut in parts: where a bucket becomes complete inside it."""
+    found: dict[int, list[int]] = {}
+    if gradients in ("all-reduce", "push"):
+        for bucket in low.buckets:
+            layer, position = bucket.complete
+            found.setdefault(layer, []).append(position)
+    return found
+
+
+def backward_label(layer: LayerInstance, part: int) -> str:
+    """Return the label of a part of a layer's backward; a layer that is not cut has part 0 alone."""
+    return f"backward {layer.module}" + (f" part {part}" if part else "")
+
+
+def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[Task]:
+    """Return the forward of every layer and the backward in reverse, with their memory."""
+    policies = low.scenario.policies
+    freed_when_ready = policies.gradients in ("all-reduce", "push")
+    workload = low.scenario.workload
+    samples = low.batch_sizes[rank]
+    timeline = activation_timeline(
+        low.layers,
+        batch_size=samples,
+        sequence_length=workload.sequence_length or 1,
+        scale=low.value_bytes / PRECISION_BYTES[workload.model.traced_precision],
+    )
+    always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=False)
+    gradients = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=freed_when_ready)
+    hook_s = low.device(rank).gradient_hook_s if freed_when_ready else 0.0
+    tasks = []
+    for instance in low.layers:
+        events = timeline.at(instance.index, "f")
+        tasks.append(
+            Task(
+                f"forward {instance.module}",
+                "forward",
+                duration_s=_layer_s(low, rank, instance, "f"),
+                need=with_scratch(footprint(events), _scratch(low, rank, instance, "f", events)),
+            )
+        )
+    for instance in reversed(low.layers):
+        place = (instance.index, "b")
+        events = [*timeline.at(*place), *gradients.get(place, ())]
+        scratch = _scratch(low, rank, instance, "b", [*timeline.at(*place), *always_kept.get(place, ())])
+        duration_s = _layer_s(low, rank, instance, "b") + hook_s * len(instance.layer.parameters)
+        tasks.extend(_parts(instance, events, scratch, duration_s, cut_at.get(instance.index, [])))
+    end = footprint(timeline.end)
+    tasks.append(Task("backward end", "backward", need=end))
+    return tasks
+
+
+def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str) -> float:
+    samples = low.batch_sizes[rank]
+    return costs.layer_time_s(low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples)
+
+
+def _scratch(low: Lowering, rank: int, instance: LayerInstance, phase: str, events: Sequence[Event]) -> float:
+    workload, samples = low.scenario.workload, low.batch_sizes[rank]
+    return scratch_bytes(low.device(rank), workload, instance, phase=phase, batch_size=samples, traced=events)
+
+
+def _parts(
+    instance: LayerInstance, events: Sequence[Event], scratch: float, duration_s: float, cuts: Sequence[int]
+) -> list[Task]:
+    """Return a layer's backward cut after the given positions; time is shared out by operations."""
+    last = max((event.position for event in events), default=0)
+    ends = sorted({min(cut, last) for cut in cuts} | {last})
+    parts = []
+    before = -1
+    for part, end in enumerate(ends):
+        inside = [event for event in events if before < event.position <= end]
+        parts.append(
+            Task(
+                backward_label(instance, part),
+                "backward",
+                duration_s=duration_s * (end - before) / (last + 1),
+                need=with_scratch(footprint(inside), scratch),
+            )
+        )
+        before = end
+    return parts
+
+
+def part_at(low: Lowering, tasks: Sequence[Task], place: tuple[int, int]) -> int:
+    """Return the index of the task in which the backward reaches `place` (layer, position)."""
+    layer, position = place
+    instance = low.layers[layer]
+    cuts = sorted({bucket.complete[1] for bucket in low.buckets if bucket.complete[0] == layer})
+    part = sum(1 for cut in cuts if cut < position)
+    labels = [task.label for task in tasks]
+    while backward_label(instance, part) not in labels:
+        part -= 1
+    return labels.index(backward_label(instance, part))
+
+
+def insert_after(tasks: list[Task], index: int, new: Sequence[Task]) -> None:
+    """Insert tasks after a part of the backward, and after what was inserted there before."""
+    end = index + 1
+    while end < len(tasks) and not tasks[end].label.startswith("backward "):
+        end += 1
+    tasks[end:end] = list(new)

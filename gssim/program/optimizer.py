@@ -1,0 +1,87 @@
+"""The update of what a rank owns, its publication, and what the rank holds all the time."""
+
+from gssim import costs, shares
+from gssim.collectives import Communication
+from gssim.memory import (
+    Event,
+    footprint,
+    input_bytes,
+    optimizer_state_bytes,
+    optimizer_temporary_bytes,
+)
+from gssim.program.lowering import Lowering
+from gssim.program.sharded import units
+from gssim.program.task import Task
+
+
+def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+    """Update what the rank owns; then, where replicas are kept and states sharded, publish it."""
+    workload, device = low.scenario.workload, low.device(rank)
+    owned = _owned_tensors(low, rank)
+    elements = sum(owned)
+    sharded = low.scenario.policies.parameters == "gathered"
+    temporary = optimizer_temporary_bytes(
+        workload.optimizer, tensor_elements=owned, value_bytes=low.value_bytes, kind=device.kind
+    )
+    events = [Event(0, temporary, "temporaries"), Event(1, -temporary, "temporaries")]
+    events.append(Event(2, -_gradient_bytes_at_end(low, rank), "gradients"))
+    duration_s = costs.optimizer_time_s(
+        device, workload.optimizer, elements=elements, tensors=len(owned), sharded_tensors=sharded
+    )
+    update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
+    publishes = low.scenario.policies.gradients == "push"
+    return [*tasks, update, *(_publish(low) if publishes else [])]
+
+
+def _publish(low: Lowering) -> list[Task]:
+    """GS: updated parameters go round a ring into everybody's flat replica, bucket by bucket."""
+    tasks = []
+    for bucket in low.buckets:
+        name = f"publish bucket {bucket.index}"
+        parts = tuple(n * low.value_bytes for n in shares.split(bucket.elements, low.shard_shares))
+        low.communications[name] = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
+        tasks.append(Task(name, "exposed_communication", communication=name))
+    return tasks
+
+
+def _owned_tensors(low: Lowering, rank: int) -> list[int]:
+    """Return the elements of every tensor that the rank's optimizer updates."""
+    gradients = low.scenario.policies.gradients
+    if gradients == "push":
+        return [shares.split(bucket.elements, low.shard_shares)[rank] for bucket in low.buckets]
+    if gradients == "reduce-scatter":
+        return [elements for unit in units(low) for elements in unit.own_elements(rank)]
+    return [parameter.elements for instance in low.layers for parameter in instance.layer.parameters]
+
+
+def _gradient_bytes_at_end(low: Lowering, rank: int) -> float:
+    """Return the bytes of gradients that live until the optimizer is done (DDP's are views of its buckets)."""
+    gradients = low.scenario.policies.gradients
+    if gradients == "all-reduce":
+        return 0.0
+    if gradients == "reduce-scatter":
+        return sum(unit.padded_bytes / unit.ranks for unit in units(low))
+    return float(sum(_owned_tensors(low, rank)) * low.value_bytes)
+
+
+def persistent(low: Lowering, rank: int) -> dict[str, float]:
+    """Return what the rank holds all the time, by category."""
+    workload, policies = low.scenario.workload, low.scenario.policies
+    owned = _owned_tensors(low, rank)
+    total = sum(parameter.elements for instance in low.layers for parameter in instance.layer.parameters)
+    parameters = float(total * low.value_bytes)
+    if policies.parameters != "replicated":
+        parameters = sum(unit.padded_bytes / unit.ranks for unit in units(low))
+    held = {
+        "parameters": parameters,
+        "buffers": float(sum(workload.model.buffer_bytes)),
+        "optimizer": optimizer_state_bytes(
+            workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.value_bytes
+        ),
+        "input": input_bytes(
+            workload.model, batch_size=low.batch_sizes[rank], sequence_length=workload.sequence_length
+        ),
+    }
+    if policies.gradients == "all-reduce":
+        held["buckets"] = total * low.value_bytes
+    return held
