@@ -1,6 +1,7 @@
 """From a model file back to the real module, its inputs and its loss."""
 
 import importlib
+import textwrap
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ def build_module(module: Module, *, where: str) -> nn.Module:
     factory = import_dotted(module.factory, where=f"{where}: module.factory")
     try:
         built = factory(**module.arguments)
-    except TypeError as error:
-        raise UserError(f"{where}: module.arguments = {module.arguments!r}: {error}") from None
+    except Exception as error:
+        raise UserError(f"{where}: module.arguments = {module.arguments!r}: {first_line(error)}") from error
     if not isinstance(built, nn.Module):
         raise UserError(f"{where}: module.factory = '{module.factory}': returns {type(built).__name__}, no nn.Module")
     return built
@@ -33,8 +34,14 @@ def import_dotted(path: str, *, where: str) -> Any:
     module_name, _, name = path.replace(":", ".").rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{where} = '{path}': cannot be imported: {error}") from None
+    except Exception as error:  # importing runs the user's code
+        raise UserError(f"{where} = '{path}': cannot be imported: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, in one line of bounded length."""
+    message = str(error).strip() or type(error).__name__
+    return textwrap.shorten(message.splitlines()[0], width=300, placeholder=" ...")
 
 
 def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
@@ -45,8 +52,8 @@ def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
     try:
         config = transformers.AutoConfig.for_model(source.model_type, **source.config)
         return getattr(transformers, source.auto_class).from_config(config)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{where}: module.hugging_face: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        raise UserError(f"{where}: module.hugging_face: {first_line(error)}") from error
 
 
 def example_batch(model: Model, *, batch_size: int, sequence_length: int | None) -> tuple[Tensor, Tensor]:

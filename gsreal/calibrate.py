@@ -66,6 +66,7 @@ def _device_type(measured: dict[str, Any], settings: Settings, source: str) -> d
         "peak_flop_per_s": {settings.precision: device["peak_flop_per_s"]},
         "memory_bandwidth_bytes_per_s": device["memory_bandwidth_bytes_per_s"],
         "operation_overhead_s": device["operation_overhead_s"],
+        "workspace_bytes": device["workspace_bytes"],
         "source": source,
         "optimizers": optimizers,
         "compression": measured["compression"],

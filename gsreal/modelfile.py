@@ -13,7 +13,7 @@ from gsreal.trace import trace, trace_at
 from gssim.result import write_text
 from gssim.scenario import load_model
 from gssim.units import UserError, validated
-from gssim.workload import Model
+from gssim.workload import Model, TokenInput
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,16 @@ def traced_model(request: Request) -> Model:
     where = f"gsreal trace {request.model}"
     model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
     if request.sequence_length is not None:
+        _check_length(model, request.sequence_length, where)
         return trace_at(model, request.sequence_length, where=where)
     return trace(model, where=where)
+
+
+def _check_length(model: Model, length: int, where: str) -> None:
+    longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
+    if not 1 <= length <= longest:
+        allowed = f"at least 1 and at most {longest}" if longest else "left out: the input is images"
+        raise UserError(f"{where}: --sequence-length {length}: must be {allowed}")
 
 
 def _untraced(request: Request, where: str) -> Model:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby, product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gsreal.build import build_module, example_batch, logits_of, loss_of
+from gsreal.build import build_module, example_batch, first_line, logits_of, loss_of
 from gsreal.layers import LOSS, layer_boundaries, layer_modules
 from gssim.units import UserError
 from gssim.workload import Buffer, Layer, Model, Moment, Parameter, Polynomial, TokenInput
@@ -179,9 +180,15 @@ def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
     """Return the bytes of the module's buffers, a number for each data type in order of first appearance."""
     sizes: dict[torch.dtype, int] = defaultdict(int)
     with FakeTensorMode():
-        for tensor in build_module(model.module, where=where).buffers():
+        for tensor in _fake_module(model, where).buffers():
             sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
     return tuple(sizes.values())
+
+
+def _fake_module(model: Model, where: str) -> nn.Module:
+    """Return the module; one initialisation of torch's asks for values, which fake tensors do not have."""
+    with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
+        return build_module(model.module, where=where)
 
 
 def _sequence_lengths(model: Model) -> tuple[int | None, ...]:
@@ -198,19 +205,19 @@ def _checked_length(model: Model, lengths: Sequence[int | None]) -> int | None:
 def record_step(model: Model, batch_size: int, sequence_length: int | None, *, where: str) -> _Record:
     """Return what one training step at this shape does, layer by layer."""
     with FakeTensorMode(allow_non_fake_inputs=False):
-        module = build_module(model.module, where=where)
+        module = _fake_module(model, where)
         module.train()
         chosen = layer_modules(module)
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
-        modules = _executed(module, list(chosen), inputs, where)
+        modules = _executed(module, list(chosen), inputs, targets, where)
         record = _Record(modules, blocks={name for name in modules if chosen[name]})
         _record_saved(record, module, inputs, targets)
         module.zero_grad(set_to_none=True)
-        _record_operations(record, module, inputs, targets)
+        _record_operations(record, module, inputs, targets, where)
     return record
 
 
-def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, where: str) -> list[str]:
+def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, where: str) -> list[str]:
     """Return the chosen modules at which a layer begins, in the order in which they run.
 
     Modules that take nothing that carries a gradient (embeddings side by side) belong to the first of them.
@@ -228,10 +235,13 @@ def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, where: str) 
 
     handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
     try:
-        module(inputs)
+        loss = loss_of(module(inputs), targets)
     except Exception as error:
-        message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{where}: the module's forward fails on the stated input: {message}") from error
+        raise UserError(
+            f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
+        ) from error
+    if not loss.requires_grad:
+        raise UserError(f"{where}: the module has no parameters to train")
     for handle in handles:
         handle.remove()
     twice = {name for name in order if order.count(name) > 1}
@@ -286,7 +296,7 @@ def _book_outputs(record: _Record, module: nn.Module) -> list[Any]:
     return [inner[name].register_forward_hook(after(i)) for i, name in enumerate(record.modules)]
 
 
-def _record_operations(record: _Record, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+def _record_operations(record: _Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str) -> None:
     """Book every operation and every storage of one forward and backward."""
     known = _known_storages(module, inputs, targets)
     recorder = _Recorder(record, known)
@@ -305,16 +315,16 @@ def _record_operations(record: _Record, module: nn.Module, inputs: Tensor, targe
         loss.backward()
     for handle in handles:
         handle.remove()
-    _book_gradients(record, recorder, module, ready)
+    _book_gradients(record, recorder, module, ready, where)
 
 
 def _book_gradients(
-    record: _Record, recorder: _Recorder, module: nn.Module, ready: dict[str, tuple[int, str, int]]
+    record: _Record, recorder: _Recorder, module: nn.Module, ready: dict[str, tuple[int, str, int]], where: str
 ) -> None:
     gradients = set()
     for name, parameter in module.named_parameters():
         if parameter.grad is None:
-            continue
+            raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
         alive = recorder.live[parameter.grad.untyped_storage()._cdata]
         gradients.add(id(alive))
         layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
@@ -407,7 +417,8 @@ def _polynomial(values: dict[_Shape, int], checked: _Shape, what: str) -> Polyno
     solution = _solve(rows, [Fraction(values[shape]) for shape in shapes])
     if any(c.denominator != 1 for c in solution):
         raise _NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
-    fitted = Polynomial(tuple((int(c), i, j) for c, (i, j) in zip(solution, powers, strict=True) if c))
+    terms = tuple((int(c), i, j) for c, (i, j) in zip(solution, powers, strict=True) if c)
+    fitted = Polynomial(terms or ((0, 0, 0),))  # what "0" is parsed to
     if fitted.at(b=checked[0], s=checked[1] or 1) != values[checked]:
         raise _NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted

@@ -127,6 +127,8 @@ class DeviceType:
     memory_bandwidth_bytes_per_s: BytesPerSecond
     operation_overhead_s: Seconds = 0.0
     """Host time to issue one operation; a step is never faster than its operations are issued."""
+    workspace_bytes: Bytes = 0.0
+    """Memory that libraries take from the allocator and keep (cuBLAS workspaces): part of what is allocated."""
     context_bytes: Bytes = 0.0
     """Memory outside the allocator: context, libraries, communicators."""
     communicating_slowdown_ratio: Slowdown = 1.0

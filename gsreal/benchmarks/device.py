@@ -24,6 +24,8 @@ def device_rates(bench: Bench) -> dict[str, float]:
     source = torch.ones(count, device=bench.device)
     target = torch.empty_like(source)
     copy_s = bench.time_s(lambda: target.copy_(source))
+    del a, b, product, source, target
+    workspace_bytes = torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
     small = torch.ones(8, device=bench.device)
 
     def issue() -> None:
@@ -34,6 +36,7 @@ def device_rates(bench: Bench) -> dict[str, float]:
         "peak_flop_per_s": 2 * side**3 / matmul_s,
         "memory_bandwidth_bytes_per_s": 2 * 4 * count / copy_s,
         "operation_overhead_s": bench.time_s(issue, repeats=7) / 1000,
+        "workspace_bytes": float(workspace_bytes),
         "memory_bytes": float(_memory_bytes(bench.device)),
     }
 

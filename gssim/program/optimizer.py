@@ -74,6 +74,7 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
         parameters = sum(unit.padded_bytes / unit.ranks for unit in units(low))
     held = {
         "parameters": parameters,
+        "workspace": low.device(rank).workspace_bytes,
         "buffers": float(sum(workload.model.buffer_bytes)),
         "optimizer": optimizer_state_bytes(
             workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.value_bytes
