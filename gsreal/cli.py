@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import sys
 import tempfile
@@ -13,6 +14,9 @@ import typer
 from gssim.units import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+INTERRUPTED = 130
+"""Exit code that typer makes of the user's interrupt."""
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 
@@ -102,20 +106,27 @@ def calibrate_command(
     from gsreal.calibrate import cluster_data, measure, write_cluster
     from gsreal.machine import usable_cores
     from gssim.scenario import load_model
+    from gssim.workload import TokenInput
 
     if precision not in ("fp32", "fp64"):
         raise UserError(f"--precision {precision}: allowed: fp32, fp64")
-    sizes = sorted({int(size) for size in _numbers(batch_sizes, "--batch-sizes")})
-    if sizes[0] < 1 or sequence_length < 1:
-        raise UserError("--batch-sizes and --sequence-length must be at least 1")
+    sizes = sorted(_numbers(batch_sizes, "--batch-sizes"))
+    if sizes[0] < 1 or any(size % 1 for size in sizes) or sequence_length < 1:
+        raise UserError("--batch-sizes and --sequence-length must be whole numbers of at least 1")
     for path in models or []:
-        load_model(path)
+        source = load_model(path).input
+        if isinstance(source, TokenInput) and sequence_length > source.maximum_sequence_length:
+            raise UserError(
+                f"--sequence-length {sequence_length}: {path} takes at most {source.maximum_sequence_length}"
+            )
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
-    count = ranks or available
+    count = available if ranks is None else ranks
+    if count < 1:
+        raise UserError(f"--ranks {count}: must be at least 1")
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
-    settings = Settings(tuple(map(str, models or [])), tuple(sizes), sequence_length, precision, kind)
+    settings = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, kind)
     write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
 
 
@@ -124,7 +135,7 @@ def _numbers(text: str, option: str) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = [-1.0]
-    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+    if not all(0 <= number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
         raise UserError(f"{option} {text}: must be distinct numbers of at least 0, separated by commas")
     return numbers
 
@@ -181,6 +192,7 @@ def main() -> None:
             raise
         print(f"gsreal: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("gsreal: interrupted; all ranks are stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            print("gsreal: interrupted; all ranks are stopped", file=sys.stderr)
+        raise

@@ -34,7 +34,12 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int) -> None:
         log = Path(reports, "torchrun.log")
         with log.open("w") as stream:
             process = subprocess.Popen(
-                command, env=environment, stderr=subprocess.PIPE, preexec_fn=die_with_parent, start_new_session=True
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,  # a user's module may print; our stdout is for the Result alone
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+                start_new_session=True,
             )
             try:
                 _pass_on(process, stream)
@@ -43,8 +48,8 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int) -> None:
                 _end(process)
                 raise
             finally:
-                assert process.stderr is not None
-                process.stderr.close()
+                assert process.stdout is not None
+                process.stdout.close()
         if code:
             raise RunFailedError(_reason(Path(reports), log.read_text(encoding="utf-8"), code))
 
@@ -57,8 +62,8 @@ def _free_port() -> int:
 
 def _pass_on(process: "subprocess.Popen[bytes]", log: object) -> None:
     """Show our own lines of progress; keep all else for the reason of a failure."""
-    assert process.stderr is not None
-    for raw in process.stderr:
+    assert process.stdout is not None
+    for raw in process.stdout:
         line = raw.decode(errors="replace")
         if line.startswith("gsreal:"):
             sys.stderr.write(line)

@@ -77,6 +77,8 @@ def _train(scenario: Scenario, threshold: float, sampled: Sequence[int]) -> "dic
         total: dict[str, Tensor] = {}
         sketches: dict[tuple[int, str], list[tuple[float, np.ndarray | None]]] = defaultdict(list)
         for rank, feed in enumerate(feeds):
+            if not scenario.batch_sizes[rank]:
+                continue  # no samples, no gradient
             weight = _backward(module, feed, step, rank)
             for name, parameter in module.named_parameters():
                 gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

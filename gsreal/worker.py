@@ -175,7 +175,7 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         inputs, targets, weights = feed.at(step)
         loss = training.step(inputs, targets, weights, rank)
         if step >= run.warmup_steps:
-            losses.append(loss * weights[rank])
+            losses.append(loss * weights[rank] if weights[rank] else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
     return [float(loss) for loss in losses]
@@ -264,6 +264,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         for rank, report in enumerate(reports)
     )
     phases_s = {name: fmean(report.phases_s[name] for report in reports) for name in reports[0].phases_s}
+    scale = step_time_s / sum(phases_s.values())  # ranks have their median steps at different times
     return Result(
         source="measured",
         scenario_id=scenario.scenario_id,
@@ -272,7 +273,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         step_time_s=step_time_s,
         step_time_p10_s=sorted(times)[len(times) // 10],
         step_times_s=tuple(times),
-        phases_s=phases_s,
+        phases_s={name: value * scale for name, value in phases_s.items()},
         fits=True,
         throughput_samples_per_s=total / step_time_s,
         density=Density(

@@ -1,5 +1,6 @@
 """What one device does: arithmetic, memory, optimizers, thresholding."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +15,56 @@ COMPRESSION_ELEMENTS = 2**20
 
 
 def device_rates(bench: Bench) -> dict[str, float]:
-    """Return matrix and copy rates, and the time to issue one small operation."""
+    """Return matrix and copy rates, the time to issue one small operation, and the device's memory."""
+    return {
+        "peak_flop_per_s": _matrix_rate(bench),
+        "memory_bandwidth_bytes_per_s": _copy_rate(bench),
+        "operation_overhead_s": _issue_s(bench),
+        "workspace_bytes": float(_workspace_bytes(bench.device)),
+        "memory_bytes": float(_memory_bytes(bench.device)),
+    }
+
+
+def _matrix_rate(bench: Bench) -> float:
+    """Return the FLOP/s of a large square matrix product."""
     side = 1024 if bench.device.type == "cpu" else 8192
     dtype = DTYPES[bench.settings.precision]
     a, b = (torch.randn(side, side, device=bench.device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)
-    matmul_s = bench.time_s(lambda: torch.mm(a, b, out=product))
+    return 2 * side**3 / bench.time_s(partial(torch.mm, a, b, out=product))
+
+
+def _copy_rate(bench: Bench) -> float:
+    """Return the bytes per second, read and written, of copying an array that no cache holds."""
     count = 2**24 if bench.device.type == "cpu" else 2**28
     source = torch.ones(count, device=bench.device)
     target = torch.empty_like(source)
-    copy_s = bench.time_s(lambda: target.copy_(source))
-    del a, b, product, source, target
-    workspace_bytes = torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
+    return 2 * 4 * count / bench.time_s(partial(target.copy_, source))
+
+
+def _issue_s(bench: Bench) -> float:
+    """Return the time to issue one operation that has next to nothing to do."""
     small = torch.ones(8, device=bench.device)
 
     def issue() -> None:
         for _ in range(1000):
             small.add_(1.0)
 
-    return {
-        "peak_flop_per_s": 2 * side**3 / matmul_s,
-        "memory_bandwidth_bytes_per_s": 2 * 4 * count / copy_s,
-        "operation_overhead_s": bench.time_s(issue, repeats=7) / 1000,
-        "workspace_bytes": float(workspace_bytes),
-        "memory_bytes": float(_memory_bytes(bench.device)),
-    }
+    return bench.time_s(issue, repeats=7) / 1000
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """Return what libraries keep of the allocator's memory once a forward and a backward have run.
+
+    cuBLAS keeps a workspace for each thread that calls it: the program's own, and the one that runs the backward.
+    """
+    if device.type != "cuda":
+        return 0
+    layer = nn.Linear(1024, 1024, device=device)
+    layer(torch.ones(64, 1024, device=device)).sum().backward()
+    del layer
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_allocated())
 
 
 def _memory_bytes(device: torch.device) -> int:

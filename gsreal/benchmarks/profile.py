@@ -4,8 +4,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,17 +36,17 @@ def profile_model(
     module.train()
     optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
-    times: dict[int, list[dict[tuple[int, str], float]]] = {}
-    together: dict[int, list[float]] = defaultdict(list)
+    times: dict[int, list[_Step]] = {}
+    together: dict[int, list[_Step]] = defaultdict(list)
     peaks = {}
     for batch_size in bench.settings.batch_sizes:
         batch = _batch(bench, model, batch_size, lengths[0])
-        found: list[dict[tuple[int, str], float]] = []
+        found: list[_Step] = []
         some_steps = partial(_timed, bench, module, optimizer, names, batch, PROFILE_STEPS // ROUNDS)
         for _ in range(ROUNDS):
             found += bench.alone(some_steps) or []
             if bench.ranks > 1:
-                together[batch_size] += [sum(step.values()) for step in bench.together(some_steps)]
+                together[batch_size] += bench.together(some_steps)
         times[batch_size] = found
         peaks[batch_size] = bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
     if bench.rank:
@@ -54,6 +54,19 @@ def profile_model(
     profile = _profile(model, bench.settings, times, peaks)
     ratio = _ratio(times, together)
     return profile, _jitter(times), ratio
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One profiled step: seconds by (layer, phase), and of a step beside it in which nothing was observed."""
+
+    seconds: dict[tuple[int, str], float]
+    unobserved_s: float
+
+    @property
+    def observed_s(self) -> float:
+        """Seconds of the observed step: more than the unobserved one's by what the observation costs."""
+        return sum(self.seconds.values())
 
 
 def _batch(bench: Bench, model: Model, batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
@@ -73,30 +86,50 @@ def _timed(
     names: list[str],
     batch: tuple[Tensor, Tensor],
     steps: int,
-) -> list[dict[tuple[int, str], float]]:
-    """Return seconds by (layer, phase) of each of `steps` steps, after a warm-up; an optimizer step lies between."""
+) -> list[_Step]:
+    """Return `steps` profiled steps, after a warm-up of two; an optimizer step lies between."""
     found = []
     for step in range(steps + 2):
-        marks: list[tuple[tuple[int, str], Any]] = []
-
-        def enter(layer: int, phase: str) -> None:
-            marks.append(((layer, phase), _now(bench.device)))  # noqa: B023
-
-        with layer_boundaries(module, names, enter=enter) as out:
-            began = _now(bench.device)
-            loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
-            enter(len(names), "b")
-            loss.backward()
-            ended = _now(bench.device)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        marks[0] = (marks[0][0], began)
-        bench.finish()
-        seconds: dict[tuple[int, str], float] = defaultdict(float)
-        for (place, start), (_, end) in pairwise([*marks, (None, ended)]):
-            seconds[place] += _elapsed_s(start, end)  # type: ignore[index]
+        seconds = _observed(bench, module, names, batch)
+        _update(bench, optimizer)
+        began = _now(bench.device)
+        loss_of(logits_of(module(batch[0])), batch[1]).backward()
+        ended = _now(bench.device)
+        _update(bench, optimizer)
         if step >= 2:
-            found.append(seconds)
+            found.append(_Step({place: _total_s(marks) for place, marks in seconds.items()}, _elapsed_s(began, ended)))
+    return found
+
+
+def _update(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    bench.finish()
+
+
+def _total_s(marks: list[tuple[Any, Any]]) -> float:
+    return sum(_elapsed_s(start, end) for start, end in marks)
+
+
+def _observed(
+    bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor]
+) -> dict[tuple[int, str], list[tuple[Any, Any]]]:
+    """Return (start, end) marks of every (layer, phase) of one forward and backward."""
+    entered: list[tuple[tuple[int, str], Any]] = []
+
+    def enter(layer: int, phase: str) -> None:
+        entered.append(((layer, phase), _now(bench.device)))
+
+    with layer_boundaries(module, names, enter=enter) as out:
+        began = _now(bench.device)
+        loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
+        enter(len(names), "b")
+        loss.backward()
+        ended = _now(bench.device)
+    entered[0] = (entered[0][0], began)
+    found: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)
+    for (place, start), end in zip(entered, [*(mark for _, mark in entered[1:]), ended], strict=True):
+        found[place].append((start, end))
     return found
 
 
@@ -140,7 +173,7 @@ def _layer_peaks(
 def _profile(
     model: Model,
     settings: Settings,
-    times: dict[int, list[dict[tuple[int, str], float]]],
+    times: dict[int, list[_Step]],
     peaks: dict[int, dict[tuple[int, str], float]],
 ) -> dict[str, Any]:
     """Return the profile: median times and largest peaks by layer entry of the model file."""
@@ -148,12 +181,16 @@ def _profile(
     for instance in unrolled(model):
         members[instance.layer.name].append(instance.index)
     sizes = sorted(times)
+    scales = {b: _unobserved_ratio(times[b]) for b in sizes}
     layers: dict[str, Any] = {}
     for name, indices in members.items():
         entry = {}
         for phase, key in (("f", "forward"), ("b", "backward")):
             values = [
-                statistics.median(statistics.fmean(step.get((i, phase), 0.0) for i in indices) for step in times[b])
+                scales[b]
+                * statistics.median(
+                    statistics.fmean(step.seconds.get((i, phase), 0.0) for i in indices) for step in times[b]
+                )
                 for b in sizes
             ]
             entry[f"{key}_s"] = {"sizes": sizes, "values": values}
@@ -167,24 +204,29 @@ def _profile(
     return profile
 
 
+def _unobserved_ratio(steps: list[_Step]) -> float:
+    """Return a step's time without hooks at every layer over its time with them, measured in turns."""
+    return statistics.median(step.unobserved_s for step in steps) / statistics.median(step.observed_s for step in steps)
+
+
 def _spread(values: Sequence[float]) -> float:
     """Return a robust coefficient of variation: half the distance of the 16th and 84th percentile, over the median."""
     low, middle, high = np.percentile(values, [16, 50, 84])
     return float((high - low) / 2 / middle) if middle > 0 else 0.0
 
 
-def _jitter(times: dict[int, list[dict[tuple[int, str], float]]]) -> tuple[float, float]:
+def _jitter(times: dict[int, list[_Step]]) -> tuple[float, float]:
     """Return (step, task) jitter: the part of a step's variation that all its layers share, and each layer's own.
 
     var(step) = shared^2 T^2 + own^2 sum(t_i^2), with own from the layers' variation less the shared part.
     """
     shared, own = [], []
     for steps in times.values():
-        totals = [sum(step.values()) for step in steps]
-        middle = {place: statistics.median(step[place] for step in steps) for place in steps[0]}
+        totals = [step.unobserved_s for step in steps]
+        middle = {place: statistics.median(step.seconds[place] for step in steps) for place in steps[0].seconds}
         total = sum(middle.values())
         weights = {place: value / total for place, value in middle.items() if value > 0.02 * total}
-        task = statistics.median(_spread([step[place] for step in steps]) for place in weights)
+        task = statistics.median(_spread([step.seconds[place] for step in steps]) for place in weights)
         step_variance = _spread(totals) ** 2
         square = sum(weight**2 for weight in weights.values())
         own_variance = max(0.0, (task**2 - step_variance) / (1 - square))
@@ -193,11 +235,12 @@ def _jitter(times: dict[int, list[dict[tuple[int, str], float]]]) -> tuple[float
     return statistics.median(shared), statistics.median(own)
 
 
-def _ratio(times: dict[int, list[dict[tuple[int, str], float]]], together: dict[int, list[float]]) -> float:
+def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]]) -> float:
     """Return the median over batch sizes of a step's time beside busy neighbours over its time alone."""
     if not together:
         return 1.0
     return statistics.median(
-        statistics.median(together[b]) / statistics.median(sum(step.values()) for step in steps)
+        statistics.median(step.unobserved_s for step in together[b])
+        / statistics.median(step.unobserved_s for step in steps)
         for b, steps in times.items()
     )

@@ -1,0 +1,161 @@
+"""What README.md tells people to type works: quick commands are run, slow ones are parsed and their files loaded.
+
+A block fenced as `sh` is run line by line in a copy of `scenarios/`; `sh slow` is parsed alone.
+"""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+
+from gssim.scenario import load_scenario
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+if not README.exists():
+    pytest.skip("there is no README.md", allow_module_level=True)
+
+TEXT = README.read_text(encoding="utf-8")
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {"gssim": ["gssim"], "gsreal": ["gsreal"], "analysis": ["python", "-m", "analysis"]}
+NEEDED = {"gssim": (), "gsreal": ("torch", "tomli_w", "sklearn"), "analysis": ("polars", "matplotlib")}
+SLOW_VERBS = {("gsreal", "calibrate"), ("gsreal", "gradients"), ("gsreal", "run"), ("gsreal", "lab")}
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command of the README."""
+
+    program: str
+    arguments: tuple[str, ...]
+    slow: bool
+
+    def __str__(self):
+        return f"{self.program} {' '.join(self.arguments)}"
+
+
+def line_of(text, *, slow):
+    """Return the command in one line of a block, or None where it is not one of ours."""
+    words = shlex.split(text.removeprefix("$ "), comments=True)
+    for program, start in PROGRAMS.items():
+        if words[: len(start)] == start:
+            arguments = tuple(words[len(start) :])
+            return Line(program, arguments, slow or (program, arguments[0] if arguments else "") in SLOW_VERBS)
+    return None
+
+
+def lines():
+    found = []
+    for tags, body in FENCE.findall(TEXT):
+        words = re.split(r"[\s,{}.]+", tags.strip())
+        if words[0] in ("sh", "bash", "shell", "console"):
+            commands = (line_of(text, slow="slow" in words) for text in body.replace("\\\n", " ").splitlines())
+            found += [command for command in commands if command is not None]
+    return found
+
+
+LINES = lines()
+QUICK = [line for line in LINES if not line.slow]
+
+
+def need(line):
+    for module in NEEDED[line.program]:
+        pytest.importorskip(module, reason=f"{module} is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a copy of the scenarios, where all lines run one after another."""
+    made = tmp_path_factory.mktemp("readme")
+    shutil.copytree(ROOT / "scenarios", made / "scenarios")
+    return made
+
+
+def expanded(arguments, folder):
+    """Return the arguments with patterns replaced by the files that they match, as a shell does."""
+    found = []
+    for argument in arguments:
+        matches = sorted(str(path.relative_to(folder)) for path in folder.glob(argument)) if "*" in argument else []
+        found += matches or [argument]
+    return found
+
+
+@pytest.mark.parametrize("line", QUICK, ids=str)
+def test_a_quick_command_runs(line, folder):
+    need(line)
+    module = "analysis" if line.program == "analysis" else f"{line.program}.cli"
+    start = ["-m", module] if line.program == "analysis" else ["-c", f"from {module} import main; main()"]
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        [sys.executable, *start, *expanded(line.arguments, folder)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    for option in ("--out", "--trace"):
+        if option in line.arguments:
+            assert (folder / line.arguments[line.arguments.index(option) + 1]).exists()
+
+
+@pytest.mark.parametrize("line", LINES, ids=str)
+def test_verb_options_and_arguments_of_a_command_exist(line, monkeypatch):
+    need(line)
+    module = importlib.import_module("analysis.__main__" if line.program == "analysis" else f"{line.program}.cli")
+    commands = getattr(typer.main.get_command(module.app), "commands", {})
+    verb, *arguments = line.arguments
+    assert verb in commands
+    monkeypatch.chdir(ROOT)
+    context = commands[verb].make_context(verb, expanded(arguments, ROOT))  # raises where an option is unknown
+    assert context.params
+
+
+def is_made(value):
+    """Return whether an override names a file that another command writes."""
+    return value.startswith("out/")
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if "--set" in line.arguments], ids=str)
+def test_overrides_of_a_command_are_keys_that_scenarios_have(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (path,) = [argument for argument in line.arguments if argument.startswith("scenarios/")]
+    changes = [line.arguments[i + 1] for i, argument in enumerate(line.arguments) if argument == "--set"]
+    kept = [change for change in changes if not is_made(change.partition("=")[2])]
+    assert load_scenario(Path(path), kept, gradients_needed=False).scenario.ranks >= 1
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z-]*)", TEXT, re.MULTILINE))))
+def test_what_is_made_is_a_target(target):
+    assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`((?:gssim|gsreal|analysis|scenarios|tests)/[\w./-]+)`", TEXT)))
+)
+def test_files_that_are_named_exist(path):
+    assert (ROOT / path).exists()
+
+
+def test_python_in_the_text_is_python():
+    for tags, body in FENCE.findall(TEXT):
+        if tags.startswith("python"):
+            ast.parse(body)
+
+
+def test_there_is_something_to_run():
+    assert {line.program for line in LINES} >= {"gssim", "gsreal"}
+    assert any(line.program == "gssim" for line in QUICK)
