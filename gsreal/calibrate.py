@@ -48,6 +48,7 @@ def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]
         data["backend_cost"] = {
             "overhead_s": communication["overhead_s"],
             "bytes_factor": communication["bytes_factor"],
+            "posting_s": communication["posting_s"],
             "posting_byte_s": communication["posting_byte_s"],
             "source": source,
         }

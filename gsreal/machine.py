@@ -63,7 +63,11 @@ def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
 
 
 def settle(cluster: Cluster, local_rank: int) -> torch.device:
-    """Pin this rank and return its device; the rank dies with its launcher."""
+    """Pin this rank's main thread and return its device; the rank dies with its launcher.
+
+    To be called after the process group is made: gloo's own threads then stay free to run on any core. Pinned beside a
+    busy main thread, they wait for the scheduler, and each message takes milliseconds.
+    """
     die_with_parent()
     torch.set_num_threads(1)
     cores, each = usable_cores(), cluster.cores_per_rank

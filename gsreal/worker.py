@@ -73,8 +73,8 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None) -> None:
     """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`."""
     scenario = loaded.scenario
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    device = settle(scenario.cluster, local_rank)
     dist.init_process_group(scenario.cluster.backend)
+    device = settle(scenario.cluster, local_rank)
     try:
         report = measure(scenario, rank, device)
         reports: list[Any] = [None] * dist.get_world_size()

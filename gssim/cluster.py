@@ -178,6 +178,8 @@ class BackendCost:
     """Per call, by collective kind, on top of link latencies; `default` for all others."""
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
+    posting_s: Seconds = 0.0
+    """Host time to hand over point-to-point messages, whatever their size."""
     posting_byte_s: Seconds = 0.0
     """Host time per byte to hand over a point-to-point message, before the rest goes on in the background."""
     bytes_factor: dict[str, PositiveFloat] = field(default_factory=dict)

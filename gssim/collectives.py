@@ -122,7 +122,8 @@ def overhead_s(cluster: Cluster, kind: str) -> float:
 
 def posting_s(cluster: Cluster, size_bytes: float) -> float:
     """Return the host time to hand messages of `size_bytes` to the backend before they go on in the background."""
-    return cluster.backend_cost.posting_byte_s * size_bytes if cluster.backend_cost else 0.0
+    cost = cluster.backend_cost
+    return cost.posting_s + cost.posting_byte_s * size_bytes if cost and size_bytes else 0.0
 
 
 def bytes_factor(cluster: Cluster, kind: str) -> float:

@@ -217,7 +217,8 @@ class Machine:
             self.waiting[rank, stream] = (task, None)
             yield self.env.all_of(pending)
             del self.waiting[rank, stream]
-            self._span(rank, stream, f"wait {task.label}", "exposed_communication", began_s)
+            if stream == "compute":
+                self._span(rank, stream, f"wait {task.label}", "exposed_communication", began_s)
         began_s = self.env.now
         self.memory[rank].begin(stream, task.need)
         if task.communication is not None:

@@ -102,6 +102,9 @@ def _run(scenario: Scenario, program: Program) -> _Steady:
 def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program]) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = [_phases(typical, rank) for rank in machine.ranks]
+    phases_s = {name: fmean(phase[name] for phase in phases) for name in phases[0]}
+    whole = sum(phases_s.values())  # ranks have their median steps at different times
+    phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
     contexts = [scenario.cluster.type_of(rank).context_bytes for rank in machine.ranks]
     peaks = [memory.peak_bytes + context for memory, context in zip(machine.memory, contexts, strict=True)]
     fit = _misfit(scenario, machine, peaks)
@@ -113,7 +116,7 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
         scenario=scenario.resolved(),
         step_time_s=typical.time_s,
         step_time_p10_s=sorted(lightest.times_s)[len(lightest.times_s) // 10],
-        phases_s={name: fmean(phase[name] for phase in phases) for name in phases[0]},
+        phases_s=phases_s,
         fits=fit is None,
         does_not_fit=fit,
         throughput_samples_per_s=scenario.workload.global_batch_size / typical.time_s,

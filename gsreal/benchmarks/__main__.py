@@ -28,7 +28,6 @@ def main(arguments: Sequence[str]) -> None:
     for key in ("models", "batch_sizes"):
         asked[key] = tuple(asked[key])
     settings = Settings(**asked)
-    dist.init_process_group("gloo")
     try:
         measured = run(settings)
         if dist.get_rank() == 0:
@@ -37,7 +36,8 @@ def main(arguments: Sequence[str]) -> None:
         note_failure(error)
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def run(settings: Settings) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Bench:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        dist.init_process_group("gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device = settle(_bare_cluster(settings, self.ranks), self.rank)
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from gsreal.benchmarks.bench import Bench
 from gsreal.exchanges import all_gather_v, all_to_all_v
 from gssim.shares import even, ranges
 
+REPEATS = 15
 EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
 
 
@@ -23,30 +25,34 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
     A collective is taken as  t = overhead + rounds * latency + factor * carried / bandwidth,  the bytes carried over
     one link being those of the algorithm that the backend uses.
     """
-    n = bench.ranks
-    exchange = [_synchronised_s(bench, _exchange(bench, size)) for size in EXCHANGE_BYTES]
-    latency_s, byte_s = _line(EXCHANGE_BYTES, exchange)
+    lines = {"all-to-all-v": (*_line_of(bench, partial(_exchange, bench)), 1, 1.0)}
+    for kind, (make, rounds, carried) in _collectives(bench).items():
+        try:
+            lines[kind] = (*_line_of(bench, make), rounds, carried)
+        except RuntimeError as error:  # the same on every rank, before anything is sent
+            bench.say(f"without {kind}: {str(error).splitlines()[0]}")
+    byte_s = lines["all-to-all-v"][1]
+    latency_s = min(fixed_s / rounds for fixed_s, _, rounds, _ in lines.values())
     posting = [_posting_s(bench, size) for size in EXCHANGE_BYTES]
-    posting_byte_s = min(_line(EXCHANGE_BYTES, posting)[1], 0.95 * byte_s)
+    posting_fixed_s, posting_byte_s = _line(EXCHANGE_BYTES, posting)
+    posting_byte_s = min(posting_byte_s, 0.95 * byte_s)
     found: dict[str, Any] = {
         "latency_s": latency_s,
         "bandwidth_bytes_per_s": 1 / byte_s,
+        "posting_s": posting_fixed_s,
         "posting_byte_s": posting_byte_s,
-        "overhead_s": {},
-        # what is left of an exchange once it is posted
-        "bytes_factor": {"all-to-all-v": 1 - posting_byte_s / byte_s},
+        "overhead_s": {kind: max(0.0, fixed_s - rounds * latency_s) for kind, (fixed_s, _, rounds, _) in lines.items()},
+        "bytes_factor": {kind: slope_s / (carried * byte_s) for kind, (_, slope_s, _, carried) in lines.items()},
     }
-    for kind, (make, rounds, carried) in _collectives(bench).items():
-        try:
-            times = [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES]
-        except RuntimeError as error:  # the same on every rank, before anything is sent
-            bench.say(f"without {kind}: {str(error).splitlines()[0]}")
-            continue
-        fixed_s, slope_s = _line(EXCHANGE_BYTES, times)
-        found["overhead_s"][kind] = max(0.0, fixed_s - rounds * latency_s)
-        found["bytes_factor"][kind] = slope_s / (carried * byte_s)
-    found["ranks"] = n
+    # what is left of an exchange once it is posted
+    found["bytes_factor"]["all-to-all-v"] = 1 - posting_byte_s / byte_s
+    found["overhead_s"]["all-to-all-v"] = max(0.0, lines["all-to-all-v"][0] - latency_s - posting_fixed_s)
     return found
+
+
+def _line_of(bench: Bench, make: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
+    """Return (fixed, per byte) of a call by its size."""
+    return _line(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
 
 
 def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
@@ -56,27 +62,43 @@ def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
     return max(1e-7, float(fixed)), max(1e-13, float(slope))
 
 
-def _synchronised_s(bench: Bench, call: Callable[[], object], repeats: int = 15) -> float:
-    """Return the median time of a collective call that all ranks begin together, the slowest rank's."""
+def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
+    """Return the median time of a collective from its last rank's arrival to its last rank's end.
+
+    Every rank computes before it comes, as it does in training: caches are cold for the message then, and the
+    scheduler lets a thread that has long computed wait for the backend's threads. Times are of one host's clock.
+    """
     times = []
-    for step in range(repeats + 3):
+    for step in range(REPEATS + 2):
         dist.barrier()
-        began = time.perf_counter()
+        _compute(bench)
+        began = time.monotonic()
         call()
         bench.finish()
-        slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if step >= 3:
-            times.append(float(slowest))
+        moments = torch.tensor([began, time.monotonic()], dtype=torch.float64)
+        dist.all_reduce(moments, op=dist.ReduceOp.MAX)
+        if step >= 2:
+            times.append(float(moments[1] - moments[0]))
     return statistics.median(times)
+
+
+def _compute(bench: Bench) -> None:
+    """Keep this rank busy for some milliseconds, over more memory than its caches hold."""
+    a = torch.ones(512, 512, device=bench.device)
+    touched = torch.ones(2**21, device=bench.device)
+    for _ in range(4):
+        torch.mm(a, a)
+        touched.add_(1.0)
+    bench.finish()
 
 
 def _posting_s(bench: Bench, size_bytes: int) -> float:
     """Return the median time that posting an exchange takes, before it is waited for."""
     post = _exchange(bench, size_bytes, wait=False)
     times = []
-    for _ in range(15):
+    for _ in range(REPEATS):
         dist.barrier()
+        _compute(bench)
         began = time.perf_counter()
         pending = post()
         times.append(time.perf_counter() - began)

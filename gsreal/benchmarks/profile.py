@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +18,9 @@ from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
 from gssim.workload import Model, unrolled
 
-PROFILE_STEPS = 24
-ROUNDS = 3
-"""Alone and together take turns this often."""
+ROUNDS = 6
+STEPS_PER_ROUND = 6
+"""Batch sizes, alone and together, take turns round by round: a slow minute of the machine falls on all of them."""
 
 
 def profile_model(
@@ -28,27 +28,27 @@ def profile_model(
 ) -> tuple[dict[str, Any], tuple[float, float], float]:
     """Return (profile, (step jitter, task jitter), slow-down beside busy neighbours) of a model's layers.
 
-    Steps alone and together take turns, so that a slow minute of the machine falls on both. The profile is of a
-    device alone.
+    The profile is of a device alone.
     """
     lengths = (bench.settings.sequence_length,) if model.input.kind == "tokens" else (1,)
     module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
     module.train()
     optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
-    times: dict[int, list[_Step]] = {}
+    times: dict[int, list[_Step]] = defaultdict(list)
     together: dict[int, list[_Step]] = defaultdict(list)
-    peaks = {}
-    for batch_size in bench.settings.batch_sizes:
-        batch = _batch(bench, model, batch_size, lengths[0])
-        found: list[_Step] = []
-        some_steps = partial(_timed, bench, module, optimizer, names, batch, PROFILE_STEPS // ROUNDS)
-        for _ in range(ROUNDS):
-            found += bench.alone(some_steps) or []
-            if bench.ranks > 1:
+    batches = {b: _batch(bench, model, b, lengths[0]) for b in bench.settings.batch_sizes}
+    middle = sorted(batches)[len(batches) // 2]
+    for _ in range(ROUNDS):
+        for batch_size, batch in batches.items():
+            some_steps = partial(_timed, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
+            times[batch_size] += bench.alone(some_steps) or []
+            if bench.ranks > 1 and batch_size == middle:
                 together[batch_size] += bench.together(some_steps)
-        times[batch_size] = found
-        peaks[batch_size] = bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
+    peaks = {
+        b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
+        for b, batch in batches.items()
+    }
     if bench.rank:
         return {}, (0.0, 0.0), 1.0
     profile = _profile(model, bench.settings, times, peaks)
@@ -87,16 +87,16 @@ def _timed(
     batch: tuple[Tensor, Tensor],
     steps: int,
 ) -> list[_Step]:
-    """Return `steps` profiled steps, after a warm-up of two; an optimizer step lies between."""
+    """Return `steps` profiled steps, after one to warm up; an optimizer step lies between."""
     found = []
-    for step in range(steps + 2):
+    for step in range(steps + 1):
         seconds = _observed(bench, module, names, batch)
         _update(bench, optimizer)
         began = _now(bench.device)
         loss_of(logits_of(module(batch[0])), batch[1]).backward()
         ended = _now(bench.device)
         _update(bench, optimizer)
-        if step >= 2:
+        if step >= 1:
             found.append(_Step({place: _total_s(marks) for place, marks in seconds.items()}, _elapsed_s(began, ended)))
     return found
 
@@ -210,9 +210,13 @@ def _unobserved_ratio(steps: list[_Step]) -> float:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return a robust coefficient of variation: half the distance of the 16th and 84th percentile, over the median."""
-    low, middle, high = np.percentile(values, [16, 50, 84])
-    return float((high - low) / 2 / middle) if middle > 0 else 0.0
+    """Return a robust coefficient of variation from one step to the next: slow drifts of the machine are left out.
+
+    For independent normal values the median distance of neighbours is 0.6745 * sqrt(2) standard deviations.
+    """
+    distances = [abs(right - left) for left, right in pairwise(values)]
+    middle = statistics.median(values)
+    return statistics.median(distances) / (0.6745 * 2**0.5) / middle if middle > 0 else 0.0
 
 
 def _jitter(times: dict[int, list[_Step]]) -> tuple[float, float]:
@@ -243,4 +247,5 @@ def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]]) -> f
         statistics.median(step.unobserved_s for step in together[b])
         / statistics.median(step.unobserved_s for step in steps)
         for b, steps in times.items()
+        if together.get(b)
     )

@@ -59,7 +59,7 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     sent_bytes, received_bytes = sum(matrix[rank]), sum(row[rank] for row in matrix)
     tasks = [_prepare(low, rank, bucket, list(zip(matrix[rank], entries[rank], strict=True)))]
     if thresholded:
-        tasks.append(_count_exchange(low, bucket))
+        tasks += _count_exchange(low, bucket)
     posting_s = collectives.posting_s(low.scenario.cluster, sent_bytes)
     incoming = footprint([Event(0, received_bytes, "communication")])
     tasks.append(Task(f"post {name}", "exposed_communication", duration_s=posting_s, need=incoming))
@@ -121,14 +121,17 @@ def _is_dense(low: Lowering, elements: float, sent: float) -> bool:
     )
 
 
-def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
+def _count_exchange(low: Lowering, bucket: Bucket) -> list[Task]:
+    """Return the tasks that tell every owner how many entries come: posted, then waited for."""
     name = f"counts bucket {bucket.index}"
     members = len(low.group)
     row = (float(COUNT_BYTES),) * members
     matrix = tuple(tuple(0.0 if i == j else size for j, size in enumerate(row)) for i in range(members))
     size = members * (members - 1) * COUNT_BYTES
     low.communications[name] = Communication("all-to-all-v", low.group, size, pair_bytes=matrix)
-    return Task(name, "exposed_communication", communication=name)
+    posting_s = collectives.posting_s(low.scenario.cluster, (members - 1) * COUNT_BYTES)
+    post = Task(f"post {name}", "exposed_communication", duration_s=posting_s)
+    return [post, Task(name, "exposed_communication", communication=name)]
 
 
 Matrix = tuple[tuple[float, ...], ...]
