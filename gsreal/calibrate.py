@@ -12,7 +12,7 @@ from gsreal.benchmarks.bench import Settings
 from gsreal.launch import launch
 from gssim.cluster import Cluster
 from gssim.result import write_text
-from gssim.units import validated
+from gssim.units import UserError, validated
 
 
 def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
@@ -84,6 +84,38 @@ def _device_type(measured: dict[str, Any], settings: Settings, source: str) -> d
         if key in measured:
             found[key] = measured[key]
     return found
+
+
+def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return a cluster file's content with layers that were measured again averaged into its profiles.
+
+    A shared machine drifts by minutes: several measurements at different times say better what a run will find.
+    Raises UserError where the file is of another device, or has no profile of such a model and shape.
+    """
+    device = data["device_types"].get(measured["name"])
+    if device is None:
+        raise UserError(f"{where}: describes {', '.join(data['device_types'])}, but this is {measured['name']}")
+    for new in measured["profiles"]:
+        same = [old for old in device["profiles"] if all(old.get(key) == new.get(key) for key in PROFILE_KEYS)]
+        if not same:
+            raise UserError(f"{where}: has no profile of {new['model']} at this precision and sequence length")
+        _average(same[0], new, where)
+    return data
+
+
+PROFILE_KEYS = ("model", "precision", "sequence_length")
+
+
+def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
+    count = old.get("measurements", 1)
+    for name, layer in new["layers"].items():
+        for key in ("forward_s", "backward_s"):
+            curve = old["layers"][name][key]
+            if curve["sizes"] != layer[key]["sizes"]:
+                raise UserError(f"{where}: was measured at batch sizes {curve['sizes']}; give the same again")
+            pairs = zip(curve["values"], layer[key]["values"], strict=True)
+            curve["values"] = [(before * count + now) / (count + 1) for before, now in pairs]
+    old["measurements"] = count + 1
 
 
 def write_cluster(path: Path, data: dict[str, Any]) -> None:

@@ -98,14 +98,17 @@ def calibrate_command(
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Samples at which layers are profiled.")] = "2,8,16",
     sequence_length: Annotated[int, typer.Option("--sequence-length", help="For models of tokens.")] = 128,
     precision: Annotated[str, typer.Option("--precision", help="fp32 or fp64.")] = "fp32",
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure layers again and average them into the profiles of --out.")
+    ] = False,
 ) -> None:
     """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
     import torch
 
     from gsreal.benchmarks.bench import Settings
-    from gsreal.calibrate import cluster_data, measure, write_cluster
+    from gsreal.calibrate import averaged, cluster_data, measure, write_cluster
     from gsreal.machine import usable_cores
-    from gssim.scenario import load_model
+    from gssim.scenario import load_model, read_toml
     from gssim.workload import TokenInput
 
     if precision not in ("fp32", "fp64"):
@@ -126,8 +129,11 @@ def calibrate_command(
         raise UserError(f"--ranks {count}: must be at least 1")
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
-    settings = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, kind)
-    write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
+    before = read_toml(out)[1] if again else None
+    settings = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, kind, again)
+    measured = measure(settings, ranks=count)
+    data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
+    write_cluster(out, data)
 
 
 def _numbers(text: str, option: str) -> list[float]:

@@ -74,6 +74,8 @@ class Profile:
     model: str
     precision: Precision
     sequence_length: PositiveInt | None = None
+    measurements: PositiveInt = 1
+    """How many calibrations, at different times, the curves are means of."""
     layers: dict[str, LayerProfile]
     """By layer name of the model file."""
 

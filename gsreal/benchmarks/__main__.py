@@ -44,37 +44,63 @@ def run(settings: Settings) -> dict[str, Any]:
     """Return all measurements of this machine, as plain data."""
     counter = MemoryCounter(torch.device(settings.kind))
     bench = Bench(settings)
+    found: dict[str, Any] = {
+        "name": device_name(bench.device),
+        "ranks": bench.ranks,
+        "memory_counter": counter.method,
+        "provenance": provenance(bench.device),
+    }
+    if not settings.layers_only:
+        found |= _device_costs(bench)
+    found |= _layer_costs(bench, counter)
+    if bench.ranks > 1 and not settings.layers_only:
+        found |= _communication_costs(bench)
+    return found
+
+
+def _device_costs(bench: Bench) -> dict[str, Any]:
     bench.say("arithmetic and memory")
-    found: dict[str, Any] = {"device": bench.alone(lambda: device_rates(bench))}
+    device = bench.alone(lambda: device_rates(bench))
     bench.say("optimizers")
-    found["optimizers"] = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in OPTIMIZERS})
+    optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in OPTIMIZERS})
     bench.say("thresholding")
-    found["compression"] = bench.alone(lambda: compression_cost(bench))
-    found["profiles"], jitters, ratios = [], [], []
-    for path in settings.models:
+    compression = bench.alone(lambda: compression_cost(bench))
+    return {"device": device, "optimizers": optimizers, "compression": compression}
+
+
+def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
+    profiles, jitters, ratios = [], [], []
+    for path in bench.settings.models:
         model = load_model(Path(path))
         bench.say(f"layers of {model.name}")
         profile, jitter, ratio = profile_model(bench, model, counter)
-        found["profiles"].append(profile)
+        profiles.append(profile)
         jitters.append(jitter)
         ratios.append(ratio)
-    if jitters:
-        found["step_jitter_ratio"] = statistics.median(jitter[0] for jitter in jitters)
-        found["task_jitter_ratio"] = statistics.median(jitter[1] for jitter in jitters)
-        found["neighbour_slowdown_ratio"] = max(1.0, statistics.median(ratios))
-    if bench.ranks > 1:
-        bench.say("exchanges and collectives")
-        found["communication"] = communication_cost(bench)
-        bench.say("compute beside communication")
-        found["communicating_slowdown_ratio"] = communicating_slowdown(bench)
-        bench.say("sharding wrappers")
-        found["sharded_unit"], found["sharded_tensor_s"] = sharded_unit_cost(bench)
-        found["gradient_hook_s"] = gradient_hook_cost(bench)
-    found["name"] = device_name(bench.device)
-    found["ranks"] = bench.ranks
-    found["memory_counter"] = counter.method
-    found["provenance"] = provenance(bench.device)
-    return found
+    if not profiles:
+        return {"profiles": []}
+    return {
+        "profiles": profiles,
+        "step_jitter_ratio": statistics.median(jitter[0] for jitter in jitters),
+        "task_jitter_ratio": statistics.median(jitter[1] for jitter in jitters),
+        "neighbour_slowdown_ratio": max(1.0, statistics.median(ratios)),
+    }
+
+
+def _communication_costs(bench: Bench) -> dict[str, Any]:
+    bench.say("exchanges and collectives")
+    communication = communication_cost(bench)
+    bench.say("compute beside communication")
+    slowdown = communicating_slowdown(bench)
+    bench.say("sharding wrappers")
+    sharded_unit, sharded_tensor_s = sharded_unit_cost(bench)
+    return {
+        "communication": communication,
+        "communicating_slowdown_ratio": slowdown,
+        "sharded_unit": sharded_unit,
+        "sharded_tensor_s": sharded_tensor_s,
+        "gradient_hook_s": gradient_hook_cost(bench),
+    }
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class Settings:
     sequence_length: int
     precision: str
     kind: str
+    layers_only: bool = False
 
 
 class Bench:

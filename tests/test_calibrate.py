@@ -1,0 +1,77 @@
+"""Averaging of repeated layer measurements, and what the calibration's own arithmetic says of known data."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+from gsreal.benchmarks.communication import _line
+from gsreal.benchmarks.profile import _jitter, _spread, _Step, _unobserved_ratio
+from gsreal.calibrate import averaged
+from gssim.units import UserError
+
+
+def curve(*values: float) -> dict:
+    return {"sizes": [4, 8], "values": list(values)}
+
+
+def cluster(*values: float) -> dict:
+    profile = {
+        "model": "m",
+        "precision": "fp32",
+        "layers": {"a": {"forward_s": curve(*values), "backward_s": curve(*values)}},
+    }
+    return {"device_types": {"cpu": {"profiles": [profile]}}}
+
+
+def again(*values: float, name: str = "cpu", model: str = "m") -> dict:
+    profiles = copy.deepcopy(cluster(*values)["device_types"]["cpu"]["profiles"])
+    profiles[0]["model"] = model
+    return {"name": name, "profiles": profiles}
+
+
+def test_the_mean_weighs_every_measurement_alike():
+    data = averaged(cluster(1.0, 2.0), again(3.0, 4.0), where="f")
+    data = averaged(data, again(5.0, 6.0), where="f")
+    profile = data["device_types"]["cpu"]["profiles"][0]
+    assert profile["layers"]["a"]["forward_s"]["values"] == pytest.approx([3.0, 4.0])
+    assert profile["measurements"] == 3
+
+
+@pytest.mark.parametrize("other", [again(1.0, 1.0, name="gpu"), again(1.0, 1.0, model="other")])
+def test_a_file_of_another_device_or_model_is_refused(other: dict):
+    with pytest.raises(UserError, match="f: "):
+        averaged(cluster(1.0, 2.0), other, where="f")
+
+
+def test_another_choice_of_batch_sizes_is_refused():
+    other = again(1.0, 2.0)
+    other["profiles"][0]["layers"]["a"]["forward_s"]["sizes"] = [4, 16]
+    with pytest.raises(UserError, match="batch sizes"):
+        averaged(cluster(1.0, 2.0), other, where="f")
+
+
+def test_a_line_is_found_again():
+    sizes = [2**k for k in (12, 16, 20, 22)]
+    fixed_s, byte_s = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
+    assert (fixed_s, byte_s) == pytest.approx((1e-3, 2e-9))
+
+
+def test_slow_drift_is_no_jitter():
+    drift = [1.0 + 0.01 * k for k in range(50)]
+    assert _spread(drift) < 0.01
+    assert _spread([1.0, 1.2] * 25) > 0.1
+
+
+def test_jitter_that_all_layers_share_is_told_from_their_own():
+    shared = [1.0, 1.1, 0.9, 1.05, 0.95, 1.1, 0.9, 1.0] * 6
+    steps = [_Step({(i, "f"): factor for i in range(10)}, 10 * factor) for factor in shared]
+    step_jitter, task_jitter = _jitter({8: steps})
+    assert step_jitter == pytest.approx(_spread(shared), rel=0.05)
+    assert task_jitter < 0.1 * step_jitter
+
+
+def test_what_observation_costs_is_taken_out():
+    steps = [_Step({(0, "f"): 1.0, (0, "b"): 2.0}, 2.4)] * 5
+    assert _unobserved_ratio(steps) == pytest.approx(0.8)
