@@ -50,7 +50,10 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         allocated, _ = counter.peak_of(lambda: losses.append(training.step(inputs, targets, weights, rank)), [])  # noqa: B023
         peaks.append(allocated)
     parameters = full_parameters(training.module)
-    inputs, targets, weights = feed.at(STEPS)
+    for step in range(STEPS, 2 * STEPS):
+        inputs, targets, weights = feed.at(step)
+        peaks.append(counter.peak_of(lambda: training.step(inputs, targets, weights, rank), [])[0])  # noqa: B023
+    inputs, targets, weights = feed.at(2 * STEPS)
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, rank)
         if case.get("plant"):
