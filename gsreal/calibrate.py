@@ -95,6 +95,10 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     device = data["device_types"].get(measured["name"])
     if device is None:
         raise UserError(f"{where}: describes {', '.join(data['device_types'])}, but this is {measured['name']}")
+    count = max((profile.get("measurements", 1) for profile in device["profiles"]), default=1)
+    for key in DRIFTING:
+        if key in measured:
+            device[key] = (device.get(key, measured[key]) * count + measured[key]) / (count + 1)
     for new in measured["profiles"]:
         same = [old for old in device["profiles"] if all(old.get(key) == new.get(key) for key in PROFILE_KEYS)]
         if not same:
@@ -103,6 +107,7 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     return data
 
 
+DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")
 PROFILE_KEYS = ("model", "precision", "sequence_length")
 
 

@@ -70,6 +70,15 @@ class Bench:
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 
+    def cold_time_s(self, call: Callable[[], object], *, repeats: int = 9) -> float:
+        """Return the median time of a call that finds the caches full of something else, as after a backward."""
+        touched = torch.ones(2**22, device=self.device)
+        times = []
+        for _ in range(repeats):
+            touched.add_(1.0)
+            times.append(self.time_s(call, repeats=1, warmups=0))
+        return statistics.median(times)
+
     def say(self, what: str) -> None:
         """Show progress."""
         if self.rank == 0:
