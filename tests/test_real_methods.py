@@ -130,7 +130,7 @@ def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, 
     peaks = {rank: entry.peak_allocated_bytes for entry in classes for rank in entry.ranks}
     for rank, measured in enumerate(found[name]["peaks"]):
         low, high = (0.7, 1.02) if "resnet" in name else (0.98, 1.02)
-        if name.startswith("zero2") and len(found[name]["peaks"]) == 4 and peaks[rank] / measured < low:
+        if name.startswith("zero2") and len(found[name]["peaks"]) == 4 and 0.95 <= peaks[rank] / measured < low:
             pytest.xfail("FSDP2 on more ranks than cores holds about 2 % more than predicted: cause not yet found")
         assert low <= peaks[rank] / measured <= high, (rank, peaks[rank], measured)
 
