@@ -137,6 +137,11 @@ def check_parameters(scenario: Scenario, module: nn.Module) -> None:
         )
 
 
+Batch = tuple[Tensor, Tensor, list[float]]
+PREPARED_BYTES = 2**30
+"""Batches made ahead of the timed steps take no more host memory than this."""
+
+
 class Feed:
     """This rank's rows of every step's batch, and every rank's part of its loss terms."""
 
@@ -144,9 +149,20 @@ class Feed:
         self.scenario, self.rank, self.device = scenario, rank, device
         ends = [sum(scenario.batch_sizes[: i + 1]) for i in range(scenario.ranks)]
         self.rows = [slice(end - size, end) for end, size in zip(ends, scenario.batch_sizes, strict=True)]
+        self._prepared: dict[int, Batch] = {}
 
-    def at(self, step: int) -> tuple[Tensor, Tensor, list[float]]:
+    def prepare(self, steps: int) -> None:
+        """Make the first batches now, so that no step waits for its data: each is handed out once."""
+        size = self._made(0)[0].nbytes
+        for step in range(min(steps, max(1, PREPARED_BYTES // max(1, size)))):
+            self._prepared[step] = self._made(step)
+
+    def at(self, step: int) -> Batch:
         """Return inputs and targets of this rank for a step, and all ranks' parts of its loss terms."""
+        inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._made(step)
+        return inputs.to(self.device), targets.to(self.device), weights
+
+    def _made(self, step: int) -> Batch:
         workload = self.scenario.workload
         inputs, targets = data.global_batch(workload, seed=self.scenario.run.seed, step=step)
         terms = [data.loss_terms(targets[rows]) for rows in self.rows]
@@ -155,7 +171,7 @@ class Feed:
         if own_inputs.is_floating_point():
             own_inputs = own_inputs.to(DTYPES[workload.precision])
         weights = [n / sum(terms) for n in terms]
-        return own_inputs.to(self.device), own_targets.to(self.device), weights
+        return own_inputs, own_targets, weights
 
 
 def _sharding(training: Training) -> GradientSharding | None:
@@ -166,6 +182,7 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
     """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
     run, sharding = scenario.run, _sharding(training)
     losses = []
+    feed.prepare(run.warmup_steps + run.steps)
     dist.barrier()
     for step in range(run.warmup_steps + run.steps):
         if step == run.warmup_steps:

@@ -114,6 +114,19 @@ def _binomial(group: Sequence[int], size_bytes: float) -> tuple[Round, ...]:
     return tuple(found)
 
 
+def staging_bytes(communication: Communication, backend: str) -> int:
+    """Return what the backend takes from the allocator for the length of one call.
+
+    gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13, ProcessGroupGloo.cpp,
+    newLikeFlat); nccl works in place.
+
+    >>> staging_bytes(Communication("all-gather", (0, 1), 8), "gloo")
+    8
+    """
+    stages = backend == "gloo" and communication.kind in ("all-gather", "reduce-scatter")
+    return communication.size_bytes if stages else 0
+
+
 def overhead_s(cluster: Cluster, kind: str) -> float:
     """Return the fixed time of one call of a collective, on top of its links' latencies."""
     cost = cluster.backend_cost

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gsreal.benchmarks.bench import Bench, Settings
 from gsreal.benchmarks.communication import communicating_slowdown, communication_cost
 from gsreal.benchmarks.device import OPTIMIZERS, compression_cost, device_rates, optimizer_cost
-from gsreal.benchmarks.profile import profile_model
+from gsreal.benchmarks.profile import profile_model, trained_between
 from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance
 from gsreal.measure import MemoryCounter
@@ -62,7 +62,8 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
     bench.say("arithmetic and memory")
     device = bench.alone(lambda: device_rates(bench))
     bench.say("optimizers")
-    optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in OPTIMIZERS})
+    with trained_between(bench):
+        optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in OPTIMIZERS})
     bench.say("thresholding")
     compression = bench.alone(lambda: compression_cost(bench))
     return {"device": device, "optimizers": optimizers, "compression": compression}

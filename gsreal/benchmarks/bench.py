@@ -16,6 +16,8 @@ from gssim.cluster import Cluster, Device, DeviceType
 from gssim.units import validated
 from gssim.workload import Workload
 
+DISPLACED_BYTES = 2**26
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -37,6 +39,9 @@ class Bench:
         dist.init_process_group("gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device = settle(_bare_cluster(settings, self.ranks), self.rank)
+        self._touched: torch.Tensor | None = None
+        self.displace: Callable[[], object] = self._touch
+        """Fills the caches with something else than what is measured next."""
 
     def alone(self, measure: Callable[[], Any]) -> Any:
         """Return what `measure` returns on rank 0, while the others wait; None elsewhere."""
@@ -72,12 +77,17 @@ class Bench:
 
     def cold_time_s(self, call: Callable[[], object], *, repeats: int = 9) -> float:
         """Return the median time of a call that finds the caches full of something else, as after a backward."""
-        touched = torch.ones(2**22, device=self.device)
         times = []
         for _ in range(repeats):
-            touched.add_(1.0)
+            self.displace()
             times.append(self.time_s(call, repeats=1, warmups=0))
         return statistics.median(times)
+
+    def _touch(self) -> None:
+        """Read and write as much memory as the step of a small model does."""
+        if self._touched is None:
+            self._touched = torch.ones(DISPLACED_BYTES // 4, device=self.device)
+        self._touched.add_(1.0)
 
     def say(self, what: str) -> None:
         """Show progress."""

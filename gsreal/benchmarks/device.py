@@ -111,13 +111,13 @@ def compression_cost(bench: Bench) -> dict[str, float]:
 
     few, many = find(0.01, gradient), find(0.2, gradient)
     call_s = bench.time_s(lambda: find(0.5, gradient[:64]), repeats=51)
-    find_few_s, find_many_s = (bench.time_s(lambda d=d: find(d, gradient)) for d in (0.01, 0.2))  # type: ignore[misc]
+    find_few_s, find_many_s = (bench.cold_time_s(lambda d=d: find(d, gradient)) for d in (0.01, 0.2))  # type: ignore[misc]
     sent = many.numel() - few.numel()
     listed_s = max(0.0, (find_many_s - find_few_s) / sent)
-    packed_s = max(0.0, (bench.time_s(lambda: pack(many)) - bench.time_s(lambda: pack(few))) / sent)
+    packed_s = max(0.0, (bench.cold_time_s(lambda: pack(many)) - bench.cold_time_s(lambda: pack(few))) / sent)
     values = torch.ones(many.numel(), device=bench.device)
     index = many.to(torch.int32)
-    added_s = bench.time_s(lambda: owned.index_add_(0, index, values, alpha=0.5)) / many.numel()
+    added_s = bench.cold_time_s(lambda: owned.index_add_(0, index, values, alpha=0.5)) / many.numel()
     return {
         "call_s": call_s,
         "threshold_element_s": max(0.0, (find_few_s - few.numel() * listed_s - call_s) / elements),

@@ -3,19 +3,23 @@
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.benchmarks.bench import Bench, Settings, optimizer_alone
 from gsreal.build import DTYPES, build_module, example_batch, logits_of, loss_of
 from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
+from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 
 ROUNDS = 6
@@ -30,43 +34,70 @@ def profile_model(
 
     The profile is of a device alone.
     """
-    lengths = (bench.settings.sequence_length,) if model.input.kind == "tokens" else (1,)
     module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
     module.train()
     optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
     times: dict[int, list[_Step]] = defaultdict(list)
     together: dict[int, list[_Step]] = defaultdict(list)
-    batches = {b: _batch(bench, model, b, lengths[0]) for b in bench.settings.batch_sizes}
+    batches = {b: _batch(bench, model, b, _sequence_length(bench, model)) for b in bench.settings.batch_sizes}
     middle = sorted(batches)[len(batches) // 2]
     for _ in range(ROUNDS):
         for batch_size, batch in batches.items():
             some_steps = partial(_timed, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
             times[batch_size] += bench.alone(some_steps) or []
             if bench.ranks > 1 and batch_size == middle:
-                together[batch_size] += bench.together(some_steps)
+                together[batch_size] += bench.together(partial(some_steps, together=True))
     peaks = {
         b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
         for b, batch in batches.items()
     }
+    lateness = _lateness(bench, together[middle])
     if bench.rank:
         return {}, (0.0, 0.0), 1.0
     profile = _profile(model, bench.settings, times, peaks)
     ratio = _ratio(times, together)
-    return profile, _jitter(times), ratio
+    return profile, _jitter(times, lateness), ratio
+
+
+@contextmanager
+def trained_between(bench: Bench) -> Iterator[None]:
+    """Let what `bench.cold_time_s` measures inside come after a forward and backward of the first model, if any.
+
+    How cold the optimizer finds its states depends on how much memory the rest of the step goes through.
+    """
+    before = bench.displace
+    if bench.settings.models:
+        model = load_model(Path(bench.settings.models[0]))
+        module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+        batch_size = sorted(bench.settings.batch_sizes)[len(bench.settings.batch_sizes) // 2]
+        inputs, targets = _batch(bench, model, batch_size, _sequence_length(bench, model))
+        bench.displace = lambda: loss_of(logits_of(module(inputs)), targets).backward()
+    try:
+        yield
+    finally:
+        bench.displace = before
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One profiled step: seconds by (layer, phase), and of a step beside it in which nothing was observed."""
+    """One profiled step: seconds by (layer, phase), and by phase of a step beside it in which nothing was observed."""
 
     seconds: dict[tuple[int, str], float]
-    unobserved_s: float
+    unobserved: dict[str, float]
 
     @property
-    def observed_s(self) -> float:
-        """Seconds of the observed step: more than the unobserved one's by what the observation costs."""
-        return sum(self.seconds.values())
+    def unobserved_s(self) -> float:
+        """Seconds of the step in which nothing was observed."""
+        return sum(self.unobserved.values())
+
+    def observed_s(self, phase: str) -> float:
+        """Seconds of a phase of the observed step: more than the unobserved one's by what the observation costs."""
+        return sum(seconds for (_, each), seconds in self.seconds.items() if each == phase)
+
+
+def _sequence_length(bench: Bench, model: Model) -> int:
+    return bench.settings.sequence_length if model.input.kind == "tokens" else 1
 
 
 def _batch(bench: Bench, model: Model, batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
@@ -86,18 +117,33 @@ def _timed(
     names: list[str],
     batch: tuple[Tensor, Tensor],
     steps: int,
+    *,
+    together: bool = False,
 ) -> list[_Step]:
-    """Return `steps` profiled steps, after one to warm up; an optimizer step lies between."""
+    """Return `steps` profiled steps, after one to warm up; an optimizer step lies between.
+
+    `together`: all ranks are here, and begin each step at the same time, as training makes them do.
+    """
     found = []
     for step in range(steps + 1):
         seconds = _observed(bench, module, names, batch)
         _update(bench, optimizer)
+        if together:
+            dist.barrier()
         began = _now(bench.device)
-        loss_of(logits_of(module(batch[0])), batch[1]).backward()
+        loss = loss_of(logits_of(module(batch[0])), batch[1])
+        turned = _now(bench.device)
+        loss.backward()
         ended = _now(bench.device)
         _update(bench, optimizer)
+        unobserved = {"f": (began, turned), "b": (turned, ended)}
         if step >= 1:
-            found.append(_Step({place: _total_s(marks) for place, marks in seconds.items()}, _elapsed_s(began, ended)))
+            found.append(
+                _Step(
+                    {place: _total_s(marks) for place, marks in seconds.items()},
+                    {phase: _elapsed_s(*marks) for phase, marks in unobserved.items()},
+                )
+            )
     return found
 
 
@@ -181,13 +227,13 @@ def _profile(
     for instance in unrolled(model):
         members[instance.layer.name].append(instance.index)
     sizes = sorted(times)
-    scales = {b: _unobserved_ratio(times[b]) for b in sizes}
+    scales = {(b, phase): _unobserved_ratio(times[b], phase) for b in sizes for phase in ("f", "b")}
     layers: dict[str, Any] = {}
     for name, indices in members.items():
         entry = {}
         for phase, key in (("f", "forward"), ("b", "backward")):
             values = [
-                scales[b]
+                scales[b, phase]
                 * statistics.median(
                     statistics.fmean(step.seconds.get((i, phase), 0.0) for i in indices) for step in times[b]
                 )
@@ -204,9 +250,10 @@ def _profile(
     return profile
 
 
-def _unobserved_ratio(steps: list[_Step]) -> float:
-    """Return a step's time without hooks at every layer over its time with them, measured in turns."""
-    return statistics.median(step.unobserved_s for step in steps) / statistics.median(step.observed_s for step in steps)
+def _unobserved_ratio(steps: list[_Step], phase: str) -> float:
+    """Return a phase's time without hooks at every layer over its time with them, measured in turns."""
+    unobserved_s = statistics.median(step.unobserved[phase] for step in steps)
+    return unobserved_s / statistics.median(step.observed_s(phase) for step in steps)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -219,10 +266,24 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.median(distances) / (0.6745 * 2**0.5) / middle if middle > 0 else 0.0
 
 
-def _jitter(times: dict[int, list[_Step]]) -> tuple[float, float]:
+def _lateness(bench: Bench, steps: list[_Step]) -> float | None:
+    """Return by how much ranks that do the same differ, step by step: the standard deviation of each, over its time.
+
+    Two ranks with independent variations of s differ by sqrt(2) s; the median distance is 0.6745 of that.
+    """
+    if bench.ranks == 1:
+        return None
+    times: list[Any] = [None] * bench.ranks
+    dist.all_gather_object(times, [step.unobserved_s for step in steps])
+    distances = [abs(a - b) / ((a + b) / 2) for other in times[1:] for a, b in zip(times[0], other, strict=True)]
+    return statistics.median(distances) / (0.6745 * 2**0.5)
+
+
+def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[float, float]:
     """Return (step, task) jitter: the part of a step's variation that all its layers share, and each layer's own.
 
-    var(step) = shared^2 T^2 + own^2 sum(t_i^2), with own from the layers' variation less the shared part.
+    var(step) = shared^2 T^2 + own^2 sum(t_i^2), with own from the layers' variation less the shared part, and the
+    step's from how far apart ranks are, where there are several.
     """
     shared, own = [], []
     for steps in times.values():
@@ -231,9 +292,10 @@ def _jitter(times: dict[int, list[_Step]]) -> tuple[float, float]:
         total = sum(middle.values())
         weights = {place: value / total for place, value in middle.items() if value > 0.02 * total}
         task = statistics.median(_spread([step.seconds[place] for step in steps]) for place in weights)
-        step_variance = _spread(totals) ** 2
+        spread = _spread(totals)
         square = sum(weight**2 for weight in weights.values())
-        own_variance = max(0.0, (task**2 - step_variance) / (1 - square))
+        own_variance = max(0.0, (task**2 - spread**2) / (1 - square))
+        step_variance = (spread if lateness is None else lateness) ** 2
         own.append(own_variance**0.5)
         shared.append(max(0.0, step_variance - own_variance * square) ** 0.5)
     return statistics.median(shared), statistics.median(own)

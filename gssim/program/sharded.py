@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from gssim import costs
+from gssim import collectives, costs
 from gssim.collectives import Communication
 from gssim.memory import (
     Event,
@@ -82,7 +82,7 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task]) -> lis
     waiting = []
     for unit in sorted(units(low), key=lambda unit: -min(i.index for i in unit.layers) if unit.name != "root" else 1):
         name = f"reduce-scatter {unit.name}"
-        low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
+        communication = low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
         copy = Task(
             f"copy in {name}",
             "backward",
@@ -99,7 +99,8 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task]) -> lis
                 ]
             ),
         )
-        new = [copy, Task(name, "exposed_communication", communication=name)]
+        need = footprint(_staging(low, communication, 0))
+        new = [copy, Task(name, "exposed_communication", communication=name, need=need)]
         held = float(unit.padded_bytes)
         if unit.name == "root":
             waiting = new
@@ -111,6 +112,12 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task]) -> lis
     return [*tasks, *waiting, free]
 
 
+def _staging(low: Lowering, communication: Communication, position: int) -> list[Event]:
+    """Return what the backend holds while a collective runs, from `position` on."""
+    size = collectives.staging_bytes(communication, low.scenario.cluster.backend)
+    return [Event(position, size, "communication"), Event(position + 1, -size, "communication")]
+
+
 def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept.
 
@@ -120,10 +127,11 @@ def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]
     held = 0.0
     for unit in units(low):
         name = f"all-gather {unit.name}"
-        low.communications[name] = Communication("all-gather", low.group, unit.padded_bytes)
+        communication = low.communications[name] = Communication("all-gather", low.group, unit.padded_bytes)
         size = float(unit.padded_bytes)
+        need = footprint([Event(0, size, "communication"), *_staging(low, communication, 1)])
         new = [
-            Task(name, "exposed_communication", communication=name, need=footprint([Event(0, size, "communication")])),
+            Task(name, "exposed_communication", communication=name, need=need),
             Task(
                 f"copy out {name}",
                 "forward",
