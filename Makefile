@@ -20,7 +20,7 @@ SET_gs-3e-3 := --set plan.push.threshold=3e-3
 SET_gs-uneven := --set plan.shares.shards=[0.7,0.3] --set plan.shares.batch=[0.625,0.375]
 FILES := --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
 
-.PHONY: help demo test test-slow lint clean
+.PHONY: help demo test test-slow benchmark lint clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 .NOTPARALLEL:
@@ -36,6 +36,9 @@ test: $(VENV)/.test ## all tests but the slow ones
 
 test-slow: $(VENV)/.test ## the slow real runs
 	$(BIN)/python -m pytest -m slow
+
+benchmark: $(VENV)/.test ## how fast the simulator is on this machine
+	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' --benchmark-columns=median,min,max,rounds
 
 lint: $(VENV)/.test ## style, types, order of imports
 	$(BIN)/ruff check

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from analysis.compare import Joined
 
-EXTRA = frozenset({"polars", "matplotlib"})
+EXTRA = frozenset({"polars", "matplotlib", "networkx"})
 """What `pip install 'gssim[analysis]'` brings; imported inside commands, so that a missing one can be named."""
 PIPE_WIDTH = 120
 DIFFERENCES_SHOWN = 4
@@ -64,6 +64,24 @@ def compare_command(
     print_comparison(comparison)
     for name in ("comparison.csv", *figures):
         print(out / name)
+
+
+@app.command("draw")
+def draw_command(
+    cluster: Annotated[Path, typer.Argument(help="A cluster file.")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG).")],
+) -> None:
+    """Draw a cluster: its servers, devices, switches and links; what repeats itself is counted, not drawn."""
+    from analysis import charts
+    from analysis.draw import draw
+    from gssim.scenario import load_cluster
+
+    figure = draw(load_cluster(cluster), file=cluster.name)
+    try:
+        charts.save(figure, out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    print(out)
 
 
 def _tell(joined: "Joined", skipped: int) -> None:

@@ -96,8 +96,11 @@ def _ddp(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torc
     return Training(wrapped, optimizer, timeline, scale=float(scenario.ranks), last_gradient=last)
 
 
-def _zero2(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """FSDP2 on each block and on the root, parameters kept from forward to backward."""
+def _fully_shard(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """FSDP2 on each block and on the root; parameters kept from forward to backward where they are `gathered`.
+
+    Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -115,8 +118,9 @@ def _zero2(scenario: Scenario, module: nn.Module, timeline: Timeline, device: to
     mesh = init_device_mesh(device.type, (scenario.ranks,))
     inner = dict(module.named_modules())
     blocks = [inner[layer.module] for layer in unrolled(scenario.workload.model) if layer.layer.block]
+    reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks, module]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_custom_all_gather(ObservedAllGather())
@@ -148,7 +152,8 @@ Apply = Callable[[Scenario, nn.Module, Timeline, torch.device], Training]
 APPLY: dict[tuple[str, str], Apply] = {
     ("replicated", "local"): _single,
     ("replicated", "all-reduce"): _ddp,
-    ("gathered", "reduce-scatter"): _zero2,
+    ("gathered", "reduce-scatter"): _fully_shard,
+    ("sharded", "reduce-scatter"): _fully_shard,
     ("replicated", "push"): _gs,
 }
 

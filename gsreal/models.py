@@ -52,15 +52,30 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stack of transformer blocks over learned token and position embeddings, with a head over the vocabulary."""
+    """A stack of transformer blocks over learned token and position embeddings, with a head over the vocabulary.
 
-    def __init__(self, *, vocabulary: int, maximum_length: int, width: int, heads: int, layers: int, causal: bool):
+    `tied`: the head uses the token embedding's weight, as in GPT-2 and GPT-3.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        maximum_length: int,
+        width: int,
+        heads: int,
+        layers: int,
+        causal: bool,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(maximum_length, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=causal) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
         self.apply(_initialise)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -121,10 +136,18 @@ class ResNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def gpt(*, vocabulary: int = 256, maximum_length: int = 256, width: int, heads: int, layers: int) -> nn.Module:
-    """Return a GPT: causal attention, layer norm first."""
+def gpt(
+    *, vocabulary: int = 256, maximum_length: int = 256, width: int, heads: int, layers: int, tied: bool = False
+) -> nn.Module:
+    """Return a GPT: causal attention, layer norm first; `tied`: the head shares the token embedding's weight."""
     return Transformer(
-        vocabulary=vocabulary, maximum_length=maximum_length, width=width, heads=heads, layers=layers, causal=True
+        vocabulary=vocabulary,
+        maximum_length=maximum_length,
+        width=width,
+        heads=heads,
+        layers=layers,
+        causal=True,
+        tied=tied,
     )
 
 

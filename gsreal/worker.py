@@ -138,8 +138,8 @@ def check_parameters(scenario: Scenario, module: nn.Module) -> None:
 
 
 Batch = tuple[Tensor, Tensor, list[float]]
-PREPARED_BYTES = 2**30
-"""Batches made ahead of the timed steps take no more host memory than this."""
+PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
+"""Batches made ahead of the timed steps take no more host memory, and are no more, than this."""
 
 
 class Feed:
@@ -154,7 +154,7 @@ class Feed:
     def prepare(self, steps: int) -> None:
         """Make the first batches now, so that no step waits for its data: each is handed out once."""
         size = self._made(0)[0].nbytes
-        for step in range(min(steps, max(1, PREPARED_BYTES // max(1, size)))):
+        for step in range(min(steps, PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))):
             self._prepared[step] = self._made(step)
 
     def at(self, step: int) -> Batch:

@@ -37,6 +37,7 @@ def run_command(
     scenario: Path,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    unfold: Annotated[bool, typer.Option("--unfold", help="Simulate every rank and link by itself.")] = False,
     timing: Annotated[bool, typer.Option("--timing", help="Print load and simulation times on stderr.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
@@ -45,7 +46,7 @@ def run_command(
     began_s = time.perf_counter()
     loaded = load_scenario(scenario, overrides or [])
     loaded_s = time.perf_counter()
-    simulated = simulate(loaded)
+    simulated = simulate(loaded, unfolded=unfold)
     ended_s = time.perf_counter()
     result = simulated.result
     if trace is not None:

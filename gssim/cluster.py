@@ -3,11 +3,17 @@
 Every number in a cluster file has a `source`, beside it or on the table that holds it.
 """
 
-from dataclasses import field
-from typing import Annotated, Literal
+from collections import Counter
+from copy import copy
+from dataclasses import asdict, field
+from functools import lru_cache, partial
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
+from gssim.nccl import GENERATIONS, NcclTuning
+from gssim.presets import expanded
+from gssim.topology import Topology, Wiring, build, wiring_of_links
 from gssim.units import (
     Bytes,
     BytesPerSecond,
@@ -189,41 +195,114 @@ class BackendCost:
     source: str
 
 
+def _generation(value: Any) -> Any:
+    """Return the constants of a generation that is named, alone or as a table's `generation`; all else as it is."""
+    named = value.get("generation") if isinstance(value, dict) else value
+    if not isinstance(named, str):
+        return value
+    if named not in GENERATIONS:
+        raise ValueError(f"no such generation; allowed: {', '.join(GENERATIONS)}")
+    if isinstance(value, str):
+        return GENERATIONS[named]
+    changes = {key: each for key, each in value.items() if key != "generation"}
+    return {**asdict(GENERATIONS[named]), **changes}
+
+
+@lru_cache(maxsize=8)
+def _devices(topology: Topology) -> tuple[Device, ...]:
+    return tuple(Device(name=name, type=kind, host=host) for name, kind, host in build(topology).devices)
+
+
+@lru_cache(maxsize=64)
+def _wiring(names: tuple[str, ...], links: tuple[Link, ...]) -> Wiring:
+    return wiring_of_links(names, links)
+
+
 @spec
 class Cluster:
-    """Devices and how they are wired, in rank order."""
+    """Devices and how they are wired, in rank order: one by one, or by a topology that stands for them."""
 
     name: str
     backend: Literal["gloo", "nccl"]
-    device_types: dict[str, DeviceType]
-    devices: tuple[Device, ...]
+    device_types: dict[str, Annotated[DeviceType, BeforeValidator(partial(expanded, "devices"))]]
+    """Each a table, or the name of a preset; a table with the key `preset` says what differs from it."""
+    devices: tuple[Device, ...] = ()
+    """In rank order. With a topology, files leave it out: it is filled in."""
     switches: tuple[str, ...] = ()
-    links: tuple[Link, ...] = ()
+    """The same."""
+    links: tuple[Annotated[Link, BeforeValidator(partial(expanded, "links"))], ...] = ()
+    """Empty with a topology; all links are in `wiring`. A table may name a `preset`."""
+    topology: Topology | None = None
+    """In the place of devices, switches and links."""
     backend_cost: BackendCost | None = None
+    nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
+    """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), or a table, in which the key
+    `generation` says where it starts from; ampere's if absent."""
+    algorithms: dict[str, str] = field(default_factory=dict)
+    """Algorithm by kind of collective, where it is not the backend's own; `best`: what is predicted to be fastest."""
     cores_per_rank: Count = 0
     """CPU cores that each rank is pinned to in a real run; 0: not pinned."""
     source: str
 
     def __post_init__(self) -> None:
-        """Refuse names that lead nowhere."""
-        names = [device.name for device in self.devices]
-        if not names:
-            raise ValueError("devices: at least one is needed")
-        repeated = {name for name in (*names, *self.switches) if (*names, *self.switches).count(name) > 1}
-        if repeated:
-            raise ValueError(f"devices and switches: {sorted(repeated)[0]!r} is named twice")
+        """Fill in what a topology stands for; refuse names that lead nowhere."""
+        if self.topology is not None:
+            self._fill(self.topology)
+        else:
+            self._check_names()
         for device in self.devices:
             if device.type not in self.device_types:
                 raise ValueError(
                     f"devices: {device.name!r} has the unknown type {device.type!r}; "
                     f"allowed: {', '.join(sorted(self.device_types))}"
                 )
+
+    def _fill(self, topology: Topology) -> None:
+        devices, switches = _devices(topology), build(topology).switches
+        # `dataclasses.replace` hands over what was filled in before
+        for key, given, built in (("devices", self.devices, devices), ("switches", self.switches, switches)):
+            if given and given != built:
+                raise ValueError(f"{key}: the topology stands for them; leave them out")
+        if self.links:
+            raise ValueError("links: the topology stands for them; leave them out")
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "switches", switches)
+
+    def _check_names(self) -> None:
+        if not self.devices:
+            raise ValueError("devices: at least one is needed, or a topology")
+        names = Counter([*(device.name for device in self.devices), *self.switches])
+        repeated = sorted(name for name, count in names.items() if count > 1)
+        if repeated:
+            raise ValueError(f"devices and switches: {repeated[0]!r} is named twice")
         for link in self.links:
             for end in link.between:
-                if end not in names and end not in self.switches:
+                if end not in names:
                     raise ValueError(f"links: {end!r} is neither a device nor a switch")
             if link.between[0] == link.between[1]:
                 raise ValueError(f"links: {link.between[0]!r} is linked to itself")
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data with either the topology or what it stands for."""
+        bare = copy(self)
+        if self.topology is not None:  # not even made into plain data: there may be many
+            object.__setattr__(bare, "devices", ())
+            object.__setattr__(bare, "switches", ())
+        data: dict[str, Any] = inner(bare)
+        for key in ("topology",) if self.topology is None else ("devices", "switches", "links"):
+            del data[key]
+        for key in ("nccl", "algorithms"):  # what is absent makes no other calibration
+            if not data[key]:
+                del data[key]
+        return data
+
+    @property
+    def wiring(self) -> Wiring:
+        """All directed links, as arrays over devices and switches."""
+        if self.topology is not None:
+            return build(self.topology).wiring
+        return _wiring((*(device.name for device in self.devices), *self.switches), self.links)
 
     def type_of(self, rank: int) -> DeviceType:
         """Return the type of the device on which `rank` runs."""

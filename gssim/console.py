@@ -1,15 +1,23 @@
 """A Result for people, on the console."""
 
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
 from rich.console import Console
 from rich.table import Table
 
 from gssim.result import Result
 from gssim.units import human_bytes, human_seconds
 
+PIPE_WIDTH = 140
+"""Columns where the output goes to a file or pipe, which have no width of their own."""
+SHOWN_LINKS = 5
+
 
 def print_result(result: Result) -> None:
     """Print a Result for people."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
     scenario = result.scenario
     console.print(f"[bold]{scenario['name']}[/bold]: {scenario['question']}", highlight=False)
     word = "predicted" if result.source == "simulated" else "measured"
@@ -27,13 +35,15 @@ def print_result(result: Result) -> None:
         )
     console.print(_rank_table(result))
     console.print(_collective_table(result))
+    if any(link.bytes for link in result.links):
+        console.print(_link_table(result))
 
 
 def _rank_table(result: Result) -> Table:
     table = Table("ranks", "device", "peak allocated", *(name.replace("_", " ") for name in result.phases_s))
     for entry in result.ranks:
         table.add_row(
-            ", ".join(map(str, entry.ranks)),
+            rank_list(entry.ranks),
             entry.device,
             human_bytes(entry.peak_allocated_bytes),
             *(human_seconds(value) for value in entry.phases_s.values()),
@@ -45,6 +55,27 @@ def _collective_table(result: Result) -> Table:
     table = Table("collective", "ranks", "count", "size", "carried", title="one step")
     for entry in result.collectives:
         carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
-        group = ", ".join(map(str, entry.group[:8])) + (" ..." if len(entry.group) > 8 else "")
-        table.add_row(entry.kind, group, str(entry.count), human_bytes(entry.bytes), carried)
+        table.add_row(entry.kind, rank_list(entry.group), str(entry.count), human_bytes(entry.bytes), carried)
     return table
+
+
+def _link_table(result: Result) -> Table:
+    """Return the busiest links; the first is the bottleneck of what is communicated."""
+    busiest = sorted(result.links, key=lambda link: (-link.utilisation_ratio, link.name))
+    shown = [link for link in busiest[:SHOWN_LINKS] if link.bytes]
+    table = Table("link", "equal ones", "bytes", "used", title=f"busiest links; bottleneck: {shown[0].name}")
+    for link in shown:
+        table.add_row(link.name, str(link.count), human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}")
+    return table
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return sorted ranks in short: runs by their ends, and no more than a few of them.
+
+    >>> rank_list((0, 1, 2, 5, 7, 8))
+    '0-2, 5, 7-8'
+    """
+    breaks = [i + 1 for i, (left, right) in enumerate(pairwise(ranks)) if right != left + 1]
+    runs = [(ranks[start], ranks[end - 1]) for start, end in pairwise([0, *breaks, len(ranks)])]
+    shown = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs[:6])
+    return shown + (f", ... ({len(ranks)} in all)" if len(runs) > 6 else "")

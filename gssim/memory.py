@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
-from gssim.workload import ImageInput, LayerInstance, Model, Workload
+from gssim.workload import ImageInput, Layer, LayerInstance, Model, Moment, Workload
 
 Bytes = tuple[tuple[str, float], ...]
 """Bytes by category, sorted by category."""
@@ -31,11 +31,12 @@ class Footprint:
 
     peak: Bytes = ()
     kept: Bytes = ()
+    peak_bytes: float = field(init=False, compare=False, repr=False)
+    """Bytes above entry at the worst moment."""
 
-    @property
-    def peak_bytes(self) -> float:
-        """Bytes above entry at the worst moment."""
-        return sum(size for _, size in self.peak)
+    def __post_init__(self) -> None:
+        """Add up the worst moment."""
+        object.__setattr__(self, "peak_bytes", sum(size for _, size in self.peak))
 
 
 NOTHING = Footprint()
@@ -84,16 +85,27 @@ def activation_timeline(
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
+    made: dict[int, list[tuple[Moment, Event]]] = {}
     for instance in layers:
-        for buffer in instance.layer.buffers:
-            size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
-            for moment, sign in ((buffer.born, 1), (buffer.freed, -1)):
-                event = Event(moment.position, sign * size, buffer.category)
-                if moment.phase == "end":
-                    end.append(event)
-                else:
-                    events[instance.index + moment.layer_offset, moment.phase].append(event)
+        layer = instance.layer
+        if id(layer) not in made:  # repetitions share their events
+            made[id(layer)] = _buffer_events(layer, batch_size, sequence_length, scale)
+        for moment, event in made[id(layer)]:
+            if moment.phase == "end":
+                end.append(event)
+            else:
+                events[instance.index + moment.layer_offset, moment.phase].append(event)
     return Timeline(events, end)
+
+
+def _buffer_events(layer: Layer, batch_size: int, sequence_length: int, scale: float) -> list[tuple[Moment, Event]]:
+    """Return when the buffers that a layer makes are born and freed."""
+    found = []
+    for buffer in layer.buffers:
+        size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
+        found.append((buffer.born, Event(buffer.born.position, size, buffer.category)))
+        found.append((buffer.freed, Event(buffer.freed.position, -size, buffer.category)))
+    return found
 
 
 def gradient_events(
@@ -101,13 +113,20 @@ def gradient_events(
 ) -> dict[tuple[int, str], list[Event]]:
     """Return when parameter gradients are born, and (where they are copied elsewhere at once) freed."""
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    made: dict[int, tuple[Event, Event]] = {}
     for instance in layers:
         for parameter in instance.layer.parameters:
-            size = float(parameter.elements * value_bytes)
             born, ready = parameter.born, parameter.ready
-            events[instance.index + born.layer_offset, "b"].append(Event(born.position, size, "gradients"))
+            if id(parameter) not in made:  # repetitions share their events
+                size = float(parameter.elements * value_bytes)
+                made[id(parameter)] = (
+                    Event(born.position, size, "gradients"),
+                    Event(ready.position, -size, "gradients"),
+                )
+            taken, freed = made[id(parameter)]
+            events[instance.index + born.layer_offset, "b"].append(taken)
             if freed_when_ready:
-                events[instance.index + ready.layer_offset, "b"].append(Event(ready.position, -size, "gradients"))
+                events[instance.index + ready.layer_offset, "b"].append(freed)
     return events
 
 

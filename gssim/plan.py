@@ -83,6 +83,7 @@ RUNS_TODAY = frozenset(
         ("replicated", "local", "replicated"),
         ("replicated", "all-reduce", "replicated"),
         ("gathered", "reduce-scatter", "sharded"),
+        ("sharded", "reduce-scatter", "sharded"),
         ("replicated", "push", "sharded"),
     }
 )
@@ -216,8 +217,10 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
     tensor_or_pipeline = plan.method in ("pipeline", "tensor", "gs_tp") or plan.tp > 1 or plan.pp > 1
-    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline or plan.method == "gs_hier":
-        raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: single, ddp, zero2, gs")
+    two_levels = plan.method in ("gs_hier", "hsdp")
+    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline or two_levels:
+        allowed = "single, ddp, zero2, zero3, fsdp, gs"
+        raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.dp_replicate > 1 and policies.dp_shard > 1:
         raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")
     today = Plan(method=plan.method)

@@ -102,9 +102,11 @@ class Collective:
 
 @spec
 class LinkUse:
-    """Traffic over one directed link in one step (simulated)."""
+    """Traffic over one directed link in one step (simulated), or over each of `count` equal ones."""
 
     name: str
+    """Of the first of them."""
+    count: int = 1
     bytes: float
     utilisation_ratio: float
 
@@ -188,6 +190,11 @@ def read_result(path: Path) -> Result:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: to a temporary file beside it, then renamed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +202,8 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:

@@ -14,8 +14,10 @@ from pydantic import TypeAdapter
 
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType, LayerProfile
+from gssim.conditions import Conditions, applied, ends_of
 from gssim.gradients import GradientStatistics, read_gradients
 from gssim.plan import Plan, Policies, refuse_what_cannot_run, resolve
+from gssim.topology import structure_of
 from gssim.units import PRECISION_BYTES, Count, PositiveInt, Precision, UserError, spec, validated
 from gssim.workload import Layer, Model, TokenInput, Workload, unrolled
 
@@ -39,6 +41,8 @@ class Scenario:
     cluster: Cluster
     workload: Workload
     plan: Plan
+    network: Conditions = field(default_factory=Conditions)
+    """Faults and other traffic (simulated)."""
     run: Run = field(default_factory=Run)
 
     @property
@@ -56,7 +60,7 @@ class Scenario:
         """Samples of each rank in one step."""
         wanted, total = self.plan.shares.batch, self.workload.global_batch_size
         if wanted == "throughput":
-            costs = [sample_costs(self.cluster.type_of(rank), self.workload) for rank in range(self.ranks)]
+            costs = self._sample_costs()
             return shares.balance_batch(total, sample_s=[c[1] for c in costs], fixed_s=[c[0] for c in costs])
         return shares.split(total, shares.even(self.ranks) if isinstance(wanted, str) else wanted)
 
@@ -65,13 +69,21 @@ class Scenario:
         """Fraction of the sharded state that each rank owns."""
         wanted = self.plan.shares.shards
         if wanted == "compute":
-            costs = [sample_costs(self.cluster.type_of(rank), self.workload) for rank in range(self.ranks)]
+            costs = self._sample_costs()
             return shares.proportional([1 / each for _, each in costs])
         return shares.even(self.ranks) if isinstance(wanted, str) else shares.proportional(wanted)
+
+    def _sample_costs(self) -> list[tuple[float, float]]:
+        """Return (fixed_s, sample_s) of each rank."""
+        types = [device.type for device in self.cluster.devices[: self.ranks]]
+        by_type = {name: sample_costs(self.cluster.device_types[name], self.workload) for name in set(types)}
+        return [by_type[name] for name in types]
 
     def resolved(self) -> dict[str, Any]:
         """Return the whole scenario as plain data, as the Result keeps it."""
         data: dict[str, Any] = _adapter(Scenario).dump_python(self, mode="json")
+        if not self.network:
+            del data["network"]
         return data
 
     @property
@@ -91,6 +103,8 @@ class Scenario:
             "cluster": _structure(self.cluster, self.ranks),
             "run": _adapter(Run).dump_python(self.run, mode="json"),
         }
+        if self.network:
+            question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)
 
 
@@ -125,7 +139,12 @@ def _digest(data: object) -> str:
 
 
 def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """Return the cluster's wiring with every name replaced by its position."""
+    """Return the cluster's wiring with every name replaced by its position; of a topology, what it says of wiring."""
+    if cluster.topology is not None:
+        used = dict.fromkeys(device.type for device in cluster.devices)
+        kinds = [cluster.device_types[name].kind for name in used]
+        topology = structure_of(cluster.topology)
+        return {"backend": cluster.backend, "kinds": kinds, "topology": topology, "ranks": ranks}
     hosts = list(dict.fromkeys(device.host for device in cluster.devices))
     types = list(dict.fromkeys(device.type for device in cluster.devices))
     place = {name: i for i, name in enumerate([*(d.name for d in cluster.devices), *cluster.switches])}
@@ -334,6 +353,15 @@ def check(scenario: Scenario, *, file: str) -> None:
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
+    if scenario.network:
+        _check_conditions(scenario, file)
+
+
+def _check_conditions(scenario: Scenario, file: str) -> None:
+    try:
+        ends_of(applied(scenario.cluster.wiring, scenario.network), scenario.network)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:

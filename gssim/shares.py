@@ -30,6 +30,9 @@ def split(total: int, shares: Sequence[float]) -> tuple[int, ...]:
     >>> split(10, [0.5, 0.25, 0.25])
     (5, 3, 2)
     """
+    if shares and min(shares) == max(shares):  # even shares of many ranks: nothing to sort
+        whole, extra = divmod(total, len(shares))
+        return (whole + 1,) * extra + (whole,) * (len(shares) - extra)
     exact = [share * total for share in shares]
     parts = [int(value + 1e-9) for value in exact]
     order = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))

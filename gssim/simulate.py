@@ -1,27 +1,33 @@
 """Scenario in, Result out: lower, wire, run, read."""
 
+import gc
 import platform
-from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from gssim.machine import Machine
+import numpy as np
+
+from gssim.machine import Machine, RankClass, is_jittery
 from gssim.program import Program, lower
 from gssim.result import (
     Collective,
     Density,
     Fit,
     LinkUse,
-    RankClass,
     Result,
     Span,
     merge_collectives,
     typical_phases,
 )
+from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
+from gssim.units import Floats, Ints
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
@@ -57,57 +63,72 @@ class _Steady:
         return max(ends[ordered[(len(ordered) - 1) // 2]] for ends in self.machine.ends_s)
 
 
-def simulate(loaded: Loaded) -> Simulated:
-    """Return the prediction for a scenario.
+def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
+    """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
 
     Where the push is thresholded, messages differ from step to step: the step with the median payload of the run
     stands for all, and density and payloads are means over exactly the run's steps.
     """
+    with _no_collection():
+        return _simulated(loaded, unfolded)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage: what a simulation makes lives as long as it does."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
     scenario = loaded.scenario
-    programs = _programs(loaded)
+    programs = _programs(loaded, unfolded)
     ordered = sorted(programs, key=_payload_bytes)
-    typical = _run(scenario, ordered[(len(ordered) - 1) // 2])
-    lightest = _run(scenario, ordered[(len(ordered) - 1) // 10]) if len(ordered) > 1 else typical
+    typical = _run(scenario, ordered[(len(ordered) - 1) // 2], unfolded)
+    lightest = _run(scenario, ordered[(len(ordered) - 1) // 10], unfolded) if len(ordered) > 1 else typical
     start_s, end_s = typical.start_s, typical.start_s + typical.time_s
     spans = tuple(
-        replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
+        Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
         for span in typical.machine.spans
         if span.end_s > start_s and span.start_s < end_s
     )
     return Simulated(_result(loaded, typical, lightest, programs), spans)
 
 
-def _programs(loaded: Loaded) -> list[Program]:
+def _programs(loaded: Loaded, unfolded: bool) -> list[Program]:
     """Return the distinct programs of the run's steps: one, or one a step where messages depend on the data."""
     run = loaded.scenario.run
     if loaded.statistics_needed:
         steps = range(run.warmup_steps, run.warmup_steps + run.steps)
-        return [lower(loaded.scenario, loaded.gradients, step=step) for step in steps]
-    return [lower(loaded.scenario)]
+        return [lower(loaded.scenario, loaded.gradients, step=step, unfolded=unfolded) for step in steps]
+    return [lower(loaded.scenario, unfolded=unfolded)]
 
 
 def _payload_bytes(program: Program) -> float:
     return sum(c.payload_bytes for c in program.communications.values() if c.data_dependent)
 
 
-def _run(scenario: Scenario, program: Program) -> _Steady:
-    types = [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
-    jittery = any(device.step_jitter_ratio or device.task_jitter_ratio for device in types)
-    machine = Machine(scenario.cluster, program, seed=scenario.run.seed)
-    machine.run(JITTERY_STEPS if jittery else STEADY_STEPS)
+def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
+    seed = scenario.run.seed
+    machine = Machine(scenario.cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded)
+    machine.run(JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS)
     latest = [max(ends) for ends in zip(*machine.ends_s, strict=True)]
     return _Steady(machine, tuple(end - start for start, end in pairwise(latest)))
 
 
 def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program]) -> Result:
     scenario, machine = loaded.scenario, typical.machine
-    phases = [_phases(typical, rank) for rank in machine.ranks]
-    phases_s = {name: fmean(phase[name] for phase in phases) for name in phases[0]}
+    phases = [_phases(typical, each) for each in machine.classes]
+    counts = [len(each.members) for each in machine.classes]
+    phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    contexts = [scenario.cluster.type_of(rank).context_bytes for rank in machine.ranks]
-    peaks = [memory.peak_bytes + context for memory, context in zip(machine.memory, contexts, strict=True)]
-    fit = _misfit(scenario, machine, peaks)
+    fit = _misfit(machine)
     densities = [p.push_density for p in programs if p.push_density is not None]
     return Result(
         source="simulated",
@@ -141,78 +162,99 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _phases(step: _Steady, rank: int) -> dict[str, float]:
-    spans = [span for span in step.machine.spans if span.rank == rank]
-    return typical_phases(spans, step.machine.ends_s[rank])
+def _phases(step: _Steady, each: RankClass) -> dict[str, float]:
+    spans = [span for span in step.machine.spans if span.rank == each.representative]
+    return typical_phases(spans, step.machine.ends_s[each.index])
 
 
-def _misfit(scenario: Scenario, machine: Machine, peaks: list[float]) -> Fit | None:
+def _misfit(machine: Machine) -> Fit | None:
     """Return where memory is exceeded most, if anywhere."""
-    excess = [peak - scenario.cluster.type_of(rank).memory_bytes for rank, peak in enumerate(peaks)]
-    worst = max(machine.ranks, key=lambda rank: excess[rank])
+    pairs = zip(machine.memory, machine.devices, strict=True)
+    excess = [memory.peak_bytes + device.context_bytes - device.memory_bytes for memory, device in pairs]
+    worst = max(range(len(excess)), key=lambda index: excess[index])
     if excess[worst] <= 0:
         return None
-    peak = machine.memory[worst].peak
-    return Fit(rank=worst, category=max(peak, key=lambda category: peak[category]), excess_bytes=excess[worst])
+    peak, rank = machine.memory[worst].peak, machine.classes[worst].representative
+    return Fit(rank=rank, category=max(peak, key=lambda category: peak[category]), excess_bytes=excess[worst])
 
 
 def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
     """Return one steady step's collectives; payloads of data-dependent ones are means over the programs."""
-    entries = []
+    counts: dict[tuple[str, Any, int], int] = defaultdict(int)
+    payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
     for name, communication in programs[0].communications.items():
-        payload = None
+        key = (communication.kind, communication.group, int(communication.size_bytes))
+        counts[key] += 1
         if communication.data_dependent:
-            payload = fmean(program.communications[name].payload_bytes for program in programs)
-        entries.append(
-            Collective(
-                kind=communication.kind,
-                group=communication.group,
-                bytes=communication.size_bytes,
-                count=1,
-                payload_bytes=payload,
-            )
+            payloads[key] += fmean(program.communications[name].payload_bytes for program in programs)
+    return merge_collectives(
+        Collective(
+            kind=kind, group=tuple(group), bytes=size, count=count, payload_bytes=payloads.get((kind, group, size))
         )
-    return merge_collectives(entries)
-
-
-def _links(machine: Machine, step: _Steady) -> tuple[LinkUse, ...]:
-    network = machine.network
-    return tuple(
-        LinkUse(
-            name=f"{source} -> {target}",
-            bytes=carried / machine.steps,
-            utilisation_ratio=min(1.0, carried / machine.steps / network.capacities[source, target] / step.time_s),
-        )
-        for (source, target), carried in network.carried.items()
+        for (kind, group, size), count in counts.items()
     )
 
 
-def _rank_classes(scenario: Scenario, machine: Machine, phases: list[dict[str, float]]) -> tuple[RankClass, ...]:
+LISTED_LINKS = 256
+"""Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
+
+
+def _links(machine: Machine, step: _Steady) -> tuple[LinkUse, ...]:
+    """Return what each link, or class of links, carried in a step."""
+    network, wiring = machine.network, machine.network.wiring
+    of_link = network.folded.link_class
+    if len(of_link) <= LISTED_LINKS:
+        shown = [(link, int(of_link[link]), 1) for link in range(len(of_link))]
+    else:
+        used, first, count = np.unique(of_link, return_index=True, return_counts=True)
+        shown = [(int(i), int(c), int(n)) for c, i, n in zip(used, first, count, strict=True) if c >= 0]
+    return tuple(
+        LinkUse(
+            name=f"{wiring.names[wiring.source[link]]} -> {wiring.names[wiring.target[link]]}",
+            count=count,
+            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0),
+            utilisation_ratio=carried / float(wiring.bandwidth_bytes_per_s[link]) / step.time_s,
+        )
+        for link, kind, count in shown
+    )
+
+
+def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
+    """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
+    for each in machine.classes:
+        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
+        which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
+        for kind in dict.fromkeys(which.tolist()):
+            yield each, each.members[which == kind]
+
+
+def _rank_classes(scenario: Scenario, machine: Machine, phases: list[dict[str, float]]) -> tuple[RankOutcome, ...]:
     """Return ranks with equal outcomes together."""
     classes: dict[str, dict[str, Any]] = {}
-    members: dict[str, list[int]] = defaultdict(list)
-    total = scenario.workload.global_batch_size
-    for rank in machine.ranks:
-        memory = machine.memory[rank]
+    members: dict[str, list[Any]] = defaultdict(list)
+    total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
+    sent, received = machine.carried_by_rank()
+    for each, same in _alike(machine, sent, received):
+        memory, rank = machine.memory[each.index], int(same[0])
         outcome = {
             "device": scenario.cluster.devices[rank].type,
             "peak_allocated_bytes": memory.peak_bytes,
             "peak_by_category_bytes": {k: v for k, v in sorted(memory.peak.items()) if v},
-            "phases_s": phases[rank],
-            "bytes_sent": machine.sent[rank] / machine.steps,
-            "bytes_received": machine.received[rank] / machine.steps,
-            "batch_share": scenario.batch_sizes[rank] / total,
-            "shard_share": scenario.shard_shares[rank],
+            "phases_s": phases[each.index],
+            "bytes_sent": float(sent[rank]) / machine.steps,
+            "bytes_received": float(received[rank]) / machine.steps,
+            "batch_share": batch_sizes[rank] / total,
+            "shard_share": shard_shares[rank],
         }
         key = repr(outcome)
         classes[key] = outcome
-        members[key].append(rank)
-    return tuple(
-        RankClass(ranks=tuple(members[key]), count=len(members[key]), **outcome) for key, outcome in classes.items()
-    )
+        members[key].append(same)
+    ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
+    return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())
 
 
 def _cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
-    prices = [scenario.cluster.type_of(rank).price_usd_per_h for rank in range(scenario.ranks)]
-    known = [price for price in prices if price is not None]
+    counts = Counter(device.type for device in scenario.cluster.devices[: scenario.ranks])
+    prices = {name: scenario.cluster.device_types[name].price_usd_per_h for name in counts}
+    known = [price * counts[name] for name, price in prices.items() if price is not None]
     return sum(known) * step_time_s / 3600 if len(known) == len(prices) else None

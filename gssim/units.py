@@ -11,7 +11,9 @@ from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
+import numpy as np
 import pydantic
+from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 
 DECIMAL_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
@@ -36,6 +38,8 @@ UNITS: dict[str, dict[str, Fraction]] = {
 EXAMPLES = {"bytes": "80 GiB", "bytes/s": "450 GB/s", "seconds": "5 us", "FLOP/s": "312 TFLOP/s"}
 
 T = TypeVar("T")
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 _QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*$")
 

@@ -1,28 +1,38 @@
 """Closed forms: on idle links, and on one device, simulated times are known exactly."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from strategies import (
+    built,
     cluster_of,
+    communicated,
     communication_time_s,
     device_type,
+    link_type,
     loaded_of,
     machine_of,
     ring,
     scenario_of,
     star,
+    topology,
 )
 
 from gssim import costs
 from gssim.cluster import BackendCost
-from gssim.collectives import Communication, ring_all_reduce_time_s
+from gssim.collectives import CLOSED_FORMS, Communication, ring_all_reduce_time_s
+from gssim.collectives.closed_forms import hierarchical_time_s, torus_time_s
 from gssim.scenario import Scenario
 from gssim.simulate import simulate
 from gssim.workload import unrolled
 
 BANDWIDTH, LATENCY_S, SIZE = 1e6, 1e-4, 840_000
 RANKS = range(2, 9)
+
+
+SIZES = (2**10, 2**20, 2**30)
+COUNTS = (2, 3, 4, 5, 8, 16, 32, 64)
 
 
 def group(ranks: int) -> tuple[int, ...]:
@@ -81,6 +91,109 @@ def test_uneven_all_gather_takes_the_largest_part_in_every_round(ranks):
         cluster, Communication("all-gather-v", group(ranks), sum(parts), part_bytes=parts)
     )
     assert simulated_s == pytest.approx((ranks - 1) * (2 * LATENCY_S + 0.5), rel=1e-9)
+
+
+def counts_for(name: str, kind: str) -> tuple[int, ...]:
+    return (2,) if kind == "send" else COUNTS
+
+
+@pytest.mark.parametrize(("name", "kind", "wired"), CLOSED_FORMS)
+def test_every_algorithm_on_the_topology_it_is_made_for_takes_its_closed_form(name, kind, wired):
+    formula, rate, latency_s = CLOSED_FORMS[name, kind, wired], 25e9, 3e-6
+    for ranks in counts_for(name, kind):
+        specification = topology(wired, count=ranks, bandwidth=rate, latency_s=latency_s)
+        cluster = built(specification, algorithms={kind: name})
+        for size in SIZES:
+            simulated_s = communication_time_s(cluster, Communication(kind, range(ranks), size))
+            assert simulated_s == pytest.approx(formula(ranks, size, rate, latency_s), rel=1e-6), (ranks, size)
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather"])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 4), (3, 5), (4, 4, 4), (2, 2, 4)], ids=str)
+def test_a_torus_takes_its_dimensions_one_after_another(shape, kind):
+    specification = topology("torus", device="fast", shape=shape, bandwidth=25e9, latency_s=3e-6)
+    cluster = built(specification, algorithms={kind: "torus"})
+    for size in SIZES:
+        simulated_s = communication_time_s(cluster, Communication(kind, range(math.prod(shape)), size))
+        formula_s = torus_time_s(kind, shape=shape, size_bytes=size, rate=25e9, latency_s=3e-6)
+        assert simulated_s == pytest.approx(formula_s, rel=1e-6), size
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize(("servers", "devices"), [(2, 2), (2, 8), (3, 4), (4, 8), (8, 8)])
+def test_a_hierarchical_all_reduce_over_servers_takes_both_levels(servers, devices, backend):
+    latency_s = 4e-6
+    specification = {
+        "kind": "servers",
+        "fabric": {"kind": "switch"},
+        "servers": [
+            {
+                "count": servers,
+                "device": "fast",
+                "devices": devices,
+                "inside": "nvswitch",
+                "inside_link": link_type(200e9, latency_s),
+                "nics": devices,
+                "nic_link": link_type(25e9, latency_s / 2),  # the other half of the way is over PCIe
+                "pcie_link": link_type(50e9, latency_s / 2),
+            }
+        ],
+    }
+    cluster = built(specification, algorithms={"all-reduce": "hierarchical"}, backend=backend)
+    for size in SIZES:
+        simulated_s = communication_time_s(cluster, Communication("all-reduce", range(servers * devices), size))
+        formula_s = hierarchical_time_s(
+            size_bytes=size, inside=devices, hosts=servers, inside_rate=200e9, between_rate=25e9, latency_s=latency_s
+        )
+        assert simulated_s == pytest.approx(formula_s, rel=1e-6), size
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_a_pipelined_ring_of_even_parts_is_a_ring(ranks):
+    size = 1000 * ranks
+    for kind in ("all-gather", "reduce-scatter"):
+        cluster = star(ranks, bandwidth=BANDWIDTH, latency_s=LATENCY_S, algorithms={f"{kind}-v": "pipelined-ring"})
+        uneven = Communication(f"{kind}-v", group(ranks), size, part_bytes=(1000,) * ranks)
+        formula_s = CLOSED_FORMS["ring", kind, "switch"](ranks, size, BANDWIDTH, 2 * LATENCY_S)
+        assert communication_time_s(cluster, uneven) == pytest.approx(formula_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["all-gather-v", "reduce-scatter-v"])
+def test_the_rank_before_the_smallest_part_sets_the_pace_of_a_pipelined_ring(kind):
+    parts = (500_000, 1000, 2000, 3000)
+    cluster = star(4, bandwidth=BANDWIDTH, latency_s=LATENCY_S, algorithms={kind: "pipelined-ring"})
+    simulated_s = communication_time_s(cluster, Communication(kind, group(4), sum(parts), part_bytes=parts))
+    assert simulated_s == pytest.approx(3 * 2 * LATENCY_S + (sum(parts) - 1000) / BANDWIDTH, rel=1e-9)
+
+
+def test_an_all_reduce_inside_the_switch_sends_everything_up_once_and_gets_one_part_for_all():
+    cluster = star(8, bandwidth=BANDWIDTH, latency_s=LATENCY_S, algorithms={"all-reduce": "in-switch"})
+    simulated_s = communication_time_s(cluster, Communication("all-reduce", group(8), SIZE))
+    assert simulated_s == pytest.approx(2 * 2 * LATENCY_S + (1 + 1 / 8) * SIZE / BANDWIDTH, rel=1e-9)
+
+
+@pytest.mark.parametrize("slow", [0, 3, 6])
+def test_a_ring_is_as_slow_as_its_slowest_link(slow):
+    cluster = star(7, bandwidth=BANDWIDTH, latency_s=LATENCY_S)
+    link = replace(cluster.links[slow], bandwidth_bytes_per_s=BANDWIDTH / 5)
+    cluster = replace(cluster, links=(*cluster.links[:slow], link, *cluster.links[slow + 1 :]))
+    simulated_s = communication_time_s(cluster, Communication("all-gather", group(7), SIZE))
+    assert simulated_s == pytest.approx(6 * (2 * LATENCY_S + 5 * SIZE / 7 / BANDWIDTH), rel=1e-9)
+
+
+def test_a_stage_is_priced_at_what_it_takes_though_its_messages_begin_at_different_times():
+    cluster = star(4, bandwidth=BANDWIDTH, latency_s=LATENCY_S, algorithms={"all-to-all": "direct"})
+    links = tuple(replace(link, latency_s=LATENCY_S * (1 + i)) for i, link in enumerate(cluster.links))
+    machine = communicated(replace(cluster, links=links), Communication("all-to-all", group(4), SIZE))
+    (scheduled,) = machine.scheduled.values()
+    assert scheduled.alone_s(machine.network) == pytest.approx(machine.env.now)
+
+
+def test_collectives_of_one_stream_take_their_times_one_after_another():
+    cluster = star(4, bandwidth=BANDWIDTH, latency_s=LATENCY_S)
+    both = [Communication(kind, group(4), SIZE) for kind in ("all-gather", "broadcast")]
+    alone_s = [communication_time_s(cluster, each) for each in both]
+    assert communication_time_s(cluster, *both, *both) == pytest.approx(2 * sum(alone_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("senders", range(1, 8))

@@ -29,6 +29,7 @@ BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 METHODS = {
     "ddp": ["plan.method=ddp"],
     "zero2": ["plan.method=zero2"],
+    "zero3": ["plan.method=zero3"],
     "gs": ["plan.method=gs"],
     "gs-zero": ["plan.method=gs", "plan.push.threshold=0"],
     "gs-coo": ["plan.method=gs", "plan.push.threshold=0", 'plan.push.encoding="coo"'],
@@ -69,8 +70,9 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
         found[f"{name}-adamw"] = [*SMALL_GPT, *ADAMW64, *method, *uneven]
     found["gs-resnet-sgd"] = [*DIGITS, *SGD, *METHODS["gs"], f"plan.shares.shards={UNEVEN_SHARDS[ranks]}"]
     few = [*SMALL_GPT[:1], f"workload.global_batch_size={ranks}"]
-    found["zero2-few-sgd"] = [*few, *SGD, *METHODS["zero2"]]  # its peak is inside a collective
-    found["zero2-bert-sgd"] = [*BERT, *SGD, *METHODS["zero2"]]
+    for method in ("zero2", "zero3"):
+        found[f"{method}-few-sgd"] = [*few, *SGD, *METHODS[method]]  # its peak is inside a collective
+        found[f"{method}-bert-sgd"] = [*BERT, *SGD, *METHODS[method]]
     found["gs-bert-adamw"] = [*BERT, *ADAMW64, *METHODS["gs-zero"], *UNEVEN[ranks]]
     found["planted-sgd"] = [*SMALL_GPT, *SGD, *METHODS["ddp"]]
     return {

@@ -44,7 +44,7 @@ def test_the_step_time_is_that_of_the_median_step_and_p10_that_of_a_light_one():
 def test_the_timeline_is_one_steady_step_from_zero():
     simulated = simulate(loaded_of(scenario_of(star(2), {"method": "gs"})))
     assert max(span.end_s for span in simulated.spans) == pytest.approx(simulated.result.step_time_s)
-    assert sum(span.label == "optimizer" for span in simulated.spans) == 2
+    assert sum(span.label == "optimizer" for span in simulated.spans) == 1  # two equal ranks are simulated once
     assert all(span.end_s > 0 for span in simulated.spans)
 
 

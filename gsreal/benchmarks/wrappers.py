@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from gsreal.benchmarks.bench import Bench, optimizer_alone
 from gsreal.gradient_sharding import shard_gradients
 
+WARMUPS, STEPS = 4, 21
+"""Plain and wrapped steps take turns: a slow second of the machine falls on both."""
+
 
 class _Stack(nn.Module):
     """Units of `tensors` tiny vectors: their compute is nothing beside the host time of what wraps them."""
@@ -89,18 +92,18 @@ def _wrapped_minus_plain(bench: Bench, units: int, tensors: int, elements: int) 
         unit.set_custom_all_gather(AllGather())  # type: ignore[operator]
         unit.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
     fully_shard(wrapped, mesh=mesh, reshard_after_forward=False)
-    found = []
-    for module in (plain, wrapped):
-        optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
-        parts: list[list[float]] = [[], [], []]
-        for step in range(15):
+    optimizers = [optimizer_alone("adamw", module.parameters(), bench.device) for module in (plain, wrapped)]
+    found: list[list[list[float]]] = [[[], [], []], [[], [], []]]
+    for step in range(WARMUPS + STEPS):
+        for module, optimizer, parts in zip((plain, wrapped), optimizers, found, strict=True):
+            bench.displace()  # in training, host code and its objects come back to caches full of the layers' work
             dist.barrier()
             times = _step_parts(bench, module, optimizer, spent)
             for part, seconds in zip(parts, times, strict=True):
-                if step >= 5:
+                if step >= WARMUPS:
                     part.append(seconds)
-        found.append([statistics.median(part) for part in parts])
-    forward, backward, update = ((w - p) / units for p, w in zip(*found, strict=True))
+    medians = [[statistics.median(part) for part in parts] for parts in found]
+    forward, backward, update = ((w - p) / units for p, w in zip(*medians, strict=True))
     return forward, backward, update
 
 
@@ -138,6 +141,7 @@ def gradient_hook_cost(bench: Bench) -> float:
         times = []
         for step in range(25):
             total = module(torch.ones(1, device=bench.device)).sum()
+            bench.displace()
             bench.finish()
             began = time.perf_counter()
             total.backward()

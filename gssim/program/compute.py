@@ -47,26 +47,41 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
     always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=False)
     gradients = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=freed_when_ready)
     hook_s = low.device(rank).gradient_hook_s if freed_when_ready else 0.0
+    once: dict[tuple[object, ...], list[Task]] = {}
+
+    def alike(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
+        """Return the tasks of a layer's phase; those of a layer with the very same events are made once."""
+        cut = tuple(cut_at.get(instance.index, ())) if phase == "b" else ()
+        key = (phase, id(instance.layer), cut, *map(id, events))
+        if key not in once:
+            scratch = _scratch(low, rank, instance, phase, kept)
+            duration_s = _layer_s(low, rank, instance, phase)
+            if phase == "f":
+                need = with_scratch(footprint(events), scratch)
+                once[key] = [Task("", "forward", duration_s=duration_s, need=need)]
+            else:
+                hooks_s = hook_s * len(instance.layer.parameters)
+                once[key] = _parts(instance, events, scratch, duration_s + hooks_s, cut)
+        return once[key]
+
     tasks = []
     for instance in low.layers:
         events = timeline.at(instance.index, "f")
-        tasks.append(
-            Task(
-                f"forward {instance.module}",
-                "forward",
-                duration_s=_layer_s(low, rank, instance, "f"),
-                need=with_scratch(footprint(events), _scratch(low, rank, instance, "f", events)),
-            )
-        )
+        (task,) = alike(instance, "f", events, events)
+        tasks.append(_named(task, f"forward {instance.module}"))
     for instance in reversed(low.layers):
         place = (instance.index, "b")
         events = [*timeline.at(*place), *gradients.get(place, ())]
-        scratch = _scratch(low, rank, instance, "b", [*timeline.at(*place), *always_kept.get(place, ())])
-        duration_s = _layer_s(low, rank, instance, "b") + hook_s * len(instance.layer.parameters)
-        tasks.extend(_parts(instance, events, scratch, duration_s, cut_at.get(instance.index, [])))
+        kept = [*timeline.at(*place), *always_kept.get(place, ())]
+        parts = alike(instance, "b", events, kept)
+        tasks.extend(_named(task, backward_label(instance, part)) for part, task in enumerate(parts))
     end = footprint(timeline.end)
     tasks.append(Task("backward end", "backward", need=end))
     return tasks
+
+
+def _named(task: Task, label: str) -> Task:
+    return Task(label, task.phase, duration_s=task.duration_s, need=task.need)
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str) -> float:

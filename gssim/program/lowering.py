@@ -1,13 +1,19 @@
 """What every pass needs: the scenario unrolled, its gradient buckets, and the collectives found so far."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+import numpy as np
+
+from gssim import shares
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.plan import assign_buckets, bucket_limits
 from gssim.scenario import Scenario, value_bytes
+from gssim.units import Ints
 from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
 
 
@@ -47,6 +53,8 @@ class Lowering:
     statistics: GradientStatistics | None
     step: int
     communications: dict[str, Communication] = field(default_factory=dict)
+    found: dict[object, Any] = field(default_factory=dict)
+    """What passes work out once for all ranks."""
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
@@ -54,9 +62,9 @@ class Lowering:
         return unrolled(self.scenario.workload.model)
 
     @cached_property
-    def group(self) -> tuple[int, ...]:
+    def group(self) -> range:
         """All ranks."""
-        return tuple(range(self.scenario.ranks))
+        return range(self.scenario.ranks)
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -82,6 +90,37 @@ class Lowering:
         sizes = [parameter.elements * self.value_bytes for _, parameter in members]
         found = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
         return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(found))
+
+    def roles(self, *, unfolded: bool = False) -> tuple[Ints, list[int]]:
+        """Return the role of each rank, and the first rank of each role: all that lowering reads of a rank is in it."""
+        ranks = np.arange(len(self.group))
+        policies, push = self.scenario.policies, self.scenario.plan.push
+        if unfolded or (policies.gradients == "push" and push.threshold):
+            return ranks, ranks.tolist()  # what a rank sends depends on whose range holds which tensors
+        devices = self.scenario.cluster.devices[: len(ranks)]
+        names = {name: i for i, name in enumerate(dict.fromkeys(device.type for device in devices))}
+        columns = [np.array([names[device.type] for device in devices]), np.array(self.batch_sizes)]
+        if policies.gradients == "push":
+            columns += [np.array(shares.split(bucket.elements, self.shard_shares)) for bucket in self.buckets]
+        if policies.parameters != "replicated":
+            columns += [self._held_rows(rows, ranks) for rows in self._distinct_rows]
+        code = np.zeros(len(ranks), np.int64)
+        for column in columns:
+            code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
+        _, first, role = np.unique(code, return_index=True, return_inverse=True)
+        by_rank = np.argsort(first, kind="stable")
+        return np.argsort(by_rank, kind="stable")[role], first[by_rank].tolist()
+
+    @cached_property
+    def _distinct_rows(self) -> list[int]:
+        """First dimensions of all parameters: FSDP2 cuts them (torch.chunk)."""
+        layers = self.scenario.workload.model.layers
+        return sorted({p.shape[0] if p.shape else 1 for layer in layers for p in layer.parameters})
+
+    def _held_rows(self, rows: int, ranks: Ints) -> Ints:
+        """Return how many of `rows` each rank holds."""
+        chunk = math.ceil(rows / len(ranks))
+        return np.clip(rows - ranks * chunk, 0, chunk)
 
     def device(self, rank: int) -> DeviceType:
         """Return the device type of a rank."""

@@ -19,7 +19,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     workload, device = low.scenario.workload, low.device(rank)
     owned = _owned_tensors(low, rank)
     elements = sum(owned)
-    sharded = low.scenario.policies.parameters == "gathered"
+    sharded = low.scenario.policies.parameters != "replicated"
     temporary = optimizer_temporary_bytes(
         workload.optimizer, tensor_elements=owned, value_bytes=low.value_bytes, kind=device.kind
     )

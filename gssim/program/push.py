@@ -139,8 +139,19 @@ Matrix = tuple[tuple[float, ...], ...]
 
 def _push_matrix(low: Lowering, bucket: Bucket) -> tuple[Matrix, Matrix]:
     """Return bytes and entries that each rank sends to each owner for a bucket."""
+    key = ("push", bucket.index)
+    if key not in low.found:
+        low.found[key] = _new_push_matrix(low, bucket)
+    found: tuple[Matrix, Matrix] = low.found[key]
+    return found
+
+
+def _new_push_matrix(low: Lowering, bucket: Bucket) -> tuple[Matrix, Matrix]:
     push = low.scenario.plan.push
     ranges = shares.ranges(bucket.elements, low.shard_shares)
+    if push.threshold is None:
+        owned = [float(last - first) for first, last in ranges]
+        return _everybodys(owned, low.value_bytes), _everybodys(owned, 1)
     sizes, entries = [], []
     for rank in low.group:
         row_sizes, row_entries = [], []
@@ -148,19 +159,23 @@ def _push_matrix(low: Lowering, bucket: Bucket) -> tuple[Matrix, Matrix]:
             elements = float(last - first) if owner != rank else 0.0
             sent = sum(n * d for n, d in _densities(low, bucket, rank, first, last)) if elements else 0.0
             row_entries.append(sent)
-            size = elements * low.value_bytes
-            if push.threshold is not None:
-                size = density.message_bytes(
-                    elements=elements,
-                    sent=sent,
-                    value_bytes=low.value_bytes,
-                    index_bytes=costs.INDEX_BYTES,
-                    encoding=push.encoding,
-                )
+            size = density.message_bytes(
+                elements=elements,
+                sent=sent,
+                value_bytes=low.value_bytes,
+                index_bytes=costs.INDEX_BYTES,
+                encoding=push.encoding,
+            )
             row_sizes.append(size)
         sizes.append(tuple(row_sizes))
         entries.append(tuple(row_entries))
     return tuple(sizes), tuple(entries)
+
+
+def _everybodys(owned: Sequence[float], factor: int) -> Matrix:
+    """Return what each rank sends where all send all: every owner's part, but nothing to itself."""
+    row = tuple(factor * elements for elements in owned)
+    return tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank in range(len(row)))
 
 
 def _densities(low: Lowering, bucket: Bucket, rank: int, first: int, last: int) -> list[tuple[int, float]]:

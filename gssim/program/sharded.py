@@ -1,18 +1,71 @@
-"""FSDP2's units: parameters gathered, gradients reduce-scattered."""
+"""FSDP2's units: parameters gathered, gradients reduce-scattered.
+
+[Note: order] What FSDP2 does for a unit hangs on hooks, so its order is that of torch 2.13's source, folder
+torch/distributed/fsdp/_fully_shard. Forward: the root is gathered first, each block before its own forward. Backward,
+where blocks were freed after their forward: the hook on a unit's output takes the gathered parameters, then issues the
+gather of the unit that comes next (FSDPParamGroup.pre_backward, _backward_prefetch); the root's own hook, on the
+logits, issues the last block's. The root is kept from forward to backward (FSDPState._lazy_init), and its gradients
+come last, from the callback at the end of the backward.
+
+[Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
+reduce-scatters share one communicator, which runs one at a time. Events hold them back as in wait_for_unshard and
+post_backward: a gather waits until the parameters of the unit before the last have been copied out (so at most two
+flat buffers live), a reduce-scatter until its gradients are copied in, and the next copy-in until it is over. The host
+is taken to run ahead of the device. Memory is booked on the compute stream, where the host takes and returns it: that
+is the order in which torch.cuda.max_memory_allocated counts. FSDP2 on a CPU blocks in every collective.
+"""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from gssim import collectives, costs
 from gssim.collectives import Communication
-from gssim.memory import (
-    Event,
-    footprint,
-)
-from gssim.program.compute import backward_label, insert_after
+from gssim.memory import Event, Footprint, footprint
+from gssim.program.compute import backward_label
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task
 from gssim.workload import LayerInstance, Parameter
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The parameters of a unit, and how they are cut among the ranks; repeated blocks share one."""
+
+    parameters: tuple[Parameter, ...]
+    ranks: int
+    value_bytes: int
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """(Rows, elements of a row) of each parameter; a scalar has one row."""
+        rows = [parameter.shape[0] if parameter.shape else 1 for parameter in self.parameters]
+        return tuple((n, parameter.elements // n) for n, parameter in zip(rows, self.parameters, strict=True))
+
+    @cached_property
+    def shard_elements(self) -> tuple[int, ...]:
+        """Elements of each parameter on one rank, padding included (torch.chunk on dim 0)."""
+        return tuple(math.ceil(rows / self.ranks) * each for rows, each in self.rows)
+
+    @cached_property
+    def padded_bytes(self) -> int:
+        """Bytes of the gathered parameters: each padded in its first dimension to a multiple of the ranks."""
+        return self.ranks * sum(self.shard_elements) * self.value_bytes
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of the unsharded gradients."""
+        return sum(rows * each for rows, each in self.rows) * self.value_bytes
+
+    def own_elements(self, rank: int) -> tuple[int, ...]:
+        """Return elements of each parameter on `rank`, padding left out."""
+        found = []
+        for rows, each in self.rows:
+            chunk = math.ceil(rows / self.ranks)
+            found.append(max(0, min(chunk, rows - rank * chunk)) * each)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -21,95 +74,87 @@ class Unit:
 
     name: str
     layers: tuple[LayerInstance, ...]
-    ranks: int
-    value_bytes: int
+    tensors: Tensors
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the unit."""
+        return self.tensors.ranks
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters of the unit."""
-        return tuple(parameter for instance in self.layers for parameter in instance.layer.parameters)
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes of the gathered parameters: each padded in its first dimension to a multiple of the ranks."""
-        return self.ranks * sum(self.shard_elements) * self.value_bytes
+        return self.tensors.parameters
 
     @property
     def shard_elements(self) -> tuple[int, ...]:
-        """Elements of each parameter on one rank, padding included (torch.chunk on dim 0)."""
-        found = []
-        for parameter in self.parameters:
-            rows = parameter.shape[0] if parameter.shape else 1
-            found.append(math.ceil(rows / self.ranks) * (parameter.elements // rows))
-        return tuple(found)
+        """Elements of each parameter on one rank, padding included."""
+        return self.tensors.shard_elements
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of the gathered parameters, padding included."""
+        return self.tensors.padded_bytes
+
+    @property
+    def flat_bytes(self) -> int:
+        """Bytes of the buffer into which the unit is gathered; a rank alone copies its parameters without one."""
+        return self.padded_bytes if self.ranks > 1 else 0
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the unsharded gradients."""
-        return sum(parameter.elements for parameter in self.parameters) * self.value_bytes
+        return self.tensors.gradient_bytes
 
     def own_elements(self, rank: int) -> tuple[int, ...]:
         """Return elements of each parameter on `rank`, padding left out."""
-        found = []
-        for parameter in self.parameters:
-            rows = parameter.shape[0] if parameter.shape else 1
-            chunk = math.ceil(rows / self.ranks)
-            held = max(0, min(chunk, rows - rank * chunk))
-            found.append(held * (parameter.elements // rows))
-        return tuple(found)
+        return self.tensors.own_elements(rank)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is what no block holds."""
+        return not self.layers[0].layer.block
 
 
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    blocks = [instance for instance in low.layers if instance.layer.block]
+    ranks, value_bytes = len(low.group), low.value_bytes
     root = tuple(instance for instance in low.layers if not instance.layer.block)
-    made = [("root", root), *((instance.module, (instance,)) for instance in blocks)]
-    return tuple(
-        Unit(name, layers, len(low.group), low.value_bytes)
-        for name, layers in made
-        if any(instance.layer.parameters for instance in layers)
-    )
+    whole = tuple(parameter for instance in root for parameter in instance.layer.parameters)
+    found = [Unit("root", root, Tensors(whole, ranks, value_bytes))] if whole else []
+    repeated: dict[int, Tensors] = {}
+    for instance in low.layers:
+        layer = instance.layer
+        if layer.block and layer.parameters:
+            if id(layer) not in repeated:
+                repeated[id(layer)] = Tensors(layer.parameters, ranks, value_bytes)
+            found.append(Unit(instance.module, (instance,), repeated[id(layer)]))
+    return tuple(found)
 
 
-def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """FSDP2 on a unit's last gradient: parameters freed, gradients copied into one buffer, that reduce-scattered.
+Places = Mapping[str, Sequence[Task]]
+"""Tasks to insert, by the label of the task that they stand beside."""
 
-    The buffer of one unit is held until the next unit's backward is done (torch 2.13, comm_ctx.reduce_scatter_states).
-    """
-    device = low.device(rank)
-    labels = [task.label for task in tasks]
-    held = 0.0
-    waiting = []
-    for unit in sorted(units(low), key=lambda unit: -min(i.index for i in unit.layers) if unit.name != "root" else 1):
-        name = f"reduce-scatter {unit.name}"
-        communication = low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
-        copy = Task(
-            f"copy in {name}",
-            "backward",
-            duration_s=costs.sharded_unit_time_s(
-                device, phase="b", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
-            ),
-            need=footprint(
-                [
-                    Event(0, -unit.padded_bytes, "gathered_parameters"),
-                    Event(1, -held, "communication"),
-                    Event(2, unit.padded_bytes, "communication"),
-                    Event(3, -unit.gradient_bytes, "gradients"),
-                    Event(4, unit.padded_bytes / unit.ranks, "gradients"),
-                ]
-            ),
-        )
-        need = footprint(_staging(low, communication, 0))
-        new = [copy, Task(name, "exposed_communication", communication=name, need=need)]
-        held = float(unit.padded_bytes)
-        if unit.name == "root":
-            waiting = new
-            continue
-        index = labels.index(backward_label(unit.layers[0], 0))
-        insert_after(tasks, index, new)
-        labels = [task.label for task in tasks]
-    free = Task("backward callback", "backward", need=footprint([Event(0, -held, "communication")]))
-    return [*tasks, *waiting, free]
+
+def _inserted(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[Task]:
+    """Return `tasks` with those of `before` and `behind` beside the tasks that they name."""
+    found: list[Task] = []
+    for task in tasks:
+        found.extend(before.get(task.label, ()))
+        found.append(task)
+        found.extend(behind.get(task.label, ()))
+    return found
+
+
+def _overlaps(low: Lowering) -> bool:
+    """Return whether collectives run beside the compute; see [Note: streams]."""
+    return low.scenario.plan.overlap and low.scenario.cluster.backend == "nccl" and len(low.group) > 1
+
+
+@lru_cache(maxsize=1024)
+def _need(*events: Event) -> Footprint:
+    """Return the footprint of events; repeated blocks ask for the same one."""
+    return footprint(events)
 
 
 def _staging(low: Lowering, communication: Communication, position: int) -> list[Event]:
@@ -118,33 +163,165 @@ def _staging(low: Lowering, communication: Communication, position: int) -> list
     return [Event(position, size, "communication"), Event(position + 1, -size, "communication")]
 
 
-def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept.
+# Gradients -----------------------------------------------------------------------------------------------------------
 
-    A gather's flat buffer is held until the next unit's gather is done, or the forward is.
+
+def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+    """FSDP2 on a unit's last gradient: parameters freed, gradients copied into one buffer, that reduce-scattered.
+
+    The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states).
     """
-    device = low.device(rank)
-    held = 0.0
-    for unit in units(low):
-        name = f"all-gather {unit.name}"
-        communication = low.communications[name] = Communication("all-gather", low.group, unit.padded_bytes)
-        size = float(unit.padded_bytes)
-        need = footprint([Event(0, size, "communication"), *_staging(low, communication, 1)])
-        new = [
-            Task(name, "exposed_communication", communication=name, need=need),
-            Task(
-                f"copy out {name}",
-                "forward",
-                duration_s=costs.sharded_unit_time_s(
-                    device, phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
-                ),
-                need=footprint([Event(0, -held, "communication"), Event(1, size, "gathered_parameters")]),
-            ),
-        ]
-        held = size
-        first = low.layers[0] if unit.name == "root" else unit.layers[0]
-        index = next(i for i, task in enumerate(tasks) if task.label == f"forward {first.module}")
-        tasks[index:index] = new
-    end = next(i for i, task in enumerate(tasks) if task.label == f"forward {low.layers[-1].module}")
-    tasks[end:end] = [Task("forward end", "forward", need=footprint([Event(0, -held, "communication")]))]
+    behind: dict[str, list[Task]] = defaultdict(list)
+    before: Unit | None = None
+    end: list[Task] = []
+    for unit in sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index)):
+        new = _reduce_scatter(low, rank, unit, before)
+        if unit.is_root:
+            end = new
+        else:
+            behind[backward_label(unit.layers[0], 0)] = new
+        before = unit
+    held = before.padded_bytes if before else 0
+    last = (_reduce_name(before),) if before and _overlaps(low) else ()
+    free = Task("backward callback", "backward", after=last, need=_need(Event(0, -held, "communication")))
+    return [*_inserted(tasks, before={}, behind=behind), *end, free]
+
+
+def _reduce_name(unit: Unit) -> str:
+    return f"reduce-scatter {unit.name}"
+
+
+def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None) -> list[Task]:
+    """Return what happens once a unit's gradients are all there; `before` is the unit whose turn came before it."""
+    name, overlaps = _reduce_name(unit), _overlaps(low)
+    copy = Task(
+        f"copy in {name}",
+        "backward",
+        duration_s=costs.sharded_unit_time_s(
+            low.device(rank), phase="b", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
+        ),
+        after=(_reduce_name(before),) if before and overlaps else (),
+        need=_need(
+            Event(0, -unit.padded_bytes, "gathered_parameters"),
+            Event(1, -before.padded_bytes if before else 0, "communication"),
+            Event(2, unit.padded_bytes, "communication"),
+            Event(3, -unit.gradient_bytes, "gradients"),
+            Event(4, unit.padded_bytes / unit.ranks, "gradients"),
+        ),
+    )
+    if unit.ranks == 1:
+        return [copy]
+    communication = low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
+    if overlaps:
+        return [copy, Task(name, "exposed_communication", "communication", communication=name, after=(copy.label,))]
+    need = _need(*_staging(low, communication, 0))
+    return [copy, Task(name, "exposed_communication", communication=name, need=need)]
+
+
+# Parameters ----------------------------------------------------------------------------------------------------------
+
+
+def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+    """Leave the tasks as they are: every rank holds all parameters."""
     return tasks
+
+
+def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+    """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
+    before = _gather_forward(low, rank)
+    return _inserted(_begun(low, tasks), before=before, behind={})
+
+
+def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+    """FSDP2 with its default reshard_after_forward: each block is freed after its forward, and gathered once more."""
+    before = {**_gather_forward(low, rank), **_gather_backward(low, rank)}
+    behind = {
+        f"forward {unit.layers[0].module}": [
+            Task(f"free {unit.name}", "forward", need=_need(Event(0, -unit.padded_bytes, "gathered_parameters")))
+        ]
+        for unit in units(low)
+        if not unit.is_root
+    }
+    return _inserted(_begun(low, tasks), before=before, behind=behind)
+
+
+FORWARD_BEGIN = "forward begin"
+
+
+def _begun(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
+    """Return tasks with a mark of the step's beginning, where other streams must wait for it."""
+    return [Task(FORWARD_BEGIN, "forward"), *tasks] if _overlaps(low) else list(tasks)
+
+
+def _gather_name(unit: Unit, phase: str) -> str:
+    return f"all-gather {unit.name}" + (" backward" if phase == "backward" else "")
+
+
+def _gather(low: Lowering, unit: Unit, phase: str, after: tuple[str, ...]) -> list[Task]:
+    """Return the gather of a unit into a flat buffer that it leaves behind; `after` is what it waits for on nccl."""
+    if unit.ranks == 1:
+        return []
+    name = _gather_name(unit, phase)
+    communication = low.communications[name] = Communication("all-gather", low.group, unit.padded_bytes)
+    flat = Event(0, unit.flat_bytes, "communication")
+    if _overlaps(low):
+        return [
+            Task(f"issue {name}", phase, need=_need(flat)),
+            Task(name, "exposed_communication", "communication", communication=name, after=after),
+        ]
+    need = _need(flat, *_staging(low, communication, 1))
+    return [Task(name, "exposed_communication", communication=name, need=need)]
+
+
+def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
+    """Return the copy of a unit's parameters out of its flat buffer; then a buffer of `freed_bytes` is given back."""
+    name = _gather_name(unit, phase)
+    return Task(
+        f"copy out {name}",
+        phase,
+        duration_s=costs.sharded_unit_time_s(
+            low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
+        ),
+        after=(name,) if _overlaps(low) else (),
+        need=_need(Event(0, unit.padded_bytes, "gathered_parameters"), Event(1, -freed_bytes, "communication")),
+    )
+
+
+def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:
+    """Return each unit's gather, by the forward that it comes before.
+
+    A flat buffer is held until the next unit's copy-out is done (comm_ctx.all_gather_state; wait_for_unshard drops it
+    before that copy, but its own variable prev_all_gather_state lives on), or the forward is.
+    """
+    before: dict[str, list[Task]] = defaultdict(list)
+    found = units(low)
+    held = 0
+    for number, unit in enumerate(found):
+        after = (f"copy out {_gather_name(found[number - 2], 'forward')}",) if number > 1 else ()
+        copy = _copy_out(low, rank, unit, "forward", held)
+        first = low.layers[0] if unit.is_root else unit.layers[0]
+        start = () if number else (FORWARD_BEGIN,)
+        before[f"forward {first.module}"] += [*_gather(low, unit, "forward", after or start), copy]
+        held = unit.flat_bytes
+    end = Task("forward end", "forward", need=_need(Event(0, -held, "communication")))
+    before[f"forward {low.layers[-1].module}"].append(end)
+    return before
+
+
+def _gather_backward(low: Lowering, rank: int) -> dict[str, list[Task]]:
+    """Return each block's second gather, by the backward that it comes before; see [Note: order]."""
+    before: dict[str, list[Task]] = defaultdict(list)
+    found = units(low)
+    blocks = [unit for unit in reversed(found) if not unit.is_root]
+    if not blocks:
+        return before
+    last_copy = (f"copy out {_gather_name(blocks[0], 'forward')}",)
+    issuer = low.layers[-2] if found[0].is_root else blocks[0].layers[0]
+    before[backward_label(issuer, 0)] += _gather(low, blocks[0], "backward", last_copy)
+    for number, unit in enumerate(blocks):
+        copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
+        new = [copy]
+        if number + 1 < len(blocks):
+            new += _gather(low, blocks[number + 1], "backward", (copy.label,))
+        before[backward_label(unit.layers[0], 0)] += new
+    return before

@@ -1,6 +1,7 @@
 """What one rank does at a time, and what all ranks do in a step."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from gssim.collectives import Communication
 from gssim.memory import (
@@ -24,9 +25,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Program:
-    """One step of every rank, the collectives that its tasks name, and what each rank holds all the time."""
+    """One step of every rank, the collectives that its tasks name, and what each rank holds all the time.
+
+    Ranks of equal inputs have one role, and are lowered once.
+    """
 
     tasks: tuple[tuple[Task, ...], ...]
+    """By role."""
     communications: dict[str, Communication]
     persistent: tuple[dict[str, float], ...]
+    """By role."""
     push_density: float | None = None
+    roles: tuple[int, ...] = ()
+    """Role of each rank; empty: every rank has its own."""
+
+    @cached_property
+    def role_of(self) -> tuple[int, ...]:
+        """Role of each rank."""
+        return self.roles or tuple(range(len(self.tasks)))

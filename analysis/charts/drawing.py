@@ -1,0 +1,146 @@
+"""What all charts share: style, marks, units, labels, and files."""
+
+import io
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import polars as pl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+
+from gssim.result import write_bytes
+
+STYLE = {
+    **{
+        key: value
+        for key, value in mpl.rcParamsDefault.items()
+        if key.startswith(("font.", "axes.", "hatch.", "text."))
+    },
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "hatch.linewidth": 0.8,
+}
+DPI = 150
+TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+BYTE_UNITS = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0))
+# Shape and colour of each method, the same in every chart; colours: Okabe & Ito 2008, "Color Universal Design".
+MARKS = {
+    "single": ("o", "#000000"),
+    "ddp": ("s", "#0072B2"),
+    "zero1": ("v", "#56B4E9"),
+    "zero2": ("^", "#009E73"),
+    "zero3": ("<", "#CC79A7"),
+    "fsdp": (">", "#CC79A7"),
+    "hsdp": ("P", "#CC79A7"),
+    "pipeline": ("p", "#7A7A00"),
+    "tensor": ("h", "#7A7A00"),
+    "gs": ("D", "#D55E00"),
+    "gs_z3": ("X", "#D55E00"),
+    "gs_wgrad": ("d", "#E69F00"),
+    "gs_tp": ("8", "#E69F00"),
+    "gs_hier": ("*", "#D55E00"),
+}
+OTHER_MARK = ("H", "#777777")
+LOG_FROM_RATIO = 6
+"""Values that span more than this factor are drawn on logarithmic axes (a chart's bars: in separate panels)."""
+LONGEST_NAME = 32
+LABEL_POINTS = 9.0
+LABEL_GAP_IN = 0.19
+"""Distance of two labels' lines; a label's text is 0.13 in high."""
+
+
+def point_labels(comparison: pl.DataFrame) -> list[str]:
+    """Return a short label for each row, none twice: its name, then what tells equal names apart."""
+    names = [" ".join(name.split()) for name in comparison["name"].to_list()]
+    thresholds = [
+        f"threshold {value:g}" if value is not None else "dense" for value in comparison["threshold"].to_list()
+    ]
+    labels = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "\u2026" for name in names]
+    for words in (comparison["method"].to_list(), thresholds, _short_ids(comparison["scenario_id"].to_list())):
+        labels = _told_apart(labels, words)
+    return labels
+
+
+def _short_ids(ids: Sequence[str]) -> list[str]:
+    """Return the first six characters of each, or as many more as tell them apart."""
+    length = next((n for n in range(6, 64) if len({identity[:n] for identity in ids}) == len(set(ids))), 64)
+    return [identity[:length] for identity in ids]
+
+
+def _told_apart(labels: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return labels with their word added where equal labels have different words."""
+    meanings = defaultdict(set)
+    for label, word in zip(labels, words, strict=True):
+        meanings[label].add(word)
+    return [
+        f"{label}, {word}" if len(meanings[label]) > 1 else label for label, word in zip(labels, words, strict=True)
+    ]
+
+
+def unit_for(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """Return the largest (unit, factor) in which `value` is at least 1, else the smallest.
+
+    >>> unit_for(0.12, TIME_UNITS)
+    ('ms', 0.001)
+    """
+    return next(((unit, factor) for unit, factor in units if value >= factor), units[-1])
+
+
+def percent(ratio: float) -> str:
+    """Return a signed ratio for people.
+
+    >>> percent(0.042), percent(-0.5)
+    ('+4.2 %', '\u221250.0 %')
+    """
+    return f"{100 * ratio:+.1f} %".replace("-", "\u2212")
+
+
+def in_order(methods: Sequence[str]) -> list[str]:
+    """Return methods in the order of `MARKS`, unknown ones last."""
+    return [method for method in MARKS if method in methods] + sorted(set(methods) - MARKS.keys())
+
+
+def mark(method: str) -> dict[str, Any]:
+    """Return how a method's points are drawn."""
+    marker, colour = MARKS.get(method, OTHER_MARK)
+    size = 12 if marker == "*" else 8  # a star of equal width looks smaller
+    return {"marker": marker, "color": colour, "markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.7}
+
+
+def plain(text: str) -> str:
+    """Return text in which a dollar sign starts no formula."""
+    return text.replace("$", r"\$")
+
+
+def label_width_in(text: str) -> float:
+    """Return the width of a label in bold, the widest that it may become."""
+    return (
+        float(TextPath((0, 0), plain(text), LABEL_POINTS, prop=FontProperties(weight="bold")).get_extents().width) / 72
+    )
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """Return an empty figure."""
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """Return the figure as PNG, the same bytes for the same figure."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", metadata={"Software": None})
+    return stream.getvalue()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure as PNG, whole or not at all."""
+    write_bytes(path, png(figure))

@@ -1,0 +1,136 @@
+"""Where the time of a step goes: stacked bars, predicted above measured."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from analysis.charts.drawing import (
+    LABEL_POINTS,
+    LOG_FROM_RATIO,
+    STYLE,
+    TIME_UNITS,
+    label_width_in,
+    new_figure,
+    plain,
+    point_labels,
+    unit_for,
+)
+from gssim.result import PHASES
+
+# Neighbours in a stack differ in lightness (L* 70, 46, 89, 71, 32, 91), not in hue alone.
+PHASE_COLOURS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "compression": "#F0E442",
+    "optimizer": "#E69F00",
+    "exposed_communication": "#882255",
+    "idle": "#E4E4E4",
+}
+DARK_PHASES = frozenset({"backward", "exposed_communication"})
+"""Hatched in white, the others in dark grey."""
+
+
+def phases(comparison: pl.DataFrame) -> Figure:
+    """Return stacked bars of a step's phases, for each scenario the predicted bar (hatched) above the measured one.
+
+    Steps of very different length go to panels of their own, each with its own axis: on one axis the short ones
+    would vanish.
+    """
+    labels = point_labels(comparison)
+    rows = list(comparison.iter_rows(named=True))
+    groups = magnitudes([max(_total_s(row, "predicted"), _total_s(row, "measured")) for row in rows])
+    with mpl.rc_context(STYLE):
+        left_in = 0.3 + max(map(label_width_in, labels), default=0)
+        bar_in, right_in = 6.6, 1.45
+        top_in, between_in, bottom_in = 1.25, 0.85, 0.65
+        heights_in = [0.68 * len(group) + 0.12 for group in groups]
+        width_in = left_in + bar_in + right_in
+        height_in = top_in + sum(heights_in) + between_in * (len(groups) - 1) + bottom_in
+        figure = new_figure(width_in, height_in)
+        bottom = height_in - top_in
+        for group, panel_in in zip(groups, heights_in, strict=True):
+            bottom -= panel_in
+            axes = figure.add_axes((left_in / width_in, bottom / height_in, bar_in / width_in, panel_in / height_in))
+            _phase_panel(axes, [rows[i] for i in group], [labels[i] for i in group])
+            bottom -= between_in
+        _phase_heading(figure, several=len(groups) > 1)
+    return figure
+
+
+def magnitudes(values: Sequence[float]) -> list[list[int]]:
+    """Return the indices of `values` in groups of like magnitude, largest first; order inside a group is kept.
+
+    >>> magnitudes([0.1, 2.0, 0.3])
+    [[1], [0, 2]]
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(values)), key=lambda i: -values[i]):
+        if not groups or values[groups[-1][0]] > LOG_FROM_RATIO * values[i]:
+            groups.append([])
+        groups[-1].append(i)
+    return [sorted(group) for group in groups]
+
+
+def _phase_heading(figure: Figure, *, several: bool) -> None:
+    width_in, height_in = figure.get_size_inches()
+    x = 0.15 / width_in
+    title = "Where does a step's time go, and does the simulator see it?"
+    figure.text(x, 1 - 0.32 / height_in, title, fontsize=14, fontweight="bold", va="center")
+    note = "Top bar of a pair (hatched): predicted; bottom bar (plain): measured. Means over ranks."
+    if several:
+        note += " Mind the different time axes."
+    figure.text(x, 1 - 0.62 / height_in, note, va="center", color="0.25")
+    swatches = [
+        Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " ")) for p in PHASES
+    ]
+    figure.legend(
+        handles=swatches,
+        loc="upper left",
+        bbox_to_anchor=(x, 1 - 0.8 / height_in),
+        ncols=len(PHASES),
+        frameon=False,
+        borderaxespad=0,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
+
+
+def _phase_panel(axes: Axes, rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> None:
+    longest_s = max(_total_s(row, side) for row in rows for side in ("predicted", "measured"))
+    unit, factor = unit_for(longest_s, TIME_UNITS)
+    for i, row in enumerate(rows):
+        for side, y in (("predicted", i - 0.19), ("measured", i + 0.19)):
+            _phase_bar(axes, row, side, y, factor)
+            total = _total_s(row, side) / factor
+            text = f"{side} {total:.3g} {unit}"
+            axes.annotate(text, (total, y), (5, 0), textcoords="offset points", va="center", annotation_clip=False)
+    axes.set_yticks(range(len(rows)), [plain(label) for label in labels], fontweight="bold", fontsize=LABEL_POINTS)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_xlim(0, 1.005 * longest_s / factor or 1.0)
+    axes.set_xlabel(f"time of one step ({unit})")
+    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _phase_bar(axes: Axes, row: dict[str, Any], side: str, y: float, factor: float) -> None:
+    left = 0.0
+    for phase in PHASES:
+        time = (row[f"{phase}_{side}_s"] or 0.0) / factor
+        if time > 0:
+            place: dict[str, Any] = {"y": y, "width": time, "left": left, "height": 0.36}
+            axes.barh(**place, color=PHASE_COLOURS[phase], linewidth=0)
+            if side == "predicted":  # a patch has one colour for edge and hatching: so hatching is a patch of its own
+                hatching = "white" if phase in DARK_PHASES else "0.2"
+                axes.barh(**place, fill=False, linewidth=0, hatch="////", edgecolor=hatching)
+            axes.barh(**place, fill=False, linewidth=0.6, edgecolor="0.2")
+        left += time
+
+
+def _total_s(row: dict[str, Any], side: str) -> float:
+    return sum(row[f"{phase}_{side}_s"] or 0.0 for phase in PHASES)

@@ -1,0 +1,116 @@
+"""What the operations of one training step do, seen under fake tensors."""
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+# torch counts no FLOP for the CPU's flash attention; its arguments are those of the CUDA kernel
+FLOP_ALIASES = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+@dataclass
+class Alive:
+    """One storage that an operation created, with the absolute moments (layer, phase, position) of its life."""
+
+    size_bytes: int
+    born: tuple[int, str, int]
+    freed: tuple[int, str, int] | None = None
+
+
+@dataclass
+class Record:
+    """What one traced step showed, per layer index."""
+
+    modules: list[str]
+    blocks: set[str]
+    flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    alive: list[Alive] = field(default_factory=list)
+    parameters: dict[str, tuple[int, tuple[int, ...], tuple[int, str, int], tuple[int, str, int]]] = field(
+        default_factory=dict
+    )
+    """Name -> (layer of first use, shape, gradient born, gradient ready)."""
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operation of a step and books it on the layer that runs."""
+
+    def __init__(self, record: Record, known: set[int]) -> None:
+        super().__init__()
+        self.record, self.known = record, known
+        self.layer, self.phase = 0, "f"
+        self.position: dict[tuple[int, str], int] = defaultdict(lambda: -1)
+        self.live: dict[int, Alive] = {}
+        self.first_use: dict[int, int] = {}
+
+    def enter(self, layer: int, phase: str) -> None:
+        """Book what comes to a phase of a layer."""
+        self.layer, self.phase = layer, phase
+
+    def now(self) -> tuple[int, str, int]:
+        """Return the moment: layer, phase, position."""
+        place = (self.layer, self.phase)
+        return (*place, max(0, self.position[place]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = (self.layer, self.phase)
+        self.position[place] += 1
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in inputs:
+            key = tensor.untyped_storage()._cdata
+            if key in self.known:
+                self.first_use.setdefault(key, self.layer)
+        result = func(*args, **kwargs)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if outputs and not func.is_view:
+            self._count(func, args, kwargs, result, inputs, outputs, place)
+        for tensor in outputs:
+            self._born(tensor)
+        return result
+
+    def _count(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        place: tuple[int, str],
+    ) -> None:
+        packet = FLOP_ALIASES.get(func._overloadpacket, func._overloadpacket)
+        if packet in flop_registry:
+            self.record.flop[place] += flop_registry[packet](*args, **kwargs, out_val=result)
+        moved = {id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}
+        self.record.bytes_moved[place] += sum(moved.values())
+        self.record.operations[place] += 1
+
+    def _born(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live or key in self.known:
+            return
+        alive = Alive(storage.nbytes(), self.now())
+        self.live[key] = alive
+        self.record.alive.append(alive)
+        weakref.finalize(storage, self._freed, key, alive)
+
+    def _freed(self, key: int, alive: Alive) -> None:
+        alive.freed = self.now()
+        if self.live.get(key) is alive:
+            del self.live[key]

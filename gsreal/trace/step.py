@@ -1,0 +1,151 @@
+"""One training step of a module under fake tensors, and what it showed."""
+
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from gsreal.build import build_module, example_batch, first_line, logits_of, loss_of
+from gsreal.layers import layer_boundaries, layer_modules
+from gsreal.trace.recorder import Record, Recorder
+from gssim.units import UserError
+from gssim.workload import Model
+
+
+def fake_module(model: Model, where: str) -> nn.Module:
+    """Return the module; one initialisation of torch's asks for values, which fake tensors do not have."""
+    with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
+        return build_module(model.module, where=where)
+
+
+def record_step(model: Model, batch_size: int, sequence_length: int | None, *, where: str) -> Record:
+    """Return what one training step at this shape does, layer by layer."""
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        module = fake_module(model, where)
+        module.train()
+        chosen = layer_modules(module)
+        inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
+        modules = _executed(module, list(chosen), inputs, targets, where)
+        record = Record(modules, blocks={name for name in modules if chosen[name]})
+        _record_saved(record, module, inputs, targets)
+        module.zero_grad(set_to_none=True)
+        _record_operations(record, module, inputs, targets, where)
+    return record
+
+
+def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, where: str) -> list[str]:
+    """Return the chosen modules at which a layer begins, in the order in which they run.
+
+    Modules that take nothing that carries a gradient (embeddings side by side) belong to the first of them.
+    """
+    order: list[str] = []
+    inner = dict(module.named_modules())
+
+    def before(name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            carrying = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
+            if carrying or not order:
+                order.append(name)
+
+        return hook
+
+    handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
+    try:
+        loss = loss_of(module(inputs), targets)
+    except Exception as error:
+        raise UserError(
+            f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
+        ) from error
+    if not loss.requires_grad:
+        raise UserError(f"{where}: the module has no parameters to train")
+    for handle in handles:
+        handle.remove()
+    twice = {name for name in order if order.count(name) > 1}
+    if twice:
+        raise UserError(f"{where}: the module {sorted(twice)[0]!r} runs more than once in a forward; not supported")
+    return order
+
+
+def _known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+    kept = [*module.parameters(), *module.buffers(), *tensors]
+    return {tensor.untyped_storage()._cdata for tensor in kept}
+
+
+def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    """Book the unique storages that autograd saves, and the output of each layer."""
+    known = _known_storages(module, inputs, targets)
+    seen: set[int] = set()
+    current = 0
+    keep = []
+
+    def enter(layer: int, phase: str) -> None:
+        nonlocal current
+        current = layer
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            keep.append(storage)  # so that no other storage takes its place
+            record.saved[current] += storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), layer_boundaries(module, record.modules, enter=enter) as out:
+        handles = _book_outputs(record, module)
+        logits = out(logits_of(module(inputs)))
+        loss = loss_of(logits, targets)
+        record.output[len(record.modules)] = loss.numel() * loss.element_size()
+    for handle in handles:
+        handle.remove()
+
+
+def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
+    inner = dict(module.named_modules())
+
+    def after(layer: int) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+            record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
+
+        return hook
+
+    return [inner[name].register_forward_hook(after(i)) for i, name in enumerate(record.modules)]
+
+
+def _record_operations(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str) -> None:
+    """Book every operation and every storage of one forward and backward."""
+    known = _known_storages(module, inputs, targets)
+    recorder = Recorder(record, known)
+    ready: dict[str, tuple[int, str, int]] = {}
+    handles = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+
+            def hook(_parameter: Tensor, name: str = name) -> None:
+                ready[name] = recorder.now()
+
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    with recorder, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+        loss = loss_of(out(logits_of(module(inputs))), targets)
+        recorder.enter(len(record.modules), "b")
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    _book_gradients(record, recorder, module, ready, where)
+
+
+def _book_gradients(
+    record: Record, recorder: Recorder, module: nn.Module, ready: dict[str, tuple[int, str, int]], where: str
+) -> None:
+    gradients = set()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
+        alive = recorder.live[parameter.grad.untyped_storage()._cdata]
+        gradients.add(id(alive))
+        layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
+        record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
+    record.alive = [alive for alive in record.alive if id(alive) not in gradients]

@@ -1,0 +1,37 @@
+"""Collectives: what is handed over, the algorithms that carry them out, and what a backend adds."""
+
+from gssim.collectives.algorithms import ALGORITHMS, Members, algorithms_for, carried_by_rank, tree_depth
+from gssim.collectives.backend import (
+    BACKEND_ALGORITHMS,
+    algorithm_of,
+    bytes_factor,
+    overhead_s,
+    posting_s,
+    reduction_s,
+    staging_bytes,
+)
+from gssim.collectives.closed_forms import CLOSED_FORMS, ring_all_reduce_time_s
+from gssim.collectives.communication import KINDS, Communication
+from gssim.collectives.stage import Hops, Stage, summed
+
+__all__ = [
+    "ALGORITHMS",
+    "BACKEND_ALGORITHMS",
+    "CLOSED_FORMS",
+    "KINDS",
+    "Communication",
+    "Hops",
+    "Members",
+    "Stage",
+    "algorithm_of",
+    "algorithms_for",
+    "bytes_factor",
+    "carried_by_rank",
+    "overhead_s",
+    "posting_s",
+    "reduction_s",
+    "ring_all_reduce_time_s",
+    "staging_bytes",
+    "summed",
+    "tree_depth",
+]

@@ -1,0 +1,88 @@
+"""What a backend adds to its collectives: which algorithm it takes, fixed costs, and buffers of its own."""
+
+from gssim.cluster import Cluster
+from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
+from gssim.collectives.communication import Communication
+from gssim.units import UserError
+
+BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
+    # backend-facts 1: its reduce-scatter is an all-reduce; uneven forms are made of point-to-point messages
+    "gloo": {
+        "all-reduce": "ring",
+        "reduce-scatter": "ring-all-reduce",
+        "all-gather": "ring",
+        "broadcast": "binomial",
+        "reduce": "binomial",
+        "all-to-all": "direct",
+        "send": "direct",
+        "all-gather-v": "ring",
+        "reduce-scatter-v": "ring",
+        "all-to-all-v": "direct",
+    },
+    # NCCL: rings and chains in chunks; for all-reduce its tuner chooses; uneven gathers are grouped broadcasts
+    "nccl": {
+        "all-reduce": "ring",
+        "reduce-scatter": "ring",
+        "all-gather": "ring",
+        "broadcast": "chain",
+        "reduce": "chain",
+        "all-to-all": "direct",
+        "send": "direct",
+        "all-gather-v": "pipelined-ring",
+        "reduce-scatter-v": "pipelined-ring",
+        "all-to-all-v": "direct",
+    },
+}
+"""Algorithm of each kind, by backend."""
+
+
+def algorithm_of(cluster: Cluster, kind: str) -> str:
+    """Return the name of the algorithm that the cluster's backend takes for a kind, or `best`.
+
+    Raises UserError where the cluster file names one that does not carry out that kind.
+    """
+    named = cluster.algorithms.get(kind)
+    if named is None:
+        return BACKEND_ALGORITHMS[cluster.backend][kind]
+    if named != "best" and (named, kind) not in ALGORITHMS:
+        allowed = ", ".join([*algorithms_for(kind), "best"])
+        raise UserError(f"cluster.algorithms.{kind} = {named!r}: no such algorithm; allowed: {allowed}")
+    return named
+
+
+def staging_bytes(communication: Communication, backend: str) -> float:
+    """Return what the backend takes from the allocator for the length of one call.
+
+    gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13, ProcessGroupGloo.cpp,
+    newLikeFlat); nccl works in place.
+
+    >>> staging_bytes(Communication("all-gather", (0, 1), 8), "gloo")
+    8
+    """
+    stages = backend == "gloo" and communication.kind in ("all-gather", "reduce-scatter")
+    return communication.size_bytes if stages else 0
+
+
+def overhead_s(cluster: Cluster, kind: str) -> float:
+    """Return the fixed time of one call of a collective, on top of its links' latencies."""
+    cost = cluster.backend_cost
+    return cost.overhead_s.get(kind, cost.overhead_s.get("default", 0.0)) if cost else 0.0
+
+
+def posting_s(cluster: Cluster, size_bytes: float) -> float:
+    """Return the host time to hand messages of `size_bytes` to the backend before they go on in the background."""
+    cost = cluster.backend_cost
+    return cost.posting_s + cost.posting_byte_s * size_bytes if cost and size_bytes else 0.0
+
+
+def bytes_factor(cluster: Cluster, kind: str) -> float:
+    """Return the time per byte of a collective kind over that of a plain exchange on the same links."""
+    return cluster.backend_cost.bytes_factor.get(kind, 1.0) if cluster.backend_cost else 1.0
+
+
+def reduction_s(cluster: Cluster, reduced_bytes: float) -> float:
+    """Return the time to add received bytes to local ones."""
+    cost = cluster.backend_cost
+    if cost is None or cost.reduction_bytes_per_s is None:
+        return 0.0
+    return reduced_bytes / cost.reduction_bytes_per_s

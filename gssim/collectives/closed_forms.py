@@ -1,0 +1,132 @@
+"""Time of every algorithm on idle, equal links, in closed form: the oracle of the simulated one.
+
+Where a formula says "bandwidth", every member sends and receives at that rate over its own link (a switch, a ring, or
+a torus, per direction); for `direct` on a fully connected network it is that of each pair's link.
+"""
+
+import math
+from collections.abc import Callable
+
+from gssim.collectives.algorithms import CHUNK_BYTES, tree_depth
+
+
+def ring_all_reduce_time_s(*, size_bytes: float, ranks: int, bandwidth_bytes_per_s: float, latency_s: float) -> float:
+    """Return the time of a ring all-reduce on idle links, each of `bandwidth_bytes_per_s` in one direction.
+
+        t = 2(n-1) * (latency + size / (n * bandwidth))
+
+    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+
+    >>> ring_all_reduce_time_s(size_bytes=8e9, ranks=2, bandwidth_bytes_per_s=4e9, latency_s=0)
+    2.0
+    """
+    return 2 * (ranks - 1) * (latency_s + size_bytes / (ranks * bandwidth_bytes_per_s))
+
+
+Formula = Callable[[int, float, float, float], float]
+"""Seconds from (ranks, size, bandwidth, latency)."""
+
+
+def _ring(turns: int) -> Formula:
+    return lambda n, size, rate, latency: turns * (n - 1) * (latency + size / n / rate)
+
+
+def _ring_all_to_all(n: int, size: float, rate: float, latency: float) -> float:
+    """Every message crosses the links of all between: n(n-1)/2 steps of an n-th (a one-way ring)."""
+    return n * (n - 1) / 2 * (latency + size / n / rate)
+
+
+def _direct_on_switch(turns: int) -> Formula:
+    """n-1 messages leave every port together."""
+    return lambda n, size, rate, latency: turns * (latency + (n - 1) / n * size / rate)
+
+
+def _direct_on_pairs(turns: int) -> Formula:
+    """Every message has a link of its own."""
+    return lambda n, size, rate, latency: turns * (latency + size / n / rate)
+
+
+def _binomial(n: int, size: float, rate: float, latency: float) -> float:
+    return math.ceil(math.log2(n)) * (latency + size / rate)
+
+
+def _chain(n: int, size: float, rate: float, latency: float) -> float:
+    chunks = max(1, math.ceil(size / CHUNK_BYTES))
+    return (n - 2 + chunks) * (latency + size / chunks / rate)
+
+
+def _halving_doubling(n: int, size: float, rate: float, latency: float) -> float:
+    """2 log2(n) exchanges of 2(n-1)/n of the size in all; beyond a power of two, the whole size before and after."""
+    power = 2 ** (n.bit_length() - 1)
+    inside: float = 2 * math.log2(power) * latency + 2 * (power - 1) / power * size / rate
+    return inside + (2 * (latency + size / rate) if n > power else 0.0)
+
+
+def _double_tree(n: int, size: float, rate: float, latency: float) -> float:
+    """2 depth latencies, and the size twice over every port (once for 2 members, 1.5 times for 3)."""
+    return 2 * tree_depth(n) * latency + {2: 1.0, 3: 1.5}.get(n, 2.0) * size / rate
+
+
+def _send(n: int, size: float, rate: float, latency: float) -> float:
+    return latency + size / rate
+
+
+CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
+    ("ring", "all-reduce", "ring"): _ring(2),
+    ("ring", "reduce-scatter", "ring"): _ring(1),
+    ("ring", "all-gather", "ring"): _ring(1),
+    ("ring", "all-to-all", "ring"): _ring_all_to_all,
+    ("ring", "all-reduce", "switch"): _ring(2),
+    ("ring", "reduce-scatter", "switch"): _ring(1),
+    ("ring", "all-gather", "switch"): _ring(1),
+    ("ring-all-reduce", "reduce-scatter", "switch"): _ring(2),
+    ("direct", "all-reduce", "fully-connected"): _direct_on_pairs(2),
+    ("direct", "reduce-scatter", "fully-connected"): _direct_on_pairs(1),
+    ("direct", "all-gather", "fully-connected"): _direct_on_pairs(1),
+    ("direct", "all-to-all", "fully-connected"): _direct_on_pairs(1),
+    ("direct", "all-reduce", "switch"): _direct_on_switch(2),
+    ("direct", "reduce-scatter", "switch"): _direct_on_switch(1),
+    ("direct", "all-gather", "switch"): _direct_on_switch(1),
+    ("direct", "all-to-all", "switch"): _direct_on_switch(1),
+    ("direct", "send", "switch"): _send,
+    ("binomial", "broadcast", "switch"): _binomial,
+    ("binomial", "reduce", "switch"): _binomial,
+    ("chain", "broadcast", "switch"): _chain,
+    ("chain", "reduce", "switch"): _chain,
+    ("halving-doubling", "all-reduce", "switch"): _halving_doubling,
+    ("double-tree", "all-reduce", "switch"): _double_tree,
+}
+"""By (algorithm, kind, topology that it is made for)."""
+
+
+def torus_time_s(kind: str, *, shape: tuple[int, ...], size_bytes: float, rate: float, latency_s: float) -> float:
+    """Return the time of a dimension-wise collective on a torus whose links have `rate` in each direction.
+
+        t = turns * sum over dimensions d of  (d-1) * (latency + part / (2 d rate)),  part shrinking by d each time
+
+    A ring of two has one link to its one neighbour, over which both halves go.
+
+    >>> torus_time_s("all-gather", shape=(4,), size_bytes=8.0, rate=1.0, latency_s=0.0)
+    3.0
+    """
+    turns, part, total = (2 if kind == "all-reduce" else 1), size_bytes, 0.0
+    for size in shape:
+        directions = 2 if size > 2 else 1
+        total += turns * (size - 1) * (latency_s + part / size / rate / directions)
+        part /= size
+    return total
+
+
+def hierarchical_time_s(
+    *, size_bytes: float, inside: int, hosts: int, inside_rate: float, between_rate: float, latency_s: float
+) -> float:
+    """Return the time of a hierarchical all-reduce: `inside` devices on each host, each with its own rail between.
+
+    t = 2(g-1)(latency + n/(g inside_rate)) + 2(k-1)(latency + n/(g k between_rate))
+
+    >>> hierarchical_time_s(size_bytes=8.0, inside=2, hosts=2, inside_rate=8.0, between_rate=1.0, latency_s=0.0)
+    5.0
+    """
+    g, k = inside, hosts
+    within = 2 * (g - 1) * (latency_s + size_bytes / g / inside_rate)
+    return within + 2 * (k - 1) * (latency_s + size_bytes / g / k / between_rate)

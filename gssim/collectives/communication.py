@@ -1,0 +1,38 @@
+"""One collective as it is handed over to the backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "broadcast",
+    "reduce",
+    "all-to-all",
+    "send",
+    "all-gather-v",
+    "reduce-scatter-v",
+    "all-to-all-v",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """A collective: kind, group, size; and parts or pairs for the uneven forms."""
+
+    kind: str
+    group: Sequence[int]
+    """Sorted ranks, a tuple or a range; the first is the root of a broadcast or reduce, and the sender of a send."""
+    size_bytes: float
+    """Of the full tensor, as in `result.Collective.bytes`; all-to-all: what each rank hands over."""
+    pair_bytes: tuple[tuple[float, ...], ...] = ()
+    """all-to-all-v: bytes from the i-th to the j-th member of the group."""
+    part_bytes: tuple[float, ...] = ()
+    """all-gather-v and reduce-scatter-v: bytes that each member owns."""
+    data_dependent: bool = False
+
+    @property
+    def payload_bytes(self) -> float:
+        """Bytes that an all-to-all-v really carries."""
+        return sum(map(sum, self.pair_bytes))

@@ -1,0 +1,51 @@
+"""What an algorithm makes of a collective: stages, each a set of hops that are under way together."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gssim.units import Floats, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Hops:
+    """Who sends to whom, and how much for each byte of the stage's size. Compared by identity."""
+
+    source: Ints
+    """Rank that sends."""
+    target: Ints
+    weight: Floats
+    """Bytes carried for each byte of the stage's size."""
+
+    @classmethod
+    def of(cls, pairs: list[tuple[int, int, float]]) -> "Hops":
+        """Return hops from (source, target, weight)."""
+        if not pairs:
+            return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+        source, target, weight = zip(*pairs, strict=True)
+        return cls(np.array(source, np.int64), np.array(target, np.int64), np.array(weight, float))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Hops under way together; the next stage waits for all of them."""
+
+    hops: Hops
+    size_bytes: float
+    steps: float = 1.0
+    """How many times, one after another, the latency of a path is waited for."""
+    coupled: bool = True
+    """All hops move at the pace of the slowest, as the rounds of a ring do; else each is a flow of its own."""
+    stretch_ratio: float = 1.0
+    """Time of the transfer over that of its bytes alone: a pipeline fills and drains."""
+    reduced_bytes: float = 0.0
+    """Most bytes that any rank adds to its own."""
+
+
+def summed(owner: Ints, values: Floats, owners: int) -> Floats:
+    """Return the sum of the values of each owner.
+
+    >>> summed(np.array([0, 2, 0]), np.array([1.0, 2.0, 3.0]), 3).tolist()
+    [4.0, 0.0, 2.0]
+    """
+    return np.asarray(np.bincount(owner, weights=values, minlength=owners), dtype=np.float64)

@@ -1,0 +1,33 @@
+"""What one rank holds while a program runs."""
+
+from gssim.memory import NOTHING, Footprint
+
+
+class Memory:
+    """What one rank holds: by category, and at its worst moment."""
+
+    def __init__(self, held: dict[str, float]) -> None:
+        self.held = held
+        self.peak_bytes = 0.0
+        self.peak: dict[str, float] = {}
+        self._transient: dict[str, Footprint] = {}
+        self._held_bytes = sum(held.values())
+
+    def begin(self, stream: str, need: Footprint) -> None:
+        """Hold a task's worst moment while it runs."""
+        self._transient[stream] = need
+        total = self._held_bytes + sum([part.peak_bytes for part in self._transient.values()])
+        if total > self.peak_bytes:
+            self.peak_bytes = total
+            self.peak = dict(self.held)
+            for part in self._transient.values():
+                for category, size in part.peak:
+                    self.peak[category] = self.peak.get(category, 0.0) + size
+
+    def end(self, stream: str) -> None:
+        """Keep what the task leaves."""
+        need = self._transient[stream]
+        self._transient[stream] = NOTHING
+        for category, size in need.kept:
+            self.held[category] = self.held.get(category, 0.0) + size
+            self._held_bytes += size

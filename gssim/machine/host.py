@@ -1,0 +1,58 @@
+"""Hosts whose devices slow each other down."""
+
+from collections import defaultdict
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
+
+class Host:
+    """Devices that share a host: each computes slower while the others compute, and while it communicates itself.
+
+    Equal ranks are one class, which stands for as many devices as it has members on this host.
+    """
+
+    def __init__(self, env: simpy.Environment, devices: int, members: dict[int, int], *, coupled: bool) -> None:
+        self.env, self.devices, self.members, self.coupled = env, devices, members, coupled
+        self.computing: set[int] = set()
+        self.communicating: dict[int, int] = defaultdict(int)
+        self.changed = env.event()
+
+    def _change(self) -> None:
+        self.changed.succeed()
+        self.changed = self.env.event()
+
+    def compute(
+        self, rank_class: int, alone_s: float, *, neighbour_ratio: float, communicating_ratio: float
+    ) -> Generator[Any, Any, None]:
+        """Take the simulated time of `alone_s` of compute under what else goes on at the host."""
+        if alone_s <= 0:
+            return
+        self.computing.add(rank_class)
+        self._change()
+        remaining = alone_s
+        ended = False
+        while not ended:
+            slowdown = 1 + (neighbour_ratio - 1) * self._others(rank_class)
+            if self.communicating[rank_class]:
+                slowdown *= communicating_ratio
+            began_s = self.env.now
+            end = self.env.timeout(remaining * slowdown)
+            yield end | self.changed
+            remaining = max(0.0, remaining - (self.env.now - began_s) / slowdown)
+            ended = end.processed  # the clock decides: late in a run `remaining` may never round to 0
+        self.computing.discard(rank_class)
+        self._change()
+
+    def _others(self, rank_class: int) -> float:
+        """Return which part of the other devices computes now."""
+        computing = sum(self.members[each] for each in self.computing)
+        return (computing - 1) / max(1, self.devices - 1)
+
+    def communicate(self, rank_class: int, change: int) -> None:
+        """Note that the class has `change` more collectives under way."""
+        before = bool(self.communicating[rank_class])
+        self.communicating[rank_class] += change
+        if self.coupled and bool(self.communicating[rank_class]) != before:
+            self._change()

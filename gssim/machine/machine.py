@@ -1,0 +1,253 @@
+"""A program on a cluster in simulated time."""
+
+from collections import defaultdict
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import simpy
+
+from gssim import collectives
+from gssim.cluster import Cluster
+from gssim.collectives import Communication
+from gssim.conditions import Conditions, applied
+from gssim.machine.classes import RankClass, is_coupled, rank_classes
+from gssim.machine.held import Memory
+from gssim.machine.host import Host
+from gssim.machine.schedule import Scheduled, Scheduler
+from gssim.network import Network, Router
+from gssim.program import Program, Task
+from gssim.result import Span
+from gssim.units import Floats
+
+STREAMS = ("compute", "communication")
+SMALLEST_JITTER = 0.5
+"""No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
+
+
+class DeadlockError(RuntimeError):
+    """The program can never end: it names the ranks that wait, and for what."""
+
+
+class Rendezvous:
+    """A collective that starts when its last member has come, and is done for all at once."""
+
+    def __init__(self, machine: "Machine", communication: Communication, scheduled: Scheduled) -> None:
+        self.machine, self.communication, self.scheduled = machine, communication, scheduled
+        self.missing = {each.index for each in machine.classes_of(communication)}
+        self.done = machine.env.event()
+
+    def arrive(self, rank_class: int) -> simpy.Event:
+        """Return the event at which the collective is done; the last arrival starts it."""
+        self.missing.discard(rank_class)
+        if not self.missing:
+            self.machine.env.process(self._run())
+        return self.done
+
+    def _run(self) -> Generator[Any, Any, None]:
+        machine, scheduled, env = self.machine, self.scheduled, self.machine.env
+        machine.note_communication(self.communication, +1)
+        if scheduled.fixed_s:
+            yield env.timeout(scheduled.fixed_s)
+        for stage in scheduled.stages:
+            yield from machine.network.carry(stage, factor=scheduled.factor, latency=scheduled.path_latency)
+            reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
+            if reduction_s:
+                yield env.timeout(reduction_s)
+        for stage in scheduled.stages:
+            machine.note_bytes(stage)
+        machine.note_communication(self.communication, -1)
+        self.done.succeed()
+
+
+class Machine:
+    """All ranks of a program in simulated time: `run` executes it `steps` times over and keeps what happened.
+
+    Equal ranks are simulated once: everything by rank is by class here, in the order of `classes`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        program: Program,
+        *,
+        conditions: Conditions | None = None,
+        seed: int = 0,
+        unfolded: bool = False,
+    ) -> None:
+        self.env = simpy.Environment()
+        self.cluster, self.program = cluster, program
+        self.classes = rank_classes(cluster, program, unfolded=unfolded)
+        conditions = conditions or Conditions()
+        router = Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring)
+        scheduler = Scheduler(cluster, router, len(program.role_of))
+        candidates = {label: scheduler.candidates(each) for label, each in program.communications.items()}
+        stages = [stage for each in candidates.values() for option in each for stage in option.stages]
+        self.network = Network(self.env, router, stages, conditions=conditions, unfolded=unfolded)
+        self.scheduled = {label: self._best(options) for label, options in candidates.items()}
+        self.hosts = self._hosts()
+        self.roles = [program.role_of[each.representative] for each in self.classes]
+        self.devices = [cluster.type_of(each.representative) for each in self.classes]
+        self.memory = [Memory(dict(program.persistent[role])) for role in self.roles]
+        self.spans: list[Span] = []
+        self.ends_s: list[list[float]] = [[] for _ in self.classes]
+        self.meetings: dict[tuple[int, str], Rendezvous] = {}
+        self.finished: dict[tuple[int, int, str], simpy.Event] = {}
+        self.waiting: dict[tuple[int, str], tuple[Task, Rendezvous | None]] = {}
+        self.random = [np.random.default_rng([seed, each.representative]) for each in self.classes]
+        self.steps = 0
+        self.step_speed = [1.0 for _ in self.classes]
+        self._volumes: dict[int, float] = defaultdict(float)
+        self._hops: dict[int, collectives.Hops] = {}
+        self._members: dict[Any, tuple[RankClass, ...]] = {}
+
+    def _best(self, options: tuple[Scheduled, ...]) -> Scheduled:
+        """Return the option that is fastest on idle links."""
+        if len(options) == 1:
+            return options[0]
+        return min(options, key=lambda option: option.alone_s(self.network))
+
+    def _hosts(self) -> dict[str, Host]:
+        """Return the hosts of the classes' representatives."""
+        names = {each.host for each in self.classes}
+        devices: dict[str, int] = dict.fromkeys(names, 0)
+        coupled: dict[str, bool] = dict.fromkeys(names, False)
+        for device in self.cluster.devices:
+            if device.host in names:
+                devices[device.host] += 1
+                coupled[device.host] |= is_coupled(self.cluster.device_types[device.type])
+        members = {name: {each.index: each.on_host for each in self.classes if each.host == name} for name in names}
+        return {name: Host(self.env, devices[name], members[name], coupled=coupled[name]) for name in sorted(names)}
+
+    def classes_of(self, communication: Communication) -> tuple[RankClass, ...]:
+        """Return the classes that take part in a collective."""
+        group = communication.group
+        key = group if isinstance(group, range) else tuple(group)
+        if key not in self._members:
+            inside = group if isinstance(group, range) else set(group)
+            self._members[key] = tuple(each for each in self.classes if each.representative in inside)
+        return self._members[key]
+
+    def note_communication(self, communication: Communication, change: int) -> None:
+        """Tell the hosts of a collective's members that it begins or ends."""
+        for each in self.classes_of(communication):
+            self.hosts[each.host].communicate(each.index, change)
+
+    def note_bytes(self, stage: collectives.Stage) -> None:
+        """Count what goes over the hops of a stage."""
+        self._hops[id(stage.hops)] = stage.hops
+        self._volumes[id(stage.hops)] += stage.size_bytes
+
+    def carried_by_rank(self) -> tuple[Floats, Floats]:
+        """Return the bytes that each rank sent and received, of all ranks."""
+        ranks = len(self.program.role_of)
+        total_sent, total_received = np.zeros(ranks), np.zeros(ranks)
+        for key, hops in self._hops.items():
+            sent, received = collectives.carried_by_rank(hops, ranks)
+            total_sent += self._volumes[key] * sent
+            total_received += self._volumes[key] * received
+        return total_sent, total_received
+
+    def run(self, steps: int) -> None:
+        """Execute the program `steps` times; raise DeadlockError where it cannot end."""
+        done: list[simpy.Process] = []
+        self.steps = steps
+        for each in self.classes:
+            tasks = self.program.tasks[self.roles[each.index]]
+            awaited = {label for task in tasks for label in task.after}
+            for step in range(steps):
+                for label in awaited:
+                    self.finished[each.index, step, label] = self.env.event()
+            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in STREAMS)
+        everything = self.env.all_of(done)
+        try:
+            self.env.run(until=everything)
+        except RuntimeError as error:
+            if everything.triggered or not self.waiting:
+                raise
+            raise DeadlockError(f"deadlock: {'; '.join(self._waits())}") from error
+
+    def _waits(self) -> list[str]:
+        """Return who waits, where, and for what."""
+        found = []
+        for index, stream in sorted(self.waiting):
+            task, meeting = self.waiting[index, stream]
+            if meeting is None:
+                cause = f"after {', '.join(map(repr, task.after))}"
+            else:
+                missing = sorted(self.classes[each].representative for each in meeting.missing)
+                cause = f"for rank {', '.join(map(str, missing))}"
+            found.append(f"rank {self.classes[index].representative} ({stream}) at {task.label!r}, {cause}")
+        return found
+
+    def _stream(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
+        tasks = [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
+        jitter, memory = self.devices[index].step_jitter_ratio, self.memory[index]
+        for step in range(steps):
+            if stream == "compute" and jitter:
+                self.step_speed[index] = 1 + jitter * float(self.random[index].standard_normal())
+            for task in tasks:
+                if task.after:
+                    yield from self._await(index, stream, step, task)
+                began_s = self.env.now
+                memory.begin(stream, task.need)
+                if task.communication is not None:
+                    yield from self._communicate(index, stream, step, task)
+                elif task.duration_s > 0:
+                    yield from self._compute(index, task)
+                memory.end(stream)
+                if self.env.now > began_s:
+                    self._span(index, stream, task.label, task.phase, began_s)
+                finished = self.finished.get((index, step, task.label))
+                if finished is not None:
+                    finished.succeed()
+            if stream == "compute":
+                self.ends_s[index].append(self.env.now)
+
+    def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
+        """Wait for the tasks that come before this one on other streams."""
+        pending = [event for label in task.after if not (event := self.finished[index, step, label]).triggered]
+        if not pending:
+            return
+        began_s = self.env.now
+        self.waiting[index, stream] = (task, None)
+        yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
+        del self.waiting[index, stream]
+        if stream == "compute" and self.env.now > began_s:
+            self._span(index, stream, f"wait {task.label}", "exposed_communication", began_s)
+
+    def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
+        host, device = self.hosts[self.classes[index].host], self.devices[index]
+        alone_s = task.duration_s * self._jitter(index)
+        if not host.coupled:
+            yield self.env.timeout(alone_s)
+            return
+        yield from host.compute(
+            index,
+            alone_s,
+            neighbour_ratio=device.neighbour_slowdown_ratio,
+            communicating_ratio=device.communicating_slowdown_ratio,
+        )
+
+    def _jitter(self, index: int) -> float:
+        """Return the factor by which chance changes a task's compute: the step's, and the task's own."""
+        device = self.devices[index]
+        own = device.task_jitter_ratio
+        if not own and not device.step_jitter_ratio:
+            return 1.0
+        factor = self.step_speed[index] + (own * float(self.random[index].standard_normal()) if own else 0.0)
+        return max(SMALLEST_JITTER, factor)
+
+    def _communicate(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
+        label = task.communication
+        assert label is not None
+        meeting = self.meetings.get((step, label))
+        if meeting is None:
+            communication = self.program.communications[label]
+            meeting = self.meetings[step, label] = Rendezvous(self, communication, self.scheduled[label])
+        self.waiting[index, stream] = (task, meeting)
+        yield meeting.arrive(index)
+        del self.waiting[index, stream]
+
+    def _span(self, index: int, stream: str, label: str, phase: str, began_s: float) -> None:
+        self.spans.append(Span(self.classes[index].representative, stream, label, phase, began_s, self.env.now))

@@ -1,0 +1,212 @@
+"""How each collective of a program is carried out on a cluster: members, algorithm, stages and fixed costs."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from gssim import collectives
+from gssim.cluster import Cluster
+from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hops, Members, Stage, summed
+from gssim.collectives.algorithms import ring_hops
+from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
+from gssim.network import Network, Router
+from gssim.units import Ints
+
+NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
+"""NCCL's names, and ours."""
+DATA_CENTRE_LATENCY_S = 50e-6
+"""What a message may take before it counts as one over a long way; NCCL's own constants say 14 us for a network."""
+PCIE_BYTES_PER_S = 64e9
+"""Devices of a host that reach each other through a switch at less than this are taken to have PCIe, not NVLink."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """One way to carry out a collective."""
+
+    algorithm: str
+    stages: tuple[Stage, ...]
+    fixed_s: float
+    """Before the first byte."""
+    factor: float = 1.0
+    """Time of a byte over that on the bare links."""
+    path_latency: bool = True
+    """Whether latencies of links count; else they are part of `fixed_s`."""
+
+    def alone_s(self, network: Network) -> float:
+        """Return the time on idle links, additions to received bytes left out."""
+        each_s = [network.alone_s(stage, latency=self.path_latency, factor=self.factor) for stage in self.stages]
+        return self.fixed_s + sum(each_s)
+
+
+class Scheduler:
+    """Finds the ways of carrying out collectives on a cluster; what a group's members are is found once."""
+
+    def __init__(self, cluster: Cluster, router: Router, ranks: int) -> None:
+        self.cluster, self.router = cluster, router
+        gpus = any(cluster.device_types[name].kind == "cuda" for name in {d.type for d in cluster.devices[:ranks]})
+        self.tuning = (cluster.nccl or GENERATIONS["ampere"]) if cluster.backend == "nccl" and gpus else None
+        self._groups: dict[Members, Group] = {}
+        devices = cluster.devices[:ranks]
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
+        self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
+        self._members: dict[Sequence[int], Members] = {}
+
+    def members(self, group: Sequence[int]) -> Members:
+        """Return a group's members, the same object for the same group."""
+        if group not in self._members:
+            ranks = np.array(group, dtype=np.int64)
+            topology = self.cluster.topology
+            shape = getattr(topology, "shape", ()) if topology is not None and topology.kind == "torus" else ()
+            rails = self.cluster.backend == "nccl"
+            self._members[group] = Members(
+                ranks,
+                self.hosts[ranks],
+                shape=tuple(shape) if prod(shape) == len(ranks) else (),
+                multirail=rails,
+                inside=self._packed(ranks) if rails else None,
+            )
+        return self._members[group]
+
+    def _packed(self, ranks: Ints) -> Hops | None:
+        """Return the best rings inside hosts whose devices are linked one to another; None where no host is such."""
+        position = np.full(self.cluster.wiring.nodes, -1)
+        position[ranks] = np.arange(len(ranks))
+        wiring = self.cluster.wiring
+        source, target = position[wiring.source], position[wiring.target]
+        direct = np.flatnonzero((source >= 0) & (target >= 0))
+        direct = direct[self.hosts[ranks[source[direct]]] == self.hosts[ranks[target[direct]]]]
+        if not len(direct):
+            return None
+        rates: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
+        for link in direct.tolist():
+            host = int(self.hosts[ranks[source[link]]])
+            rates[host][int(source[link]), int(target[link])] = float(wiring.bandwidth_bytes_per_s[link])
+        pairs: list[tuple[int, int, float]] = []
+        for host in np.unique(self.hosts[ranks]).tolist():
+            pairs += _rings_inside(np.flatnonzero(self.hosts[ranks] == host).tolist(), rates.get(host, {}))
+        return Hops.of(pairs)
+
+    def _tuned(self, tuning: NcclTuning, members: Members, communication: Communication) -> Scheduled:
+        """Return what NCCL's tuner chooses, with its latency, and the part of the links' rates that it reaches."""
+        group = self._group(members)
+        kind, size = _priced_as(communication)
+        choice = times(tuning, kind, size, group)
+        name = BACKEND_ALGORITHMS["nccl"][communication.kind]
+        if communication.kind == "all-reduce":  # of all others there is one algorithm
+            name = NCCL_ALGORITHMS[choice.algorithm]
+        stages = tuple(
+            replace(s, stretch_ratio=1.0) for s in ALGORITHMS[name, communication.kind](members, communication)
+        )
+        inside_s = choice.node_bytes / (group.bandwidth_bytes_per_s * choice.bandwidth_ratio)
+        across = choice.network_bytes / choice.network_bandwidth_ratio
+        limited = group.network_bytes_per_s is not None and across / group.network_bytes_per_s > inside_s
+        ratio = choice.network_bandwidth_ratio if limited else choice.bandwidth_ratio
+        fixed_s = choice.latency_s + self._distance_s(stages) + collectives.overhead_s(self.cluster, communication.kind)
+        return Scheduled(name, stages, fixed_s, 1 / ratio, path_latency=False)
+
+    def _distance_s(self, stages: Sequence[Stage]) -> float:
+        """Return the latency of long ways, which NCCL's constants do not know: what hops take beyond a data centre."""
+        total_s = 0.0
+        for stage in stages:
+            beyond_s = np.maximum(0.0, self.router.of(stage.hops).latency_s - DATA_CENTRE_LATENCY_S)
+            if beyond_s.any():
+                mean_s = float(np.average(beyond_s, weights=stage.hops.weight))
+                total_s += stage.steps * mean_s if stage.coupled else float(beyond_s.max())
+        return total_s
+
+    def _group(self, members: Members) -> Group:
+        """Return a group as NCCL's tuner sees it: its rates are those of the ring's hops inside and between hosts."""
+        if members not in self._groups:
+            hops = ring_hops(members, 1)
+            local = np.where(self.hosts[hops.source] == self.hosts[hops.target], hops.weight, 0.0)
+            whole = summed(hops.source, local, len(self.hosts))[hops.source]
+            inside = self.router.rate_bytes_per_s(
+                hops, np.divide(local, whole, out=np.zeros_like(local), where=whole > 0)
+            )
+            between = self.router.rate_bytes_per_s(hops, np.where(local > 0, 0.0, hops.weight))
+            nodes = len(members.blocks[0])
+            per_node = math.ceil(members.count / nodes)
+            across = between / per_node if nodes > 1 else None
+            self._groups[members] = Group(
+                ranks=members.count,
+                nodes=nodes,
+                bandwidth_bytes_per_s=inside if math.isfinite(inside) else between,
+                network_bytes_per_s=across,
+                joint="pcie" if members.inside is None and inside < PCIE_BYTES_PER_S else "nvlink",
+                nvls=members.inside is None and members.count > 1,
+            )
+        return self._groups[members]
+
+    def candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
+        """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
+        if len(communication.group) == 1:
+            return (Scheduled("none", (), 0.0),)
+        members = self.members(communication.group)
+        if self.tuning is not None and communication.kind not in self.cluster.algorithms:
+            return (self._tuned(self.tuning, members, communication),)
+        named = collectives.algorithm_of(self.cluster, communication.kind)
+        names = collectives.algorithms_for(communication.kind) if named == "best" else [named]
+        found = []
+        for name in names:
+            try:
+                stages = ALGORITHMS[name, communication.kind](members, communication)
+            except ValueError:
+                if named != "best":
+                    raise
+                continue  # this group has not the shape that the algorithm needs
+            fixed_s = collectives.overhead_s(self.cluster, communication.kind)
+            factor = collectives.bytes_factor(self.cluster, communication.kind)
+            found.append(Scheduled(name, stages, fixed_s, factor))
+        return tuple(found)
+
+
+def _priced_as(communication: Communication) -> tuple[Kind, float]:
+    """Return the kind and size as which NCCL's tuner prices a collective; uneven forms as even ones of their size."""
+    if communication.kind == "all-to-all-v":
+        return "all-to-all", max(map(sum, communication.pair_bytes))
+    kinds: dict[str, Kind] = {
+        "all-reduce": "all-reduce",
+        "all-gather": "all-gather",
+        "all-gather-v": "all-gather",
+        "reduce-scatter": "reduce-scatter",
+        "reduce-scatter-v": "reduce-scatter",
+        "broadcast": "broadcast",
+        "reduce": "reduce",
+        "all-to-all": "all-to-all",
+        "send": "send",
+    }
+    return kinds[communication.kind], communication.size_bytes
+
+
+PACKED_DEVICES = 8
+"""Hosts of more devices are not searched for rings."""
+
+
+def _rings_inside(members: list[int], rates: dict[tuple[int, int], float]) -> list[tuple[int, int, float]]:
+    """Return (source, target, weight) of the rings over one host's members; in rank order where links allow none."""
+    first = members[0]
+    matrix = [[rates.get((a, b), 0.0) for b in members] for a in members]
+    rings = _packing(tuple(map(tuple, matrix))) if 1 < len(members) <= PACKED_DEVICES else ()
+    total = sum(rate for _, rate in rings)
+    if not total:
+        following = [*members[1:], first]
+        return [(a, b, 1.0) for a, b in zip(members, following, strict=True) if a != b]
+    weights: dict[tuple[int, int], float] = defaultdict(float)
+    for order, rate in rings:
+        for a, b in zip(order, [*order[1:], order[0]], strict=True):
+            weights[members[a], members[b]] += rate / total
+    return [(a, b, weight) for (a, b), weight in weights.items()]
+
+
+@lru_cache(maxsize=64)
+def _packing(matrix: tuple[tuple[float, ...], ...]) -> tuple[tuple[tuple[int, ...], float], ...]:
+    try:
+        return tuple(ring_packing(matrix))
+    except ValueError:  # no ring over these links alone
+        return ()

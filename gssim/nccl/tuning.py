@@ -1,0 +1,80 @@
+"""NCCL's constants by platform, and the words for what it runs."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from gssim.units import BytesPerSecond, NonNegativeFloat, PositiveFloat, PositiveInt, Seconds, spec
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "send", "all-to-all"]
+Algorithm = Literal["ring", "tree", "nvls", "direct"]
+Protocol = Literal["ll", "ll128", "simple"]
+Joint = Literal["nvlink", "pcie", "network"]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@spec
+class NcclTuning:
+    """A platform's constants. The defaults are NCCL's own, for Ampere; `GENERATIONS` has the others.
+
+    The first five may be fitted, four for one table: the ratio of the network where there is one, else of the links.
+
+    >>> NcclTuning(latency_s="20 us").latency_s
+    2e-05
+    """
+
+    latency_s: Seconds = 0.0
+    """Fitted. Added to every call, beyond the planner's own base: launch, synchronisation, a framework's overhead."""
+    simple_hop_ratio: PositiveFloat = 1.0
+    """Fitted. Real over published latency of a hop with the Simple protocol: fences, and on a network the proxy."""
+    pipeline_latency_s: Seconds = 0.0
+    """Fitted. Exposed latency W of the chunk pipeline: 2 * sqrt(W * t) atop t seconds of transfer; see the module."""
+    bandwidth_ratio: PositiveFloat = 0.8
+    """Fitted. Achieved over wire rate of the links inside a node: NCCL counts 20 of NVLink's 25 GB/s (`topo.h`)."""
+    network_bandwidth_ratio: PositiveFloat = 0.96
+    """Fitted (several nodes). Achieved over wire rate of the network: NCCL counts 12 of 12.5 GB/s (`topo.h`)."""
+    low_latency_ratio: PositiveFloat = 1.0
+    """Achieved over published rate of LL and LL128; 1 is the planner's belief, see `MEASURED_LOW_LATENCY_RATIO`."""
+    ll_node_bytes_per_s: BytesPerSecond = 87.7e9
+    """Most that LL moves through a GPU within one node."""
+    ll_two_nodes_bytes_per_s: BytesPerSecond = 22.5e9
+    """Most that LL moves through a GPU where the ranks are on two nodes."""
+    ll_nodes_bytes_per_s: BytesPerSecond = 19e9
+    """Most that LL moves through a GPU where the ranks are on three and more nodes."""
+    ll128_across_nodes: bool = False
+    """Whether LL128 may cross the network: only where the path keeps 128-byte stores whole."""
+    nvls_ratio: NonNegativeFloat = 0.0
+    """What in-switch reduction reaches of `bandwidth_ratio`; 0: the GPU has none."""
+    copy_bytes_per_s: BytesPerSecond | None = None
+    """Rate of a ring's last step, from buffer to output in the GPU's memory: half of its bandwidth. None: no cost."""
+    channels: PositiveInt = 16
+    """Channels of a ring across nodes: every channel's part of a rank's buffer must reach 64 bytes for the plateau."""
+    plateau_ratio: PositiveFloat = 1.4
+    """How much longer a ring across nodes with the Simple protocol takes from there on (`ncclTopoGetAlgoTime`)."""
+
+
+# Fitted on every other size of the vTrain tables (V100, A100) and of 2x8 H100: 0.8 to 0.9 of the planner's belief.
+MEASURED_LOW_LATENCY_RATIO = 0.85
+# Fitted on every other size of the vTrain table of eight A100: 0.25 to 0.35, wherever one starts; V100 show 0.9.
+MEASURED_NVSWITCH_HOP_RATIO = 0.3
+
+
+def _generation(ll_gb_per_s: tuple[float, float, float], memory_gb_per_s: float, **others: Any) -> NcclTuning:
+    one, two, more = (rate * 1e9 for rate in ll_gb_per_s)
+    return NcclTuning(
+        low_latency_ratio=MEASURED_LOW_LATENCY_RATIO,
+        ll_node_bytes_per_s=one,
+        ll_two_nodes_bytes_per_s=two,
+        ll_nodes_bytes_per_s=more,
+        copy_bytes_per_s=memory_gb_per_s / 2 * 1e9,
+        **others,
+    )
+
+
+GENERATIONS: dict[str, NcclTuning] = {
+    "volta": _generation((39, 39, 20.4), 900, plateau_ratio=1.9),
+    "ampere": _generation((87.7, 22.5, 19), 1555, simple_hop_ratio=MEASURED_NVSWITCH_HOP_RATIO),
+    "hopper": _generation((141, 45, 35), 3350, nvls_ratio=0.85, simple_hop_ratio=MEASURED_NVSWITCH_HOP_RATIO),
+    "blackwell": _generation((282, 90, 70), 8000, nvls_ratio=0.74, simple_hop_ratio=MEASURED_NVSWITCH_HOP_RATIO),
+}
+"""Published constants by GPU generation, the data sheets' memory bandwidths, and the measured ratios above."""

@@ -1,0 +1,191 @@
+"""Flows over links in simulated time: fluid, max-min fair, re-solved when one begins or ends; never packets."""
+
+import math
+from collections.abc import Generator, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import simpy
+
+from gssim.collectives import Hops, Stage
+from gssim.conditions import Conditions, ends_of
+from gssim.network.folding import Folded, Sessions, fold
+from gssim.network.routes import Router
+from gssim.network.sharing import max_min_rates
+from gssim.units import Floats
+
+NEGLIGIBLE_BYTES = 1e-9
+
+
+class _Transfer:
+    """Sessions that began together: what remains of each, at which rate it goes, and the event that ends them all."""
+
+    __slots__ = ("done", "last_s", "links", "rate", "remaining", "sessions", "version")
+
+    def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
+        self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
+        self.rate = np.zeros(len(remaining))
+        self.links = frozenset(sessions.link.tolist())
+        self.version = 0
+
+    def advance(self, now_s: float) -> None:
+        """Let every session carry what it could since the last change."""
+        if now_s > self.last_s:
+            going = self.remaining > 0
+            self.remaining[going] -= self.rate[going] * (now_s - self.last_s)
+            self.last_s = now_s
+
+    def settle(self, now_s: float) -> bool:
+        """End what the clock cannot tell from ended; return whether nothing is left."""
+        slack_s = 1e-12 + 2 * math.ulp(now_s)
+        self.remaining[self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES] = 0.0
+        return not self.remaining.any()
+
+
+class Network:
+    """The links of a cluster in simulated time, equal ones taken together, and the bytes that each of them carried.
+
+    Of `conditions`, other traffic is simulated here; faults are in the router's wiring already.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        router: Router,
+        stages: Sequence[Stage],
+        *,
+        conditions: Conditions | None = None,
+        unfolded: bool = False,
+    ) -> None:
+        self.env = env
+        conditions = conditions or Conditions()
+        self.wiring = router.wiring
+        streams = [Stage(Hops.of([(*ends, 1.0)]), 1.0) for ends in ends_of(self.wiring, conditions)]
+        self.folded: Folded = fold(router, [*stages, *streams], self.wiring.bandwidth_bytes_per_s, unfolded=unfolded)
+        self.capacity = self.folded.capacity
+        self.carried = np.zeros(len(self.capacity))
+        self.active: list[_Transfer] = []
+        for stage, stream in zip(streams, conditions.traffic, strict=True):
+            self._keep_up(stage, stream.bytes_per_s)
+
+    def _keep_up(self, stage: Stage, bytes_per_s: float) -> None:
+        """Let others' traffic flow for ever; a link of its own, as wide as its rate, keeps it from taking more."""
+        (group,) = self.folded.of(stage).groups
+        own = len(self.capacity)
+        self.capacity = np.append(self.capacity, bytes_per_s)
+        limited = replace(
+            group,
+            session=np.append(group.session, 0),
+            link=np.append(group.link, own),
+            load=np.append(group.load, 1.0),
+        )
+        self._begun(limited, np.full(1, np.inf))
+
+    def alone_s(self, stage: Stage, *, latency: bool = True, factor: float = 1.0) -> float:
+        """Return the time of a stage on idle links."""
+        alone = copy(self)
+        alone.env, alone.active, alone.carried = simpy.Environment(), [], self.carried.copy()
+        alone.env.run(until=alone.env.process(alone.carry(stage, factor=factor, latency=latency)))
+        return float(alone.env.now)
+
+    def carry(self, stage: Stage, *, factor: float = 1.0, latency: bool = True) -> Generator[Any, Any, None]:
+        """Take the simulated time of a stage; `factor`: time of a byte over that on the bare links."""
+        traffic = self.folded.of(stage)
+        self.carried[traffic.carried_link] += traffic.carried * stage.size_bytes
+        ends = []
+        for group in traffic.groups:
+            wait_s = group.latency_s * stage.steps if latency else 0.0
+            sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * factor)
+            if len(traffic.groups) == 1:
+                if wait_s:
+                    yield self.env.timeout(wait_s)
+                if sizes.any() and len(group.link):
+                    yield self._begun(group, sizes)
+                return
+            ends.append(self.env.process(self._delayed(group, sizes, wait_s)))
+        if ends:
+            yield self.env.all_of(ends)
+
+    def _delayed(self, group: Sessions, sizes: Floats, wait_s: float) -> Generator[Any, Any, None]:
+        if wait_s:
+            yield self.env.timeout(wait_s)
+        if sizes.any() and len(group.link):
+            yield self._begun(group, sizes)
+
+    def _begun(self, group: Sessions, sizes: Floats) -> simpy.Event:
+        transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
+        self.active.append(transfer)
+        self._share(self._touching(transfer))
+        return transfer.done
+
+    def _touching(self, transfer: _Transfer) -> list[_Transfer]:
+        """Return the transfers that share links with this one, or with others that do."""
+        found, rest = [transfer], [other for other in self.active if other is not transfer]
+        links = set(transfer.links)
+        grown = True
+        while grown:
+            near = [other for other in rest if not links.isdisjoint(other.links)]
+            grown = bool(near)
+            found += near
+            rest = [other for other in rest if other not in near]
+            for other in near:
+                links |= other.links
+        return found
+
+    def _rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None = None) -> Floats:
+        """Return the fair rates of all sessions of the groups, one after another."""
+        if len(groups) == 1 and len(groups[0].unit_bytes) == 1:
+            only = groups[0]
+            return np.array([float((self.capacity[only.link] / only.load).min())])
+        starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])
+        session = np.concatenate([g.session + start for g, start in zip(groups, starts, strict=False)])
+        link = np.concatenate([group.link for group in groups])
+        load = np.concatenate([group.load for group in groups])
+        if going is not None:
+            kept = np.concatenate(going)[session]
+            session, link, load = session[kept], link[kept], load[kept]
+        places, link = np.unique(link, return_inverse=True)
+        return max_min_rates(session, link, load, self.capacity[places], sessions=int(starts[-1]))
+
+    def _share(self, transfers: Sequence[_Transfer]) -> None:
+        """Give every session its fair rate and plan when the first of each transfer ends."""
+        now_s = self.env.now
+        for transfer in transfers:
+            transfer.advance(now_s)
+        rates = self._rates([t.sessions for t in transfers], [t.remaining > 0 for t in transfers])
+        start = 0
+        for transfer in transfers:
+            end = start + len(transfer.remaining)
+            transfer.rate = rates[start:end]
+            start = end
+            self._plan(transfer)
+
+    def _plan(self, transfer: _Transfer) -> None:
+        transfer.version += 1
+        if not np.isfinite(transfer.remaining).all():
+            return  # others' traffic: it never ends
+        version = transfer.version
+        going = transfer.remaining > 0
+        first_s = float((transfer.remaining[going] / transfer.rate[going]).min()) if going.any() else 0.0
+        wake = self.env.timeout(first_s)
+        assert wake.callbacks is not None
+        wake.callbacks.append(lambda _event: self._woken(transfer, version))
+
+    def _woken(self, transfer: _Transfer, version: int) -> None:
+        if version != transfer.version:
+            return  # planned before the flows changed
+        touched = self._touching(transfer)
+        ended = []
+        for each in touched:
+            each.advance(self.env.now)
+            if each.settle(self.env.now):
+                ended.append(each)
+        for each in ended:
+            each.version += 1
+            self.active.remove(each)
+            each.done.succeed()
+        left = [each for each in touched if each not in ended]
+        if left:
+            self._share(left)

@@ -1,0 +1,202 @@
+"""Links and flows that cannot be told apart, taken together, by colour refinement; exact for unequal ones too.
+
+Two links are of one class where they have the same capacity and the same numbers of flows of every class with the same
+shares cross them; two flows are, where they are as large and late and cross the same numbers of links of every class.
+Such a partition is equitable, so that all members of a class have the same max-min rate, and one stands for all.
+Source: Berkholz, Bonsma, Grohe 2017, "Tight lower and upper bounds for the complexity of canonical colour refinement".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gssim.collectives import Hops, Stage, summed
+from gssim.network.routes import Router
+from gssim.units import Floats, Ints
+
+Marks = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Sessions:
+    """What moves in one stage for each byte of its size: one session, or classes of flows that start together."""
+
+    latency_s: float
+    session: Ints
+    link: Ints
+    """Class of link."""
+    load: Floats
+    """Part of the session's rate that the link takes."""
+    unit_bytes: Floats
+    """Bytes of each session for each byte of the stage's size."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """The sessions of one set of hops, grouped by when they start, and what each link class carries for each byte."""
+
+    groups: tuple[Sessions, ...]
+    carried_link: Ints
+    carried: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """Classes of links, and the traffic of every set of hops over them."""
+
+    link_class: Ints
+    """Class of each link; -1 where nothing crosses it."""
+    capacity: Floats
+    """Of a link of each class."""
+    traffic: dict[tuple[int, bool], Traffic]
+    """By (id of the hops, coupled)."""
+
+    def of(self, stage: Stage) -> Traffic:
+        """Return the traffic of a stage."""
+        return self.traffic[id(stage.hops), stage.coupled]
+
+
+@dataclass(eq=False)
+class _Pattern:
+    """Sessions of one set of hops over single links; the refinement colours them."""
+
+    session: Ints
+    link: Ints
+    load: Floats
+    unit_bytes: Floats
+    latency_s: Floats
+    colour: Ints
+
+
+def fold(router: Router, stages: Sequence[Stage], capacity: Floats, *, unfolded: bool = False) -> Folded:
+    """Return the classes of links and sessions of all stages; `unfolded`: every one is a class of its own."""
+    found: dict[tuple[int, bool], tuple[Hops, bool]] = {}
+    for stage in stages:
+        found[id(stage.hops), stage.coupled] = (stage.hops, stage.coupled)
+    patterns = {key: _pattern(router, hops, coupled) for key, (hops, coupled) in found.items()}
+    if unfolded:
+        links = np.arange(len(capacity))
+        for pattern in patterns.values():
+            pattern.colour = np.arange(len(pattern.unit_bytes))
+    else:
+        links = _refined(list(patterns.values()), capacity)
+    used = np.zeros(len(capacity), dtype=bool)
+    for pattern in patterns.values():
+        used[pattern.link] = True
+    classes, first, inverse = np.unique(np.where(used, links, -1), return_index=True, return_inverse=True)
+    offset = int(classes[0] == -1) if len(classes) else 0
+    link_class = inverse - offset
+    representative = np.zeros(len(capacity), dtype=bool)
+    representative[first[offset:]] = True
+    traffic = {key: _traffic(pattern, link_class, representative) for key, pattern in patterns.items()}
+    return Folded(link_class, capacity[first[offset:]], traffic)
+
+
+def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
+    """Return the sessions of hops: one for all where they keep pace, else one for each."""
+    on = router.of(hops)
+    sessions = len(hops.source)
+    if not coupled or not sessions:
+        return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s, np.zeros(sessions, np.int64))
+    heaviest = float(hops.weight.max())
+    link, inverse = np.unique(on.link, return_inverse=True)
+    load = summed(inverse, on.share * hops.weight[on.flow] / heaviest, len(link))
+    mean_s = float(np.average(on.latency_s, weights=hops.weight))
+    zero = np.zeros(1, np.int64)
+    return _Pattern(np.zeros(len(link), np.int64), link, load, np.array([heaviest]), np.array([mean_s]), zero)
+
+
+def codes(values: Floats) -> Ints:
+    """Return a number for each distinct value; values that agree to twelve digits are the same."""
+    mantissa, exponent = np.frexp(values)
+    rounded = np.ldexp(np.round(mantissa * 2.0**40), exponent - 40)
+    return np.asarray(np.unique(rounded, return_inverse=True)[1], dtype=np.int64)
+
+
+def _mixed(values: Ints) -> Marks:
+    """Return the values scrambled (splitmix64), so that sums of them tell multisets apart."""
+    x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)), dtype=np.uint64)
+
+
+def _summed(marks: Marks, owner: Ints, owners: int) -> Marks:
+    """Return the sum of the marks of each owner, modulo 2^64."""
+    order = np.argsort(owner, kind="stable")
+    total = np.r_[np.zeros(1, np.uint64), np.cumsum(marks[order], dtype=np.uint64)]
+    ends = np.cumsum(np.bincount(owner, minlength=owners))
+    return np.asarray(total[ends] - total[np.r_[0, ends[:-1]]], dtype=np.uint64)
+
+
+def _recoloured(colour: Ints, marks: Marks) -> Ints:
+    """Return colours that tell apart what had other colours or has other marks."""
+    both = _mixed(colour) * np.uint64(3) + _mixed(marks.view(np.int64))
+    return np.asarray(np.unique(both, return_inverse=True)[1], dtype=np.int64)
+
+
+def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
+    """Colour the sessions of all patterns, and return the colours of the links: the coarsest equitable partition.
+
+    Sessions that keep pace are one of a kind, so only single flows can fall together.
+    """
+    starts = np.cumsum([0, *(len(pattern.unit_bytes) for pattern in patterns)])
+    if not patterns or not starts[-1]:
+        return codes(capacity)
+    session = np.concatenate([p.session + start for p, start in zip(patterns, starts, strict=False)])
+    link = np.concatenate([p.link for p in patterns])
+    share = codes(np.concatenate([p.load for p in patterns]))
+    sessions = _first_colours(patterns)
+    links = codes(capacity)
+    while True:
+        counts = int(sessions.max()), int(links.max())
+        marks = _mixed(sessions[session] * (int(share.max()) + 1) + share)
+        links = _recoloured(links, _summed(marks, link, len(capacity)))
+        marks = _mixed(links[link] * (int(share.max()) + 1) + share)
+        sessions = _recoloured(sessions, _summed(marks, session, len(sessions)))
+        if (int(sessions.max()), int(links.max())) == counts:
+            break
+    for pattern, start in zip(patterns, starts, strict=False):
+        pattern.colour = sessions[start : start + len(pattern.unit_bytes)]
+    return links
+
+
+def _first_colours(patterns: Sequence[_Pattern]) -> Ints:
+    """Return what tells sessions apart before their links are looked at: pattern, size, latency."""
+    which = np.repeat(np.arange(len(patterns)), [len(p.unit_bytes) for p in patterns])
+    size = codes(np.concatenate([p.unit_bytes for p in patterns]))
+    late = codes(np.concatenate([p.latency_s for p in patterns]))
+    colour = (which * (int(size.max()) + 1) + size) * (int(late.max()) + 1) + late
+    return np.asarray(np.unique(colour, return_inverse=True)[1], dtype=np.int64)
+
+
+def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.bool_]) -> Traffic:
+    """Return a pattern's sessions by class: what each takes of a link is read off one link of every class."""
+    _, first, session_class = np.unique(pattern.colour, return_index=True, return_inverse=True)
+    entries = np.flatnonzero(representative[pattern.link])
+    classes = link_class[pattern.link[entries]]
+    place = session_class[pattern.session[entries]] * (len(link_class) + 1) + classes
+    places, inverse = np.unique(place, return_inverse=True)
+    load = summed(inverse, pattern.load[entries], len(places))
+    session, link = places // (len(link_class) + 1), places % (len(link_class) + 1)
+    unit_bytes, latency_s = pattern.unit_bytes[first], pattern.latency_s[first]
+    links, onto = np.unique(link, return_inverse=True)
+    carried = summed(onto, load * unit_bytes[session], len(links))
+    return Traffic(
+        groups=tuple(_groups(session, link, load, unit_bytes, latency_s)),
+        carried_link=links,
+        carried=carried,
+    )
+
+
+def _groups(session: Ints, link: Ints, load: Floats, unit_bytes: Floats, latency_s: Floats) -> list[Sessions]:
+    """Return the sessions by when they start: all that wait for the same latency, together."""
+    found = []
+    for late in np.unique(latency_s):
+        members = np.flatnonzero(latency_s == late)
+        inside = np.isin(session, members)
+        local = np.searchsorted(members, session[inside])
+        found.append(Sessions(float(late), local, link[inside], load[inside], unit_bytes[members]))
+    return found

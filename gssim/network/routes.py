@@ -1,0 +1,246 @@
+"""Which links a message takes: the paths of fewest links, of those the ones of least latency, shared equally."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gssim.collectives import Hops, summed
+from gssim.topology import Wiring
+from gssim.units import Floats, Ints, UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Incidence:
+    """Parts of flows on links: entry e says that a `share` of flow `flow[e]` crosses link `link[e]`; sorted by flow."""
+
+    flow: Ints
+    link: Ints
+    share: Floats
+    latency_s: Floats
+    """Of each flow's path, a mean over equal paths."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """Where searches stand after some links: by pair and node, how many best paths lead there, at which latency."""
+
+    key: Ints
+    """pair * nodes + node, sorted."""
+    paths: Floats
+    latency_s: Floats
+    parent: Ints
+    """Of each step taken to get here: position in the level before."""
+    child: Ints
+    """Position here."""
+    link: Ints
+
+
+PAIRS_AT_ONCE = 2**16
+"""Pairs whose paths are searched together: what a search holds grows with them."""
+
+
+class Router:
+    """Routes over a wiring, found for many pairs at once by searching from both ends."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.wiring = wiring
+        self.nodes = len(wiring.names)
+        self._out = _adjacency(wiring.source, self.nodes)
+        self._into = _adjacency(wiring.target, self.nodes)
+        self._known: dict[int, tuple[Hops, Incidence]] = {}
+        self._searched: dict[tuple[bytes, bytes], Incidence] = {}
+
+    def of(self, hops: Hops) -> Incidence:
+        """Return the links of all hops, found once for hops between the same ends."""
+        if id(hops) not in self._known:
+            ends = (hops.source.tobytes(), hops.target.tobytes())
+            if ends not in self._searched:
+                self._searched[ends] = self.incidence(hops.source, hops.target)
+            self._known[id(hops)] = (hops, self._searched[ends])
+        return self._known[id(hops)][1]
+
+    def rate_bytes_per_s(self, hops: Hops, weight: Floats) -> float:
+        """Return at which rate a hop of weight 1 would go if all kept pace, alone on their links (0: left out)."""
+        on = self.of(hops)
+        load = summed(on.link, on.share * weight[on.flow], self.wiring.links)
+        busy = np.flatnonzero(load)
+        return float((self.wiring.bandwidth_bytes_per_s[busy] / load[busy]).min()) if len(busy) else math.inf
+
+    def incidence(self, source: Ints, target: Ints) -> Incidence:
+        """Return the links of every pair's paths; pairs that are listed twice are searched once.
+
+        Raises UserError where no path leads from one end to the other.
+        """
+        keys, inverse = np.unique(source * self.nodes + target, return_inverse=True)
+        parts = [keys[start : start + PAIRS_AT_ONCE] for start in range(0, max(1, len(keys)), PAIRS_AT_ONCE)]
+        found = _joined([self._search(part // self.nodes, part % self.nodes) for part in parts])
+        if len(keys) == len(source) and np.array_equal(inverse, np.arange(len(keys))):
+            return found
+        starts = np.searchsorted(found.flow, np.arange(len(keys) + 1))
+        lengths = np.diff(starts)[inverse]
+        flow = np.repeat(np.arange(len(source)), lengths)
+        entry = _ranges(starts[:-1][inverse], lengths)
+        return Incidence(flow, found.link[entry], found.share[entry], found.latency_s[inverse])
+
+    def _search(self, source: Ints, target: Ints) -> Incidence:
+        """Return the incidence of distinct pairs."""
+        pairs = np.arange(len(source))
+        ahead = [_start(pairs * self.nodes + source)]
+        back = [_start(pairs * self.nodes + target)]
+        latency_s = np.zeros(len(source))
+        entries: list[tuple[Ints, Ints, Floats]] = []
+        waiting = source != target
+        for turn in range(2 * self.nodes):
+            if not waiting.any():
+                break
+            if turn % 2 == 0:
+                ahead.append(self._expand(ahead, waiting, self._out, self.wiring.target))
+            else:
+                back.append(self._expand(back, waiting, self._into, self.wiring.source))
+            if not len(ahead[-1].key) or not len(back[-1].key):
+                break
+            met = _meet(ahead[-1], back[-1], self.nodes, len(source))
+            if met is not None:
+                waiting[met.pair] = False
+                latency_s[met.pair] = met.latency_s
+                entries.append(_trace(ahead, met.ahead, met.paths_on, met.total, self.nodes))
+                entries.append(_trace(back, met.back, met.paths_back, met.total, self.nodes))
+        if waiting.any():
+            self._unreachable(source, target, int(np.flatnonzero(waiting)[0]))
+        return _collected(entries, latency_s)
+
+    def _unreachable(self, source: Ints, target: Ints, pair: int) -> None:
+        names = self.wiring.names
+        raise UserError(f"cluster: no path of links from {names[source[pair]]} to {names[target[pair]]}")
+
+    def _expand(self, levels: list[_Level], waiting: NDArray[np.bool_], edges: "_Edges", ends: Ints) -> _Level:
+        """Return the level that is one link farther, for the pairs that still wait."""
+        level = levels[-1]
+        alive = np.flatnonzero(waiting[level.key // self.nodes])
+        node, pair = level.key[alive] % self.nodes, level.key[alive] // self.nodes
+        degree = edges.starts[node + 1] - edges.starts[node]
+        parent = np.repeat(alive, degree)
+        link = edges.link[_ranges(edges.starts[node], degree)]
+        key = np.repeat(pair, degree) * self.nodes + ends[link]
+        if len(levels) > 1:  # never back to where it came from
+            new = ~_contains(levels[-2].key, key)
+            parent, link, key = parent[new], link[new], key[new]
+        return _merged(key, level, parent, link, self.wiring.latency_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Edges:
+    starts: Ints
+    link: Ints
+
+
+def _joined(parts: list[Incidence]) -> Incidence:
+    """Return the incidence of flows numbered on from part to part."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *(len(part.latency_s) for part in parts)])
+    return Incidence(
+        np.concatenate([part.flow + start for part, start in zip(parts, starts, strict=False)]),
+        np.concatenate([part.link for part in parts]),
+        np.concatenate([part.share for part in parts]),
+        np.concatenate([part.latency_s for part in parts]),
+    )
+
+
+def _adjacency(end: Ints, nodes: int) -> _Edges:
+    """Return the links by the node at one of their ends."""
+    order = np.argsort(end, kind="stable")
+    return _Edges(np.r_[0, np.cumsum(np.bincount(end, minlength=nodes))], order)
+
+
+def _start(key: Ints) -> _Level:
+    none = np.zeros(0, np.int64)
+    return _Level(key, np.ones(len(key)), np.zeros(len(key)), none, none, none)
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Return start, start+1, ... of every range, one after another."""
+    total = int(lengths.sum())
+    offsets = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(total) - offsets + np.repeat(starts, lengths)
+
+
+def _contains(held: Ints, wanted: Ints) -> NDArray[np.bool_]:
+    """Return which of `wanted` are in `held`, which is sorted."""
+    if not len(held):
+        return np.zeros(len(wanted), dtype=bool)
+    place = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
+    return np.asarray(held[place] == wanted)
+
+
+def _merged(key: Ints, before: _Level, parent: Ints, link: Ints, link_latency_s: Floats) -> _Level:
+    """Return steps that lead to the same place taken together; only those of least latency are kept."""
+    reached, child = np.unique(key, return_inverse=True)
+    took_s = before.latency_s[parent] + link_latency_s[link]
+    best_s = np.full(len(reached), np.inf)
+    np.minimum.at(best_s, child, took_s)
+    kept = took_s <= best_s[child] * (1 + 1e-12) + 1e-18
+    parent, child, link = parent[kept], child[kept], link[kept]
+    paths = summed(child, before.paths[parent], len(reached))
+    return _Level(reached, paths, best_s, parent, child, link)
+
+
+@dataclass(frozen=True, eq=False)
+class _Meeting:
+    """Pairs whose two searches met: where, at which latency, over how many paths."""
+
+    pair: Ints
+    latency_s: Floats
+    ahead: Ints
+    """Positions in the level ahead."""
+    back: Ints
+    paths_on: Floats
+    """Paths from there to the target."""
+    paths_back: Floats
+    total: Floats
+    """Paths by pair, of all pairs."""
+
+
+def _meet(ahead: _Level, back: _Level, nodes: int, pairs: int) -> _Meeting | None:
+    common, a, b = np.intersect1d(ahead.key, back.key, assume_unique=True, return_indices=True)
+    if not len(common):
+        return None
+    pair = common // nodes
+    took_s = ahead.latency_s[a] + back.latency_s[b]
+    best_s = np.full(pairs, np.inf)
+    np.minimum.at(best_s, pair, took_s)
+    kept = took_s <= best_s[pair] * (1 + 1e-12) + 1e-18
+    a, b, pair = a[kept], b[kept], pair[kept]
+    total = summed(pair, ahead.paths[a] * back.paths[b], pairs)
+    done = np.unique(pair)
+    return _Meeting(done, best_s[done], a, b, back.paths[b], ahead.paths[a], total)
+
+
+def _trace(levels: list[_Level], at: Ints, paths_on: Floats, total: Floats, nodes: int) -> tuple[Ints, Ints, Floats]:
+    """Return (pair, link, share) of every step on a best path, from a meeting back to where the search began."""
+    onward = np.zeros(len(levels[-1].key))
+    onward[at] = paths_on
+    flows, links, shares = [], [], []
+    for before, level in zip(levels[-2::-1], levels[:0:-1], strict=True):
+        through = before.paths[level.parent] * onward[level.child]
+        used = np.flatnonzero(through)
+        pair = level.key[level.child[used]] // nodes
+        flows.append(pair)
+        links.append(level.link[used])
+        shares.append(through[used] / total[pair])
+        onward = summed(level.parent, onward[level.child], len(before.key))
+    return (
+        np.concatenate(flows or [np.zeros(0, np.int64)]),
+        np.concatenate(links or [np.zeros(0, np.int64)]),
+        (np.concatenate(shares or [np.zeros(0)])),
+    )
+
+
+def _collected(entries: list[tuple[Ints, Ints, Floats]], latency_s: Floats) -> Incidence:
+    flow = np.concatenate([np.zeros(0, np.int64), *(entry[0] for entry in entries)])
+    order = np.argsort(flow, kind="stable")
+    link = np.concatenate([np.zeros(0, np.int64), *(entry[1] for entry in entries)])[order]
+    share = np.concatenate([np.zeros(0), *(entry[2] for entry in entries)])[order]
+    return Incidence(flow[order], link, share, latency_s)
