@@ -190,6 +190,10 @@ class BackendCost:
     """Host time to hand over point-to-point messages, whatever their size."""
     posting_byte_s: Seconds = 0.0
     """Host time per byte to hand over a point-to-point message, before the rest goes on in the background."""
+    measured_s: dict[str, Curve] = field(default_factory=dict)
+    """By kind: the time of a collective of all ranks by its size in bytes, in place of any formula. It is read between
+    points on logarithmic scales; smaller sizes take what the smallest does, larger ones in proportion to the largest.
+    """
     bytes_factor: dict[str, PositiveFloat] = field(default_factory=dict)
     """Time per byte of a collective kind over that of a plain exchange, measured; 1 where absent."""
     source: str

@@ -77,6 +77,13 @@ def test_set_changes_the_answer(gssim, tmp_path):
     assert (scenario["plan"]["method"], scenario["run"]["seed"]) == ("gs", 3)
 
 
+def test_unfolding_changes_nothing_that_is_printed_but_rounding(gssim, tmp_path):
+    path = write_files(tmp_path)
+    folded, unfolded = (json.loads(gssim("run", path, "--json", *more)[1]) for more in ((), ("--unfold",)))
+    assert unfolded["step_time_s"] == pytest.approx(folded["step_time_s"], rel=1e-9)
+    assert [entry["ranks"] for entry in unfolded["ranks"]] == [entry["ranks"] for entry in folded["ranks"]]
+
+
 def test_timing_goes_to_stderr(gssim, tmp_path):
     code, out, err = gssim("run", write_files(tmp_path), "--json", "--timing")
     assert code == 0

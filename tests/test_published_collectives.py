@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from strategies import communication_time_s
 
+from gssim.collectives import Communication
 from gssim.nccl import GENERATIONS, Group, NcclTuning, fit, times
+from gssim.scenario import load_cluster
 
 MIB, GIB = 2.0**20, 2.0**30
 Table = list[tuple[float, float]]
@@ -191,3 +194,24 @@ def test_eight_points_are_enough():
     tuning = fit([table[i] for i in few], H200X8, start=GENERATIONS["hopper"])
     rest = [row for i, row in enumerate(table) if i not in few]
     assert errors(rest, lambda size: times(tuning, "all-reduce", size, H200X8).time_s).mean() <= 0.08
+
+
+@pytest.mark.parametrize(
+    ("cluster", "table", "ranks", "most"),
+    [
+        ("dgx-a100", "a100_8gpu", 8, 0.03),
+        ("dgx-a100", "a100_2gpu", 2, 0.05),
+        ("dgx-1v", "v100_8gpu", 8, 0.03),
+        ("dgx-1v", "v100_2gpu", 2, 0.03),
+    ],
+)
+def test_the_simulator_predicts_the_tables_from_the_shipped_cluster_files(cluster, table, ranks, most, record_property):
+    """Rates come from the topology: the first two V100 of a DGX-1V share one NVLink, all eight have rings over six."""
+    wired = load_cluster(Path(__file__).parents[1] / "scenarios" / "clusters" / f"{cluster}.toml")
+
+    def simulated_s(size: float) -> float:
+        return communication_time_s(wired, Communication("all-reduce", range(ranks), size))
+
+    found = errors(vtrain(table)[1::16], simulated_s)
+    record_property(f"{cluster}, {ranks} ranks", float(np.abs(found).mean()))
+    assert np.abs(found).mean() <= most

@@ -391,11 +391,20 @@ def _levels(members: Members) -> tuple[Hops, Hops]:
 
 
 def torus(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Dimension by dimension, round rings in both directions at once, each with half."""
+    """Dimension by dimension, round rings in both directions at once, each with half (Jouppi et al. 2020)."""
+    return _by_dimension(members, communication, both=True)
+
+
+def one_way_torus(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Dimension by dimension, round rings in one direction."""
+    return _by_dimension(members, communication, both=False)
+
+
+def _by_dimension(members: Members, communication: Communication, *, both: bool) -> tuple[Stage, ...]:
     scattering: list[Stage] = []
     gathering: list[Stage] = []
     part = communication.size_bytes
-    for size, hops in _dimension_hops(members):
+    for size, hops in _dimension_hops(members, both):
         carried = (size - 1) / size * part
         scattering.append(Stage(hops, carried, steps=size - 1, reduced_bytes=carried))
         gathering.insert(0, Stage(hops, carried, steps=size - 1))
@@ -405,7 +414,7 @@ def torus(members: Members, communication: Communication) -> tuple[Stage, ...]:
 
 
 @made_once
-def _dimension_hops(members: Members) -> tuple[tuple[int, Hops], ...]:
+def _dimension_hops(members: Members, both: bool) -> tuple[tuple[int, Hops], ...]:
     if math.prod(members.shape) != members.count:
         raise ValueError("a torus algorithm needs a group that fills a torus")
     grid = np.arange(members.count).reshape(members.shape)
@@ -414,9 +423,10 @@ def _dimension_hops(members: Members) -> tuple[tuple[int, Hops], ...]:
         if size == 1:
             continue
         ahead, behind = np.roll(grid, -1, axis=axis).ravel(), np.roll(grid, 1, axis=axis).ravel()
-        source = members.ranks[np.tile(grid.ravel(), 2)]
-        target = members.ranks[np.r_[ahead, behind]]
-        found.append((size, Hops(source, target, np.full(len(source), 0.5))))
+        targets = (ahead, behind) if both else (ahead,)
+        source = members.ranks[np.tile(grid.ravel(), len(targets))]
+        target = members.ranks[np.concatenate(targets)]
+        found.append((size, Hops(source, target, np.full(len(source), 1 / len(targets)))))
     return tuple(found)
 
 
@@ -456,6 +466,9 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
     ("torus", "all-reduce"): torus,
     ("torus", "reduce-scatter"): torus,
     ("torus", "all-gather"): torus,
+    ("one-way-torus", "all-reduce"): one_way_torus,
+    ("one-way-torus", "reduce-scatter"): one_way_torus,
+    ("one-way-torus", "all-gather"): one_way_torus,
 }
 """By (algorithm, kind)."""
 

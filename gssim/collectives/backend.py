@@ -1,5 +1,7 @@
 """What a backend adds to its collectives: which algorithm it takes, fixed costs, and buffers of its own."""
 
+import numpy as np
+
 from gssim.cluster import Cluster
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.collectives.communication import Communication
@@ -67,6 +69,20 @@ def overhead_s(cluster: Cluster, kind: str) -> float:
     """Return the fixed time of one call of a collective, on top of its links' latencies."""
     cost = cluster.backend_cost
     return cost.overhead_s.get(kind, cost.overhead_s.get("default", 0.0)) if cost else 0.0
+
+
+def measured_s(cluster: Cluster, communication: Communication) -> float | None:
+    """Return the time that the cluster file's table says a collective takes, if it has one for the kind and all ranks.
+
+    Log-log interpolation: a table of nccl-tests spans six decades (D.1).
+    """
+    table = cluster.backend_cost.measured_s.get(communication.kind) if cluster.backend_cost else None
+    if table is None or len(communication.group) != len(cluster.devices):
+        return None
+    size, largest = communication.size_bytes, table.sizes[-1]
+    if size > largest:
+        return table.values[-1] * size / largest
+    return float(np.exp(np.interp(np.log(max(size, 1e-9)), np.log(table.sizes), np.log(table.values))))
 
 
 def posting_s(cluster: Cluster, size_bytes: float) -> float:

@@ -50,6 +50,9 @@ class Rendezvous:
         if scheduled.fixed_s:
             yield env.timeout(scheduled.fixed_s)
         for stage in scheduled.stages:
+            if scheduled.measured:
+                machine.network.count(stage)
+                continue
             yield from machine.network.carry(stage, factor=scheduled.factor, latency=scheduled.path_latency)
             reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
             if reduction_s:

@@ -37,9 +37,13 @@ class Scheduled:
     """Time of a byte over that on the bare links."""
     path_latency: bool = True
     """Whether latencies of links count; else they are part of `fixed_s`."""
+    measured: bool = False
+    """`fixed_s` is all the time that it takes; what the links carry is counted, but takes no time of its own."""
 
     def alone_s(self, network: Network) -> float:
         """Return the time on idle links, additions to received bytes left out."""
+        if self.measured:
+            return self.fixed_s
         each_s = [network.alone_s(stage, latency=self.path_latency, factor=self.factor) for stage in self.stages]
         return self.fixed_s + sum(each_s)
 
@@ -148,6 +152,11 @@ class Scheduler:
         if len(communication.group) == 1:
             return (Scheduled("none", (), 0.0),)
         members = self.members(communication.group)
+        table_s = collectives.measured_s(self.cluster, communication)
+        if table_s is not None:
+            name = BACKEND_ALGORITHMS[self.cluster.backend][communication.kind]
+            stages = ALGORITHMS[name, communication.kind](members, communication)
+            return (Scheduled(name, stages, table_s, measured=True),)
         if self.tuning is not None and communication.kind not in self.cluster.algorithms:
             return (self._tuned(self.tuning, members, communication),)
         named = collectives.algorithm_of(self.cluster, communication.kind)

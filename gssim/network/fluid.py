@@ -90,10 +90,15 @@ class Network:
         alone.env.run(until=alone.env.process(alone.carry(stage, factor=factor, latency=latency)))
         return float(alone.env.now)
 
-    def carry(self, stage: Stage, *, factor: float = 1.0, latency: bool = True) -> Generator[Any, Any, None]:
-        """Take the simulated time of a stage; `factor`: time of a byte over that on the bare links."""
+    def count(self, stage: Stage) -> None:
+        """Count the bytes of a stage on the links that it crosses."""
         traffic = self.folded.of(stage)
         self.carried[traffic.carried_link] += traffic.carried * stage.size_bytes
+
+    def carry(self, stage: Stage, *, factor: float = 1.0, latency: bool = True) -> Generator[Any, Any, None]:
+        """Take the simulated time of a stage; `factor`: time of a byte over that on the bare links."""
+        self.count(stage)
+        traffic = self.folded.of(stage)
         ends = []
         for group in traffic.groups:
             wait_s = group.latency_s * stage.steps if latency else 0.0
