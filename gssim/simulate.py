@@ -123,7 +123,7 @@ def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
 
 def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program]) -> Result:
     scenario, machine = loaded.scenario, typical.machine
-    phases = [_phases(typical, each) for each in machine.classes]
+    phases = _phases(typical)
     counts = [len(each.members) for each in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
@@ -162,9 +162,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _phases(step: _Steady, each: RankClass) -> dict[str, float]:
-    spans = [span for span in step.machine.spans if span.rank == each.representative]
-    return typical_phases(spans, step.machine.ends_s[each.index])
+def _phases(step: _Steady) -> list[dict[str, float]]:
+    """Return the phases of each class's typical step."""
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in step.machine.spans:
+        spans[span.rank].append(span)
+    ends_s = step.machine.ends_s
+    return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
 def _misfit(machine: Machine) -> Fit | None:
