@@ -1,0 +1,23 @@
+"""The question: Cluster x Workload x Plan and a run's length, loaded from one TOML file and checked whole."""
+
+from gssim.scenario.checks import check
+from gssim.scenario.loading import load_cluster, load_model, load_scenario, read_toml
+from gssim.scenario.question import Loaded, Run, Scenario, single_device
+from gssim.scenario.rates import layer_profile, peak_flop_per_s, sample_costs, takes_tokens, value_bytes
+
+__all__ = [
+    "Loaded",
+    "Run",
+    "Scenario",
+    "check",
+    "layer_profile",
+    "load_cluster",
+    "load_model",
+    "load_scenario",
+    "peak_flop_per_s",
+    "read_toml",
+    "sample_costs",
+    "single_device",
+    "takes_tokens",
+    "value_bytes",
+]

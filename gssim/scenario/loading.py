@@ -1,0 +1,151 @@
+"""Scenarios, models and clusters from TOML files, with overrides."""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gssim.cluster import Cluster
+from gssim.gradients import GradientStatistics, read_gradients
+from gssim.scenario.checks import check
+from gssim.scenario.question import Loaded, Scenario
+from gssim.units import UserError, validated
+from gssim.workload import Model, unrolled
+
+
+def load_scenario(path: Path, overrides: Sequence[str] = (), *, gradients_needed: bool = True) -> Loaded:
+    """Return the scenario in the TOML file `path`, with `overrides` like `plan.push.threshold=1e-3` applied.
+
+    Files that it names are looked up beside it, files that an override names first from the working directory.
+    Raises UserError (one line: file, key path, value, what is allowed) for whatever the user can mend.
+    """
+    text, data = read_toml(path)
+    data.setdefault("name", path.stem)
+    data.setdefault("question", _first_comment(text))
+    folders = {"": path.parent}
+    for override in overrides:
+        key = _apply(data, override)
+        folders[key] = Path()
+    file = str(path)
+    data["cluster"] = _part(data, "cluster", Cluster, file, folders)
+    workload = data.get("workload")
+    if isinstance(workload, dict):
+        workload["model"] = _part(workload, "model", Model, file, folders, "workload.")
+    scenario = validated(Scenario, data, file=file)
+    check(scenario, file=file)
+    statistics = _statistics(scenario, file, folders) if gradients_needed else None
+    return Loaded(file=file, scenario=scenario, gradients=statistics)
+
+
+def load_model(path: Path) -> Model:
+    """Return the model in the TOML file `path`."""
+    return validated(Model, read_toml(path)[1], file=str(path))
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Return the cluster in the TOML file `path`."""
+    return validated(Cluster, read_toml(path)[1], file=str(path))
+
+
+def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the text and the parsed content of a TOML file; raise UserError where there is none or it is broken."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def _first_comment(text: str) -> str:
+    first = text.splitlines()[0] if text else ""
+    return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+
+def _apply(data: dict[str, Any], override: str) -> str:
+    """Set `a.b.c=value` in `data`; return the key path. The value is TOML, or a bare string."""
+    key, separator, value = override.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    table = data
+    *parents, last = key.split(".")
+    for i, part in enumerate(parents):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override}: {'.'.join(parents[: i + 1])} names a file or a value, not a table")
+    table[last] = parsed
+    return key
+
+
+def _part(
+    data: dict[str, Any], key: str, cls: type[object], file: str, folders: dict[str, Path], under: str = ""
+) -> object:
+    """Return what is at `key`: the table given inline, or what is in the file that it names, checked as a `cls`."""
+    value = data.get(key)
+    if value is None:
+        raise UserError(f"{file}: {under}{key}: missing; name a file or give the table")
+    if not isinstance(value, str):
+        return value
+    found = _find(value, f"{under}{key}", file, folders)
+    return validated(cls, read_toml(found)[1], file=str(found))
+
+
+def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
+    candidates = [folder / name for folder in (folders.get(key), folders[""]) if folder is not None]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    folder = candidates[-1].parent
+    known = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    close = difflib.get_close_matches(Path(name).name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise UserError(f"{file}: {key} = '{name}': no such file{hint}")
+
+
+def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> GradientStatistics | None:
+    if not scenario.plan.push.threshold:
+        return None
+    name = scenario.workload.gradients
+    if name is None:
+        raise UserError(
+            f"{file}: workload.gradients: missing; plan.push.threshold needs the model's gradient statistics "
+            "(write them with `gsreal gradients`)"
+        )
+    statistics = read_gradients(_find(name, "workload.gradients", file, folders))
+    _check_statistics(scenario, statistics, file, name)
+    return statistics
+
+
+def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: str, name: str) -> None:
+    workload, run = scenario.workload, scenario.run
+    for key, ours, theirs in (
+        ("model", workload.model.name, statistics.model),
+        ("optimizer", workload.optimizer, statistics.optimizer),
+        ("learning_rate", workload.learning_rate, statistics.learning_rate),
+        ("global_batch_size", workload.global_batch_size, statistics.global_batch_size),
+        ("sequence_length", workload.sequence_length, statistics.sequence_length),
+    ):
+        if ours != theirs:
+            raise UserError(f"{file}: workload.gradients = '{name}': was taken with {key} = {theirs!r}, not {ours!r}")
+    if statistics.steps < run.warmup_steps + run.steps:
+        raise UserError(
+            f"{file}: workload.gradients = '{name}': covers {statistics.steps} steps, "
+            f"but the run has {run.warmup_steps + run.steps} (run.warmup_steps + run.steps)"
+        )
+    names = {name for layer in unrolled(workload.model) for name in layer.parameter_names}
+    missing = sorted({name for trace in statistics.traces for name in names - set(trace.tensors)})
+    if missing:
+        raise UserError(f"{file}: workload.gradients = '{name}': lacks the parameter {missing[0]}")
+
+
+# Checking ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,159 @@
+"""The question, with who it is: Cluster x Workload x Plan and a run's length."""
+
+import hashlib
+import json
+from dataclasses import field, replace
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from gssim import shares
+from gssim.cluster import Cluster
+from gssim.conditions import Conditions
+from gssim.gradients import GradientStatistics
+from gssim.plan import Plan, Policies, resolve
+from gssim.scenario.rates import sample_costs
+from gssim.topology import structure_of
+from gssim.units import Count, PositiveInt, spec
+from gssim.workload import Workload
+
+
+@spec
+class Run:
+    """How long to train, and from which seed."""
+
+    steps: PositiveInt = 20
+    """Steps that count, after the warm-up."""
+    warmup_steps: Count = 5
+    seed: Count = 0
+
+
+@spec
+class Scenario:
+    """A question: this workload, divided by this plan, on this cluster."""
+
+    name: str
+    question: str = ""
+    cluster: Cluster
+    workload: Workload
+    plan: Plan
+    network: Conditions = field(default_factory=Conditions)
+    """Faults and other traffic (simulated)."""
+    run: Run = field(default_factory=Run)
+
+    @property
+    def policies(self) -> Policies:
+        """The plan with every policy resolved."""
+        return resolve(self.plan, devices=len(self.cluster.devices))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks; rank i runs on the cluster's i-th device."""
+        return self.policies.ranks
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each rank in one step."""
+        wanted, total = self.plan.shares.batch, self.workload.global_batch_size
+        if wanted == "throughput":
+            costs = self._sample_costs()
+            return shares.balance_batch(total, sample_s=[c[1] for c in costs], fixed_s=[c[0] for c in costs])
+        return shares.split(total, shares.even(self.ranks) if isinstance(wanted, str) else wanted)
+
+    @property
+    def shard_shares(self) -> tuple[float, ...]:
+        """Fraction of the sharded state that each rank owns."""
+        wanted = self.plan.shares.shards
+        if wanted == "compute":
+            costs = self._sample_costs()
+            return shares.proportional([1 / each for _, each in costs])
+        return shares.even(self.ranks) if isinstance(wanted, str) else shares.proportional(wanted)
+
+    def _sample_costs(self) -> list[tuple[float, float]]:
+        """Return (fixed_s, sample_s) of each rank."""
+        types = [device.type for device in self.cluster.devices[: self.ranks]]
+        by_type = {name: sample_costs(self.cluster.device_types[name], self.workload) for name in set(types)}
+        return [by_type[name] for name in types]
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the whole scenario as plain data, as the Result keeps it."""
+        data: dict[str, Any] = _adapter(Scenario).dump_python(self, mode="json")
+        if not self.network:
+            del data["network"]
+        return data
+
+    @property
+    def scenario_id(self) -> str:
+        """Identity of the question: workload, resolved plan, structure of the cluster; no rates, files or names."""
+        workload = _adapter(Workload).dump_python(self.workload, mode="json")
+        for key in ("gradients", "data"):
+            del workload[key]
+        for key in ("source", "name"):
+            del workload["model"][key]
+        plan = _adapter(Plan).dump_python(self.plan, mode="json")
+        plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
+        question = {
+            "workload": workload,
+            "plan": plan,
+            "policies": repr(self.policies),
+            "cluster": _structure(self.cluster, self.ranks),
+            "run": _adapter(Run).dump_python(self.run, mode="json"),
+        }
+        if self.network:
+            question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
+        return _digest(question)
+
+
+@spec
+class Loaded:
+    """A scenario with what its files said beside it."""
+
+    file: str
+    scenario: Scenario
+    gradients: GradientStatistics | None = None
+
+    @property
+    def statistics_needed(self) -> bool:
+        """Whether messages depend on the data, so that a prediction needs gradient statistics."""
+        return bool(self.scenario.plan.push.threshold)
+
+    @property
+    def calibration_id(self) -> str:
+        """Identity of the numbers that a prediction rests on: rates, profiles and statistics."""
+        cluster = _adapter(Cluster).dump_python(self.scenario.cluster, mode="json")
+        statistics = _adapter(GradientStatistics).dump_python(self.gradients, mode="json") if self.gradients else None
+        return _digest({"cluster": cluster, "gradients": statistics})
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
+    """Return the cluster's wiring with every name replaced by its position; of a topology, what it says of wiring."""
+    if cluster.topology is not None:
+        used = dict.fromkeys(device.type for device in cluster.devices)
+        kinds = [cluster.device_types[name].kind for name in used]
+        topology = structure_of(cluster.topology)
+        return {"backend": cluster.backend, "kinds": kinds, "topology": topology, "ranks": ranks}
+    hosts = list(dict.fromkeys(device.host for device in cluster.devices))
+    types = list(dict.fromkeys(device.type for device in cluster.devices))
+    place = {name: i for i, name in enumerate([*(d.name for d in cluster.devices), *cluster.switches])}
+    devices = [
+        (types.index(device.type), cluster.device_types[device.type].kind, hosts.index(device.host))
+        for device in cluster.devices
+    ]
+    ends = [(tuple(place[end] for end in link.between), link.directed) for link in cluster.links]
+    edges = sorted((pair if directed else tuple(sorted(pair)), directed) for pair, directed in ends)
+    return {"backend": cluster.backend, "devices": devices, "edges": edges, "ranks": ranks}
+
+
+def single_device(scenario: Scenario) -> Scenario:
+    """Return the same training on one device: the reference that every method must equal."""
+    return replace(scenario, plan=Plan(method="single"))

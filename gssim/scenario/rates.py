@@ -1,0 +1,65 @@
+"""What of a device a workload meets: its profile, its peak, and the cost of a sample."""
+
+from gssim.cluster import DeviceType, LayerProfile
+from gssim.units import PRECISION_BYTES, Precision, UserError
+from gssim.workload import Layer, Model, TokenInput, Workload
+
+
+def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
+    """Return (fixed_s, sample_s) of a step on `device`: from its profile of the model, else from its achieved FLOP/s.
+
+    It ranks devices by measured or stated throughput for the share policies; it is no prediction of a step.
+    """
+    for profile in device.profiles:
+        fits = profile.model == workload.model.name and profile.precision == workload.precision
+        if fits and profile.sequence_length in (None, workload.sequence_length):
+            curves = [
+                (entry.repeats, curve)
+                for entry in workload.model.layers
+                if entry.name in profile.layers
+                for curve in (profile.layers[entry.name].forward_s, profile.layers[entry.name].backward_s)
+            ]
+            largest = max((curve.sizes[-1] for _, curve in curves), default=0)
+            if largest:
+                return 0.0, sum(n * curve.at(largest) for n, curve in curves) / largest
+    flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
+    return 0.0, flop / (peak_flop_per_s(device, workload.precision) * device.efficiency_ratio)
+
+
+def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
+    """Return the measured cost of `layer` on `device` at this precision and sequence length, if there is one."""
+    for profile in device.profiles:
+        same = profile.model == workload.model.name and profile.precision == workload.precision
+        if same and profile.sequence_length in (None, workload.sequence_length) and layer.name in profile.layers:
+            return profile.layers[layer.name]
+    return None
+
+
+def peak_flop_per_s(device: DeviceType, precision: Precision) -> float:
+    """Return the device's peak; raise UserError where it is needed (no profile covers a layer) but not stated."""
+    peak = device.peak_flop_per_s.get(precision)
+    if peak is None:
+        stated = ", ".join(device.peak_flop_per_s) or "none"
+        raise UserError(
+            f"cluster: device_types: no peak_flop_per_s.{precision} on a {device.kind} device "
+            f"(stated: {stated}), nor a profile of every layer at this precision and sequence length"
+        )
+    return peak
+
+
+def _training_flop(layer: Layer, sequence_length: int) -> int:
+    one_sample = {"b": 1, "s": sequence_length}
+    return layer.repeats * (layer.forward_flop.at(**one_sample) + layer.backward_flop.at(**one_sample))
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+def value_bytes(workload: Workload) -> int:
+    """Return the bytes of one parameter, gradient or activation element."""
+    return PRECISION_BYTES[workload.precision]
+
+
+def takes_tokens(model: Model) -> bool:
+    """Return whether the model reads tokens (else images)."""
+    return isinstance(model.input, TokenInput)
