@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -354,12 +356,20 @@ def test_an_algorithm_that_does_not_carry_out_a_kind_is_the_users_to_mend():
         communicated(cluster, Communication("all-gather", (0, 1), 8))
 
 
+@pytest.mark.parametrize("name", ["torus", "hierarchical"])
+def test_an_algorithm_for_another_shape_of_group_is_the_users_to_mend(name):
+    cluster = star(3, algorithms={"all-reduce": name})
+    cluster = replace(cluster, devices=(*cluster.devices[:2], replace(cluster.devices[2], host="host1")))
+    with pytest.raises(UserError, match=f"cluster.algorithms.all-reduce = '{name}': .* needs"):
+        communicated(cluster, Communication("all-reduce", range(3), 8))
+
+
 def test_best_is_never_slower_than_any_algorithm_and_is_one_of_them():
     specification = topology("switch", count=8, bandwidth=1e6, latency_s=1e-3)
     for size in (1, 1000, 10**6):
         times = {}
         for name in ("best", *collectives.algorithms_for("all-reduce")):
-            if name in ("torus", "hierarchical", "in-switch"):
+            if name in ("torus", "one-way-torus", "hierarchical", "in-switch"):
                 continue
             cluster = built(specification, algorithms={"all-reduce": name})
             times[name] = communicated(cluster, Communication("all-reduce", range(8), size)).env.now

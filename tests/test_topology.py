@@ -16,7 +16,7 @@ from strategies import cluster_of, device_type, scenario_of
 
 from gssim.cluster import Cluster
 from gssim.scenario import load_cluster
-from gssim.topology import build, structure_of, wiring_of_links
+from gssim.topology import Torus, build, structure_of, wiring_of_links
 from gssim.units import UserError, validated
 
 CLUSTERS = Path(__file__).parent.parent / "scenarios" / "clusters"
@@ -439,3 +439,24 @@ def test_every_built_kind_is_shipped():
 def test_a_topology_is_built_once():
     topology = load_cluster(CLUSTERS / "dgx-a100.toml").topology
     assert build(topology) is build(load_cluster(CLUSTERS / "dgx-a100.toml").topology)
+
+
+def test_dimensions_of_a_torus_may_have_links_of_their_own():
+    link = {"latency_s": 0, "source": "made"}
+    wide, narrow = ({**link, "bandwidth_bytes_per_s": rate} for rate in (4e9, 1e9))
+    table = {"kind": "torus", "device": "a", "shape": [2, 3], "dimension_links": [wide, narrow]}
+    wiring = build(TypeAdapter(Torus).validate_python(table)).wiring
+    rates = {
+        (a, b): rate for a, b, rate in zip(wiring.source, wiring.target, wiring.bandwidth_bytes_per_s, strict=True)
+    }
+    assert rates[0, 3] == 4e9
+    assert rates[0, 1] == rates[0, 2] == 1e9
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [({}, "either this or dimension_links"), ({"dimension_links": ["ici-v2"]}, "2 dimensions, but 1 links")],
+)
+def test_a_torus_needs_one_link_for_all_or_one_for_each_dimension(links, message):
+    with pytest.raises(ValueError, match=message):
+        TypeAdapter(Torus).validate_python({"kind": "torus", "device": "a", "shape": [2, 2], **links})

@@ -15,7 +15,7 @@ from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hop
 from gssim.collectives.algorithms import ring_hops
 from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
 from gssim.network import Network, Router
-from gssim.units import Ints
+from gssim.units import Ints, UserError
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
 """NCCL's names, and ours."""
@@ -160,14 +160,16 @@ class Scheduler:
         if self.tuning is not None and communication.kind not in self.cluster.algorithms:
             return (self._tuned(self.tuning, members, communication),)
         named = collectives.algorithm_of(self.cluster, communication.kind)
-        names = collectives.algorithms_for(communication.kind) if named == "best" else [named]
+        names = [named]
+        if named == "best":  # switches that reduce are only taken where NCCL's tuner or the user says so
+            names = [name for name in collectives.algorithms_for(communication.kind) if name != "in-switch"]
         found = []
         for name in names:
             try:
                 stages = ALGORITHMS[name, communication.kind](members, communication)
-            except ValueError:
+            except ValueError as error:
                 if named != "best":
-                    raise
+                    raise UserError(f"cluster.algorithms.{communication.kind} = {named!r}: {error}") from None
                 continue  # this group has not the shape that the algorithm needs
             fixed_s = collectives.overhead_s(self.cluster, communication.kind)
             factor = collectives.bytes_factor(self.cluster, communication.kind)

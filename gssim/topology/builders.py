@@ -67,7 +67,7 @@ def _direct(topology: Ring | FullyConnected) -> Built:
     """
     devices = _grouped(topology.devices, topology.devices_per_host)
     count, link = len(devices), topology.link
-    a, b = _neighbours((count,)) if isinstance(topology, Ring) else np.triu_indices(count, 1)
+    a, b = _neighbours((count,), 0) if isinstance(topology, Ring) else np.triu_indices(count, 1)
     part = Links(a.astype(np.int64), b.astype(np.int64), link.bandwidth_bytes_per_s, link.latency_s)
     return Built(devices, (), wired(_names(devices), [part]))
 
@@ -86,7 +86,7 @@ def _torus(topology: Torus) -> Built:
     Source: Jouppi et al. 2020, "A domain-specific supercomputer for training deep neural networks" (TPU v2 and v3:
     2-D); Jouppi et al. 2023, "TPU v4" (3-D).
     """
-    shape, link = topology.shape, topology.link
+    shape = topology.shape
     block = topology.host_shape or (1,) * len(shape)
     places = list(np.ndindex(*shape))
     hosts = [".".join(str(i // b) for i, b in zip(place, block, strict=True)) for place in places]
@@ -94,23 +94,23 @@ def _torus(topology: Torus) -> Built:
         (f"chip{'.'.join(map(str, place))}", topology.device, f"host{host}")
         for place, host in zip(places, hosts, strict=True)
     )
-    part = Links(*_neighbours(shape), link.bandwidth_bytes_per_s, link.latency_s)
-    return Built(devices, (), wired(_names(devices), [part]))
+    parts = [
+        Links(*_neighbours(shape, axis), link.bandwidth_bytes_per_s, link.latency_s)
+        for axis, link in enumerate(topology.links)
+    ]
+    return Built(devices, (), wired(_names(devices), parts))
 
 
-def _neighbours(shape: tuple[int, ...]) -> Ends:
-    """Return the ends of a torus's links: from each place to the next along each dimension.
+def _neighbours(shape: tuple[int, ...], axis: int) -> Ends:
+    """Return the ends of a torus's links along a dimension: from each place to the next.
 
-    >>> [ends.tolist() for ends in _neighbours((2, 3))]
-    [[0, 1, 2, 0, 1, 2, 3, 4, 5], [3, 4, 5, 1, 2, 0, 4, 5, 3]]
+    >>> [ends.tolist() for ends in _neighbours((2, 3), 1)]
+    [[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]]
     """
     grid = np.arange(prod(shape), dtype=np.int64).reshape(shape)
-    here, there = [], []
-    for axis, length in enumerate(shape):
-        links = length if length > 2 else length - 1  # two places have one link, a single one has none
-        here.append(grid.take(range(links), axis).ravel())
-        there.append(np.roll(grid, -1, axis).take(range(links), axis).ravel())
-    return np.concatenate(here), np.concatenate(there)
+    links = shape[axis] if shape[axis] > 2 else shape[axis] - 1  # two places have one link, a single one has none
+    here = grid.take(range(links), axis).ravel()
+    return here, np.roll(grid, -1, axis).take(range(links), axis).ravel()
 
 
 def _grouped(groups: Sequence[Group], devices_per_host: int) -> tuple[tuple[str, str, str], ...]:

@@ -80,10 +80,22 @@ class Torus:
     """Devices along each dimension. Along a dimension of two, neighbours share one link, not two."""
     host_shape: tuple[PositiveInt, ...] | None = None
     """Block of devices that one host drives; absent: one."""
-    link: NamedLink
+    link: NamedLink | None = None
+    """Of all dimensions."""
+    dimension_links: tuple[NamedLink, ...] = ()
+    """One for each dimension, in the place of `link`."""
+
+    @property
+    def links(self) -> tuple[LinkType, ...]:
+        """The link of each dimension."""
+        return self.dimension_links or (self.link,) * len(self.shape) if self.link else self.dimension_links
 
     def __post_init__(self) -> None:
-        """Refuse hosts that do not tile the grid."""
+        """Refuse hosts that do not tile the grid, and dimensions without links."""
+        if bool(self.link) == bool(self.dimension_links):
+            raise ValueError("link: either this or dimension_links is needed")
+        if self.dimension_links and len(self.dimension_links) != len(self.shape):
+            raise ValueError(f"dimension_links: {len(self.shape)} dimensions, but {len(self.dimension_links)} links")
         block = self.host_shape
         if not self.shape:
             raise ValueError("shape: at least one dimension is needed")
