@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -160,20 +161,29 @@ class Scheduler:
         if self.tuning is not None and communication.kind not in self.cluster.algorithms:
             return (self._tuned(self.tuning, members, communication),)
         named = collectives.algorithm_of(self.cluster, communication.kind)
-        names = [named]
-        if named == "best":  # switches that reduce are only taken where NCCL's tuner or the user says so
-            names = [name for name in collectives.algorithms_for(communication.kind) if name != "in-switch"]
+        if named == "best":
+            return self._fitting(members, communication)
+        try:
+            return (self._plain(named, members, communication),)
+        except ValueError as error:
+            raise UserError(f"cluster.algorithms.{communication.kind} = {named!r}: {error}") from None
+
+    def _plain(self, name: str, members: Members, communication: Communication) -> Scheduled:
+        """Return an algorithm with the backend's costs; raises ValueError where the group has not the shape for it."""
+        stages = ALGORITHMS[name, communication.kind](members, communication)
+        fixed_s = collectives.overhead_s(self.cluster, communication.kind)
+        return Scheduled(name, stages, fixed_s, collectives.bytes_factor(self.cluster, communication.kind))
+
+    def _fitting(self, members: Members, communication: Communication) -> tuple[Scheduled, ...]:
+        """Return all algorithms that the group has the shape for.
+
+        Switches that add up are left out: they are taken where NCCL's tuner or the user says that there are some.
+        """
         found = []
-        for name in names:
-            try:
-                stages = ALGORITHMS[name, communication.kind](members, communication)
-            except ValueError as error:
-                if named != "best":
-                    raise UserError(f"cluster.algorithms.{communication.kind} = {named!r}: {error}") from None
-                continue  # this group has not the shape that the algorithm needs
-            fixed_s = collectives.overhead_s(self.cluster, communication.kind)
-            factor = collectives.bytes_factor(self.cluster, communication.kind)
-            found.append(Scheduled(name, stages, fixed_s, factor))
+        for name in collectives.algorithms_for(communication.kind):
+            if name != "in-switch":
+                with suppress(ValueError):
+                    found.append(self._plain(name, members, communication))
         return tuple(found)
 
 
