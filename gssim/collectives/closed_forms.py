@@ -67,6 +67,11 @@ def _double_tree(n: int, size: float, rate: float, latency: float) -> float:
     return 2 * tree_depth(n) * latency + {2: 1.0, 3: 1.5}.get(n, 2.0) * size / rate
 
 
+def _in_switch(n: int, size: float, rate: float, latency: float) -> float:
+    """Every device sends its tensor into the switch, which adds up, and its part of the sum to all."""
+    return 2 * latency + (1 + 1 / n) * size / rate
+
+
 def _send(n: int, size: float, rate: float, latency: float) -> float:
     return latency + size / rate
 
@@ -95,6 +100,7 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("chain", "reduce", "switch"): _chain,
     ("halving-doubling", "all-reduce", "switch"): _halving_doubling,
     ("double-tree", "all-reduce", "switch"): _double_tree,
+    ("in-switch", "all-reduce", "switch"): _in_switch,
 }
 """By (algorithm, kind, topology that it is made for)."""
 
