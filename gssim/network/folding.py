@@ -101,8 +101,9 @@ def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
     if not coupled or not sessions:
         return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s, np.zeros(sessions, np.int64))
     heaviest = float(hops.weight.max())
-    link, inverse = np.unique(on.link, return_inverse=True)
-    load = summed(inverse, on.share * hops.weight[on.flow] / heaviest, len(link))
+    loads = summed(on.link, on.share * hops.weight[on.flow], router.wiring.links)
+    link = np.flatnonzero(loads)
+    load = loads[link] / heaviest
     mean_s = float(np.average(on.latency_s, weights=hops.weight))
     zero = np.zeros(1, np.int64)
     return _Pattern(np.zeros(len(link), np.int64), link, load, np.array([heaviest]), np.array([mean_s]), zero)
