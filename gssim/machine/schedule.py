@@ -97,8 +97,11 @@ class Scheduler:
         return Hops.of(pairs)
 
     def _tuned(self, tuning: NcclTuning, members: Members, communication: Communication) -> Scheduled:
-        """Return what NCCL's tuner chooses, with its latency, and the part of the links' rates that it reaches."""
-        group = self._group(members)
+        """Return what NCCL's tuner chooses, with its latency, and the part of the links' rates that it reaches.
+
+        The tuner prices a group whatever the root is.
+        """
+        group = self._group(self.members(communication.group))
         kind, size = _priced_as(communication)
         choice = times(tuning, kind, size, group)
         name = BACKEND_ALGORITHMS["nccl"][communication.kind]
@@ -151,7 +154,7 @@ class Scheduler:
         """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
         if len(communication.group) == 1:
             return (Scheduled("none", (), 0.0),)
-        members = self.members(communication.group)
+        members = self.members(communication.order)
         table_s = collectives.measured_s(self.cluster, communication)
         if table_s is not None:
             name = BACKEND_ALGORITHMS[self.cluster.backend][communication.kind]
