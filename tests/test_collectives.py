@@ -256,8 +256,8 @@ def owned(communication: Communication) -> tuple[dict[int, float], dict[int, flo
     if kind in each:
         into, out = each[kind]
         return dict.fromkeys(group, into), dict.fromkeys(group, out)
-    root, *others = communication.order
-    first, rest = {root: size}, dict.fromkeys(others, size)
+    root = group[communication.root]
+    first, rest = {root: size}, {rank: size for rank in group if rank != root}
     nothing = dict.fromkeys(group, 0.0)
     if kind == "reduce":
         return nothing | first, nothing | rest

@@ -35,15 +35,6 @@ class Communication:
     """Position in the group of the root of a broadcast or reduce."""
 
     @property
-    def order(self) -> Sequence[int]:
-        """Ranks in the order in which trees and chains take them: from the root on, and round.
-
-        >>> Communication("broadcast", range(4), 8.0, root=3).order
-        (3, 0, 1, 2)
-        """
-        return (*self.group[self.root :], *self.group[: self.root]) if self.root else self.group
-
-    @property
     def payload_bytes(self) -> float:
         """Bytes that an all-to-all-v really carries."""
         return sum(map(sum, self.pair_bytes))
