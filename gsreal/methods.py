@@ -63,16 +63,24 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     return apply(scenario, module, timeline, device)
 
 
+def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the workload's kind of optimizer and its settings: torch's default form for the device.
+
+    One tensor at a time on a CPU, all together on a GPU.
+    """
+    settings = {"lr": workload.learning_rate, "weight_decay": workload.weight_decay, "foreach": device.type == "cuda"}
+    if workload.optimizer == "adamw":
+        return torch.optim.AdamW, settings
+    momentum = workload.momentum if workload.optimizer == "sgd-momentum" else 0.0
+    return torch.optim.SGD, settings | {"momentum": momentum}
+
+
 def make_optimizer(
     workload: Workload, parameters: Sequence[nn.Parameter] | Any, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer in torch's default form for the device (one tensor at a time on a CPU)."""
-    foreach = device.type == "cuda"
-    common: dict[str, Any] = {"lr": workload.learning_rate, "weight_decay": workload.weight_decay, "foreach": foreach}
-    if workload.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, **common)
-    momentum = workload.momentum if workload.optimizer == "sgd-momentum" else 0.0
-    return torch.optim.SGD(parameters, momentum=momentum, **common)
+    """Return the workload's optimizer over the parameters."""
+    kind, settings = optimizer_of(workload, device)
+    return kind(parameters, **settings)
 
 
 def _single(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -81,7 +89,7 @@ def _single(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
 
 
 def _ddp(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """DistributedDataParallel with its gradients as views of its buckets."""
+    """DistributedDataParallel with its gradients as views of its buckets; its optimizer whole, or dealt out."""
     last: list[Any] = []
 
     def note(_parameter: Tensor) -> None:
@@ -92,8 +100,31 @@ def _ddp(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torc
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
-    optimizer = make_optimizer(scenario.workload, wrapped.parameters(), device)
+    make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
+    optimizer = make(scenario.workload, wrapped, timeline, device)
     return Training(wrapped, optimizer, timeline, scale=float(scenario.ranks), last_gradient=last)
+
+
+def _whole_optimizer(
+    workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the optimizer of all parameters."""
+    return make_optimizer(workload, module.parameters(), device)
+
+
+def _dealt_out_optimizer(
+    workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return ZeroRedundancyOptimizer: each rank updates its own tensors, then broadcasts them one by one."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class ObservedZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
+        def _sync_params(self) -> None:
+            with timeline.span("broadcast parameters", "exposed_communication"):
+                super()._sync_params()  # type: ignore[misc]
+
+    kind, settings = optimizer_of(workload, device)
+    return ObservedZeroRedundancyOptimizer(module.parameters(), kind, **settings)
 
 
 def _fully_shard(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:

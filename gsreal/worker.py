@@ -220,7 +220,9 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
 
 def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
     optimizer = training.optimizer
-    inner = optimizer.optimizer if isinstance(optimizer, GradientSharding) else optimizer
+    if isinstance(optimizer, GradientSharding):
+        return dict(optimizer.optimizer.state)
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # ZeRO's own part is in an optimizer inside
     return dict(inner.state)
 
 

@@ -75,13 +75,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESETS["fsdp"] = PRESETS["zero3"]
 PRESETS["hsdp"] = PRESETS["zero3"]
 
-DATA_AXIS = {"ddp": "dp_replicate", "pipeline": "pp", "tensor": "tp", "gs_tp": "tp"}
+DATA_AXIS = {"ddp": "dp_replicate", "zero1": "dp_replicate", "pipeline": "pp", "tensor": "tp", "gs_tp": "tp"}
 """The mesh axis that takes all devices where the user sizes none; `dp_shard` for every method that is not here."""
 
 RUNS_TODAY = frozenset(
     {
         ("replicated", "local", "replicated"),
         ("replicated", "all-reduce", "replicated"),
+        ("replicated", "all-reduce", "sharded"),
         ("gathered", "reduce-scatter", "sharded"),
         ("sharded", "reduce-scatter", "sharded"),
         ("replicated", "push", "sharded"),
@@ -219,7 +220,7 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     tensor_or_pipeline = plan.method in ("pipeline", "tensor", "gs_tp") or plan.tp > 1 or plan.pp > 1
     two_levels = plan.method in ("gs_hier", "hsdp")
     if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline or two_levels:
-        allowed = "single, ddp, zero2, zero3, fsdp, gs"
+        allowed = "single, ddp, zero1, zero2, zero3, fsdp, gs"
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.dp_replicate > 1 and policies.dp_shard > 1:
         raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")

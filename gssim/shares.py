@@ -67,3 +67,21 @@ def balance_batch(total: int, *, sample_s: Sequence[float], fixed_s: Sequence[fl
         samples[rank] += 1
         heapq.heappush(heap, (fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank))
     return tuple(samples)
+
+
+def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Return which of `sizes`, by position, each part gets: the largest first, each to the part that has least so far.
+
+    Equal sizes stay in order, and of equally full parts the first gets the next. What ZeRO-1 does with whole tensors.
+    Source: torch 2.13, distributed/optim/zero_redundancy_optimizer.py, _partition_parameters and _get_min_index.
+
+    >>> greedy([2, 5, 3, 1], 2)
+    ((1, 3), (2, 0))
+    """
+    found: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0, part) for part in range(parts)]
+    for position in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        held, part = heap[0]
+        found[part].append(position)
+        heapq.heapreplace(heap, (held + sizes[position], part))
+    return tuple(map(tuple, found))

@@ -440,7 +440,7 @@ def clusters(draw: st.DrawFn, *, devices: int) -> Cluster:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, *, methods: tuple[str, ...] = ("single", "ddp", "zero2", "gs")) -> Scenario:
+def scenarios(draw: st.DrawFn, *, methods: tuple[str, ...] = ("single", "ddp", "zero1", "zero2", "gs")) -> Scenario:
     """Draw a scenario that both executors can run: 1 to 4 unequal ranks, uneven shares, any bucket size."""
     method = draw(st.sampled_from(methods))
     devices = draw(st.integers(1, 4))
@@ -615,6 +615,8 @@ def collectives_on(draw: st.DrawFn, cluster: Cluster) -> tuple[Cluster, Communic
     parts = draw(st.lists(size, min_size=n, max_size=n))
     pairs = draw(st.lists(st.lists(size, min_size=n, max_size=n), min_size=n, max_size=n))
     communication = communication_of(kind, group, draw(size), parts=parts, pairs=pairs)
+    if kind in ("broadcast", "reduce"):
+        communication = replace(communication, root=draw(st.integers(0, n - 1)))
     names = fitting_algorithms(cluster, communication)
     named = draw(st.sampled_from([None, "best", *names]))
     return (replace(cluster, algorithms={kind: named}) if named else cluster), communication

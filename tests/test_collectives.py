@@ -258,8 +258,8 @@ def owned(communication: Communication) -> tuple[dict[int, float], dict[int, flo
     if kind in each:
         into, out = each[kind]
         return dict.fromkeys(group, into), dict.fromkeys(group, out)
-    first = dict.fromkeys(group[:1], size)
-    rest = dict.fromkeys(group[1:], size)
+    root = group[communication.root]
+    first, rest = {root: size}, {rank: size for rank in group if rank != root}
     nothing = dict.fromkeys(group, 0.0)
     if kind == "reduce":
         return nothing | first, nothing | rest

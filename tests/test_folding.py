@@ -72,14 +72,14 @@ def assert_folding_changes_nothing(scenario: Scenario) -> None:
         assert mine.utilisation_ratio == pytest.approx(other.utilisation_ratio, rel=2 * RELATIVE, abs=1e-12)
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero2", "zero3", "gs"])
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs"])
 @settings(max_examples=60)
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
     assert_folding_changes_nothing(data.draw(wired_scenarios(methods=(method,))))
 
 
-@pytest.mark.parametrize("method", ["ddp", "gs"])
+@pytest.mark.parametrize("method", ["ddp", "zero1", "gs"])
 @given(st.data())
 def test_folding_changes_nothing_of_what_each_rank_sends_and_receives(method, data):
     scenario = data.draw(wired_scenarios(methods=(method,)))
@@ -92,6 +92,8 @@ def test_folding_changes_nothing_of_what_each_rank_sends_and_receives(method, da
 def test_the_root_of_a_broadcast_sends_and_the_last_rank_only_receives():
     machine = communicated(star(4), Communication("broadcast", range(4), 1000))
     assert bytes_by_rank(machine) == ([2000, 1000, 0, 0], [0, 1000, 1000, 1000])
+    machine = communicated(star(4), Communication("broadcast", range(4), 1000, root=2))
+    assert bytes_by_rank(machine) == ([0, 0, 2000, 1000], [1000, 1000, 0, 1000])
 
 
 @settings(max_examples=150)

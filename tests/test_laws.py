@@ -336,6 +336,7 @@ def test_every_step_leaves_the_memory_as_it_found_it(scenario):
     "plan",
     [
         {"method": "ddp"},
+        {"method": "zero1"},
         {"method": "zero2"},
         {"method": "gs"},
         {"method": "gs", "push": {"threshold": 0.0}},
@@ -351,7 +352,7 @@ def test_every_method_leaves_the_memory_as_it_found_it(plan, bucket_bytes, ranks
     assert_memory_returns(scenario_of(star(ranks), plan | first | {"bucket_bytes": bucket_bytes, "shares": shares}))
 
 
-@given(scenarios(methods=("ddp", "zero2", "gs")))
+@given(scenarios(methods=("ddp", "zero1", "zero2", "gs")))
 def test_all_ranks_together_hold_every_parameter_and_its_optimizer_state(scenario):
     _, program = machine_of(scenario)
     total = scenario.workload.model.elements * 4

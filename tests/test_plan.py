@@ -15,7 +15,7 @@ from gssim.plan import (
 )
 from gssim.units import UserError
 
-RUNNING = ("single", "ddp", "zero2", "zero3", "fsdp", "gs")
+RUNNING = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "gs")
 
 
 def buckets(sizes, first=MIB, cap=25 * MIB):
@@ -63,6 +63,7 @@ def test_buckets_hold_every_tensor_once_in_order_and_only_the_last_is_below_its_
     [
         ("single", (1, 1, 1, 1)),
         ("ddp", (4, 1, 1, 1)),
+        ("zero1", (4, 1, 1, 1)),
         ("zero2", (1, 4, 1, 1)),
         ("gs", (1, 4, 1, 1)),
         ("tensor", (1, 1, 4, 1)),
@@ -113,14 +114,14 @@ def test_what_runs_today_is_not_refused(method):
 def test_a_method_that_cannot_run_yet_is_refused_by_name(method):
     plan = Plan(method=method)
     with pytest.raises(
-        UserError, match=f"'{method}': cannot run yet; allowed today: single, ddp, zero2, zero3, fsdp, gs"
+        UserError, match=f"'{method}': cannot run yet; allowed today: single, ddp, zero1, zero2, zero3, fsdp, gs"
     ):
         refuse_what_cannot_run(plan, resolve(plan, devices=2), file="f")
 
 
 @pytest.mark.parametrize(
     "setting",
-    [{"tp": 2}, {"pp": 2}, {"parameters": "sharded"}, {"partition": "weight-gradient"}, {"optimizer_state": "sharded"}],
+    [{"tp": 2}, {"pp": 2}, {"parameters": "sharded"}, {"partition": "weight-gradient"}],
 )
 def test_an_override_that_makes_a_plan_impossible_today_is_refused(setting):
     plan = Plan(method="ddp", **setting)

@@ -266,7 +266,7 @@ def test_labels_are_unique_on_a_rank_and_name_only_tasks_that_exist(scenario):
         assert {task.communication for task in tasks} - {None} == set(program.communications)
 
 
-@given(scenarios(methods=("ddp", "zero2", "gs")))
+@given(scenarios(methods=("ddp", "zero1", "zero2", "gs")))
 def test_all_ranks_meet_the_same_collectives_in_the_same_order(scenario):
     program = lower(scenario, loaded_of(scenario).gradients)
     orders = {tuple((t.communication, t.stream) for t in tasks if t.communication) for tasks in program.tasks}

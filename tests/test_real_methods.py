@@ -28,12 +28,14 @@ BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
 METHODS = {
     "ddp": ["plan.method=ddp"],
+    "zero1": ["plan.method=zero1"],
     "zero2": ["plan.method=zero2"],
     "zero3": ["plan.method=zero3"],
     "gs": ["plan.method=gs"],
     "gs-zero": ["plan.method=gs", "plan.push.threshold=0"],
     "gs-coo": ["plan.method=gs", "plan.push.threshold=0", 'plan.push.encoding="coo"'],
     "ddp-buckets": ["plan.method=ddp", "plan.bucket_bytes=300000"],
+    "zero1-buckets": ["plan.method=zero1", "plan.bucket_bytes=300000"],
     "gs-buckets": ["plan.method=gs", "plan.bucket_bytes=300000", "plan.first_bucket_bytes=100000"],
 }
 UNEVEN = {
@@ -73,6 +75,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     for method in ("zero2", "zero3"):
         found[f"{method}-few-sgd"] = [*few, *SGD, *METHODS[method]]  # its peak is inside a collective
         found[f"{method}-bert-sgd"] = [*BERT, *SGD, *METHODS[method]]
+    found["zero1-few-adamw"] = [*few, *ADAMW64, *METHODS["zero1"]]  # its peak is in the optimizer
     found["gs-bert-adamw"] = [*BERT, *ADAMW64, *METHODS["gs-zero"], *UNEVEN[ranks]]
     found["planted-sgd"] = [*SMALL_GPT, *SGD, *METHODS["ddp"]]
     return {

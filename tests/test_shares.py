@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.shares import balance_batch, even, proportional, ranges, split
+from gssim.shares import balance_batch, even, greedy, proportional, ranges, split
 
 WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 1e-3)
 
@@ -73,3 +73,18 @@ def test_a_device_with_a_high_fixed_cost_gets_no_sample_before_it_pays():
 def test_shares_of_nothing_are_a_mistake():
     with pytest.raises(ZeroDivisionError):
         proportional([0, 0])
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 12))
+def test_greedy_gives_everything_away_once_the_largest_first_and_balances_to_the_largest(sizes, parts):
+    found = greedy(sizes, parts)
+    assert sorted(position for part in found for position in part) == list(range(len(sizes)))
+    for part in found:
+        assert list(part) == sorted(part, key=lambda position: (-sizes[position], position))
+    held = [sum(sizes[position] for position in part) for part in found]
+    assert max(held) - min(held) <= max(sizes, default=0)
+
+
+def test_greedy_gives_the_next_to_the_first_of_the_emptiest():
+    assert greedy([4, 4, 4, 1], 3) == ((0, 3), (1,), (2,))
+    assert greedy([1], 3) == ((0,), (), ())

@@ -23,7 +23,7 @@ class Communication:
 
     kind: str
     group: Sequence[int]
-    """Sorted ranks, a tuple or a range; the first is the root of a broadcast or reduce, and the sender of a send."""
+    """Sorted ranks, a tuple or a range; the first is the sender of a send."""
     size_bytes: float
     """Of the full tensor, as in `result.Collective.bytes`; all-to-all: what each rank hands over."""
     pair_bytes: tuple[tuple[float, ...], ...] = ()
@@ -31,6 +31,8 @@ class Communication:
     part_bytes: tuple[float, ...] = ()
     """all-gather-v and reduce-scatter-v: bytes that each member owns."""
     data_dependent: bool = False
+    root: int = 0
+    """Position in the group of the root of a broadcast or reduce."""
 
     @property
     def payload_bytes(self) -> float:

@@ -60,23 +60,23 @@ class Scheduler:
         devices = cluster.devices[:ranks]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
         self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
-        self._members: dict[Sequence[int], Members] = {}
+        self._members: dict[tuple[Sequence[int], int], Members] = {}
 
-    def members(self, group: Sequence[int]) -> Members:
-        """Return a group's members, the same object for the same group."""
-        if group not in self._members:
-            ranks = np.array(group, dtype=np.int64)
+    def members(self, group: Sequence[int], root: int = 0) -> Members:
+        """Return a group's members from the root on, and round: the same object for the same group and root."""
+        if (group, root) not in self._members:
+            ranks = np.roll(np.array(group, dtype=np.int64), -root)
             topology = self.cluster.topology
             shape = getattr(topology, "shape", ()) if topology is not None and topology.kind == "torus" else ()
             rails = self.cluster.backend == "nccl"
-            self._members[group] = Members(
+            self._members[group, root] = Members(
                 ranks,
                 self.hosts[ranks],
                 shape=tuple(shape) if prod(shape) == len(ranks) else (),
                 multirail=rails,
-                inside=self._packed(ranks) if rails else None,
+                inside=self._packed(ranks) if rails and not root else None,  # of rings, which have no root
             )
-        return self._members[group]
+        return self._members[group, root]
 
     def _packed(self, ranks: Ints) -> Hops | None:
         """Return the best rings inside hosts whose devices are linked one to another; None where no host is such."""
@@ -98,8 +98,11 @@ class Scheduler:
         return Hops.of(pairs)
 
     def _tuned(self, tuning: NcclTuning, members: Members, communication: Communication) -> Scheduled:
-        """Return what NCCL's tuner chooses, with its latency, and the part of the links' rates that it reaches."""
-        group = self._group(members)
+        """Return what NCCL's tuner chooses, with its latency, and the part of the links' rates that it reaches.
+
+        The tuner prices a group whatever the root is.
+        """
+        group = self._group(self.members(communication.group))
         kind, size = _priced_as(communication)
         choice = times(tuning, kind, size, group)
         name = BACKEND_ALGORITHMS["nccl"][communication.kind]
@@ -152,7 +155,7 @@ class Scheduler:
         """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
         if len(communication.group) == 1:
             return (Scheduled("none", (), 0.0),)
-        members = self.members(communication.group)
+        members = self.members(communication.group, communication.root)
         table_s = collectives.measured_s(self.cluster, communication)
         if table_s is not None:
             name = BACKEND_ALGORITHMS[self.cluster.backend][communication.kind]

@@ -91,6 +91,26 @@ class Lowering:
         found = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
         return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(found))
 
+    @cached_property
+    def parameters(self) -> tuple[tuple[LayerInstance, Parameter], ...]:
+        """Every parameter with its layer, in the model's order."""
+        return tuple((instance, parameter) for instance in self.layers for parameter in instance.layer.parameters)
+
+    @cached_property
+    def owned_parameters(self) -> tuple[tuple[int, ...], ...]:
+        """Which of `parameters`, by position, each rank updates where whole tensors are dealt out (ZeRO-1)."""
+        return shares.greedy([parameter.elements for _, parameter in self.parameters], len(self.group))
+
+    @property
+    def deals_out_tensors(self) -> bool:
+        """Whether gradients are all-reduced, but each tensor is updated by one rank alone (ZeRO-1)."""
+        policies = self.scenario.policies
+        return policies.gradients == "all-reduce" and policies.optimizer_state == "sharded"
+
+    def owned_elements(self, rank: int) -> tuple[int, ...]:
+        """Return the elements of every tensor that a rank updates where whole tensors are dealt out."""
+        return tuple(self.parameters[position][1].elements for position in self.owned_parameters[rank])
+
     def roles(self, *, unfolded: bool = False) -> tuple[Ints, list[int]]:
         """Return the role of each rank, and the first rank of each role: all that lowering reads of a rank is in it."""
         ranks = np.arange(len(self.group))
@@ -102,6 +122,10 @@ class Lowering:
         columns = [np.array([names[device.type] for device in devices]), np.array(self.batch_sizes)]
         if policies.gradients == "push":
             columns += [np.array(shares.split(bucket.elements, self.shard_shares)) for bucket in self.buckets]
+        if self.deals_out_tensors:
+            owned = [self.owned_elements(rank) for rank in self.group]
+            kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
+            columns.append(np.array([kinds[sizes] for sizes in owned]))
         if policies.parameters != "replicated":
             columns += [self._held_rows(rows, ranks) for rows in self._distinct_rows]
         code = np.zeros(len(ranks), np.int64)

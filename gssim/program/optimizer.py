@@ -1,5 +1,7 @@
 """The update of what a rank owns, its publication, and what the rank holds all the time."""
 
+from collections.abc import Sequence
+
 from gssim import costs, shares
 from gssim.collectives import Communication
 from gssim.memory import (
@@ -29,8 +31,33 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
         device, workload.optimizer, elements=elements, tensors=len(owned), sharded_tensors=sharded
     )
     update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
-    publishes = low.scenario.policies.gradients == "push"
-    return [*tasks, update, *(_publish(low) if publishes else [])]
+    return [*tasks, update, *_published(low)]
+
+
+def _published(low: Lowering) -> Sequence[Task]:
+    """Return the tasks, the same on every rank, that bring what was updated to all replicas."""
+    if "publish" not in low.found:
+        pushes = low.scenario.policies.gradients == "push"
+        low.found["publish"] = _publish(low) if pushes else _broadcast(low) if low.deals_out_tensors else []
+    tasks: Sequence[Task] = low.found["publish"]
+    return tasks
+
+
+def _broadcast(low: Lowering) -> list[Task]:
+    """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all are there.
+
+    ZeroRedundancyOptimizer hands all of them over and then waits; backends take them in that order. Nothing else is
+    left to do, so that they block the compute.
+    """
+    tasks = []
+    for rank in low.group:
+        for position in low.owned_parameters[rank]:
+            instance, parameter = low.parameters[position]
+            name = f"broadcast parameters {parameter.name.replace('{}', instance.module)}"
+            size = parameter.elements * low.value_bytes
+            low.communications[name] = Communication("broadcast", low.group, size, root=rank)
+            tasks.append(Task(name, "exposed_communication", communication=name))
+    return tasks
 
 
 def _publish(low: Lowering) -> list[Task]:
@@ -44,14 +71,16 @@ def _publish(low: Lowering) -> list[Task]:
     return tasks
 
 
-def _owned_tensors(low: Lowering, rank: int) -> list[int]:
+def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates."""
     gradients = low.scenario.policies.gradients
     if gradients == "push":
         return [shares.split(bucket.elements, low.shard_shares)[rank] for bucket in low.buckets]
     if gradients == "reduce-scatter":
         return [elements for unit in units(low) for elements in unit.own_elements(rank)]
-    return [parameter.elements for instance in low.layers for parameter in instance.layer.parameters]
+    if low.deals_out_tensors:
+        return low.owned_elements(rank)
+    return [parameter.elements for _, parameter in low.parameters]
 
 
 def _gradient_bytes_at_end(low: Lowering, rank: int) -> float:
@@ -68,7 +97,7 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
     """Return what the rank holds all the time, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
     owned = _owned_tensors(low, rank)
-    total = sum(parameter.elements for instance in low.layers for parameter in instance.layer.parameters)
+    total = sum(parameter.elements for _, parameter in low.parameters)
     parameters = float(total * low.value_bytes)
     if policies.parameters != "replicated":
         parameters = sum(unit.padded_bytes / unit.ranks for unit in units(low))

@@ -1,0 +1,228 @@
+"""ZeRO-1: replicas and all-reduced gradients as in DDP, but each tensor is updated by one rank, which broadcasts it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import (
+    bytes_by_rank,
+    device_type,
+    loaded_of,
+    machine_of,
+    scenario_of,
+    scenarios,
+    star,
+    wired_scenarios,
+    with_plan,
+)
+
+from gssim import costs, shares
+from gssim.collectives import ring_all_reduce_time_s
+from gssim.machine import Machine
+from gssim.program import Lowering, lower
+from gssim.result import Result
+from gssim.scenario import Scenario, load_model, load_scenario
+from gssim.simulate import simulate
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = device_type(
+    kind="cuda", memory_bytes=80e9, peak_flop_per_s={"fp32": 1e14}, memory_bandwidth_bytes_per_s=2e12
+)  # fmt: skip
+PARAMETERS = 4 * 168
+
+
+def tiny(ranks: int, *, cluster: dict[str, Any] | None = None, **workload: Any) -> Scenario:
+    workload = {"global_batch_size": 2 * ranks} | workload
+    return scenario_of(star(ranks, **cluster or {}), {"method": "zero1"}, **workload)
+
+
+# Who updates what ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=40),
+    st.integers(1, 9),
+)
+def test_tensors_are_dealt_out_as_zero_redundancy_optimizer_does_it(shapes: list[list[int]], ranks: int):
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    optimizer = ZeroRedundancyOptimizer.__new__(ZeroRedundancyOptimizer)  # its constructor needs a process group
+    optimizer.world_size, optimizer.param_groups = ranks, [{"params": tensors}]
+    optimizer._partition_parameters_cache = []
+    place = {id(tensor): position for position, tensor in enumerate(tensors)}
+    expected = tuple(
+        tuple(place[id(tensor)] for group in of_rank for tensor in group["params"])
+        for of_rank in optimizer._partition_parameters()
+    )
+    assert shares.greedy([math.prod(shape) for shape in shapes], ranks) == expected
+
+
+def test_the_largest_tensors_are_dealt_out_first_and_each_is_broadcast_by_its_owner():
+    # 64 and 64, then 16 and 16, then 4 and 4 elements go to ranks 0 and 1 in turn
+    program = lower(tiny(2))
+    names = [task.communication for task in program.tasks[0] if (task.communication or "").startswith("broadcast")]
+    assert names == [
+        f"broadcast parameters {name}"
+        for name in ("embedding.weight", "h.0.weight", "h.0.bias", "head.weight", "h.1.weight", "h.1.bias")
+    ]
+    found = [program.communications[name] for name in names if name]
+    assert [(c.kind, c.root, c.size_bytes) for c in found] == [
+        ("broadcast", rank, 4 * elements) for rank in (0, 1) for elements in (64, 16, 4)
+    ]
+
+
+@given(scenarios(methods=("zero1",)))
+def test_every_tensor_is_updated_by_one_rank_and_broadcast_once(scenario: Scenario):
+    low = Lowering(scenario, None, 0)
+    owned = sorted(position for of_rank in low.owned_parameters for position in of_rank)
+    assert owned == list(range(len(low.parameters)))
+    found = [c for c in lower(scenario).communications.values() if c.kind == "broadcast"]
+    assert sorted(c.size_bytes for c in found) == sorted(4 * p.elements for _, p in low.parameters)
+
+
+def test_ranks_of_equal_tensors_have_one_role_and_others_their_own():
+    assert lower(tiny(2)).role_of == (0, 0)
+    # 64, 64, 16 + 4 and 16 + 4 elements; then 64, 64, 16, 16, 4 and 4; then nothing is left for two
+    assert lower(tiny(4)).role_of == (0, 0, 1, 1)
+    assert lower(tiny(6)).role_of == (0, 0, 1, 1, 2, 2)
+    assert lower(tiny(8)).role_of == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+def test_each_owner_sends_what_it_updates():
+    machine, _ = machine_of(tiny(4))
+    ring = 2 * 3 / 4 * PARAMETERS
+    sent, received = bytes_by_rank(machine)
+    # the root of a binomial tree over four sends twice, and the first that it sends to once
+    owned = [4 * 64, 4 * 64, 4 * 20, 4 * 20]
+    assert sent == pytest.approx([ring + 2 * owned[rank] + owned[rank - 1] for rank in range(4)])
+    assert received == pytest.approx([ring + PARAMETERS - each for each in owned])
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_step_of_one_bucket_is_compute_all_reduce_the_largest_share_and_a_tree_for_every_tensor(
+    ranks: int, optimizer: str
+):
+    rate, latency_s = 1e6, 1e-4
+    settings = {"bandwidth": rate, "latency_s": latency_s, "types": {"fast": device_type(operation_overhead_s=1e-5)}}
+    scenario = tiny(ranks, cluster=settings, optimizer=optimizer)
+    path_s, depth = 2 * latency_s, math.ceil(math.log2(ranks))
+    low = Lowering(scenario, None, 0)
+    (bucket,) = low.buckets
+    device = low.device(0)
+    compute_s = sum(
+        costs.layer_time_s(device, scenario.workload, each.layer, phase=phase, batch_size=2)
+        for each in low.layers
+        for phase in "fb"
+    )
+    copy_s = costs.copy_time_s(device, bucket.elements * 4)
+    reduce_s = ring_all_reduce_time_s(
+        size_bytes=PARAMETERS, ranks=ranks, bandwidth_bytes_per_s=rate, latency_s=path_s
+    )  # the bucket is complete with the last gradient: nothing hides it
+    owned = [low.owned_elements(rank) for rank in range(ranks)]
+    update_s = max(costs.optimizer_time_s(device, optimizer, elements=sum(e), tensors=len(e)) for e in owned)
+    broadcast_s = depth * (6 * path_s + PARAMETERS / rate)
+    step_s = simulate(loaded_of(scenario)).result.step_time_s
+    assert step_s == pytest.approx(compute_s + copy_s + reduce_s + update_s + broadcast_s, rel=1e-9)
+
+
+def test_what_is_broadcast_hides_behind_nothing_and_the_last_owner_is_waited_for():
+    machine, _ = machine_of(tiny(3, cluster={"latency_s": 1e-4}))
+    spans = sorted((s for s in machine.spans if s.rank == 0), key=lambda s: s.start_s)
+    broadcasts = [s for s in spans if s.label.startswith("broadcast")]
+    updated_s = max(s.end_s for s in machine.spans if s.label == "optimizer")
+    assert len(broadcasts) == 6
+    assert {(s.stream, s.phase) for s in broadcasts} == {("compute", "exposed_communication")}
+    assert broadcasts == spans[-6:]
+    assert broadcasts[0].end_s > updated_s
+    assert broadcasts[-1].end_s == machine.env.now
+
+
+def test_a_rank_alone_broadcasts_to_nobody_in_no_time():
+    scenario = tiny(1)
+    alone = with_plan(scenario, method="ddp")
+    assert simulate(loaded_of(scenario)).result.step_time_s == simulate(loaded_of(alone)).result.step_time_s
+
+
+@given(wired_scenarios(methods=("zero1",)))
+def test_a_step_ends_on_any_cluster(scenario: Scenario):
+    machine, program = machine_of(scenario, steps=2)
+    assert machine.env.now > 0
+    orders = {tuple((t.communication, t.stream) for t in tasks if t.communication) for tasks in program.tasks}
+    assert len(orders) == 1
+
+
+def test_nccl_prices_a_broadcast_by_its_group_whatever_rank_is_the_root():
+    scenario = tiny(4, cluster={"types": {"gpu": GPU}, "backend": "nccl", "bandwidth": 25e9})
+    machine = Machine(scenario.cluster, lower(scenario))
+    alone_s: dict[float, set[float]] = {}
+    for name, each in machine.scheduled.items():
+        communication = machine.program.communications[name]
+        if communication.kind == "broadcast":
+            alone_s.setdefault(communication.size_bytes, set()).add(round(each.alone_s(machine.network), 15))
+    assert {size: len(found) for size, found in alone_s.items()} == {256: 1, 64: 1, 16: 1}
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_optimizer_state_is_held_by_owners_alone(ranks: int):
+    scenario = tiny(ranks)
+    low = Lowering(scenario, None, 0)
+    program = lower(scenario)
+    held = [program.persistent[role] for role in program.role_of]
+    states = [8 * sum(owned) + 4 * len(owned) for owned in map(low.owned_elements, range(ranks))]
+    assert [each["optimizer"] for each in held] == states
+    assert sum(states) == 2 * PARAMETERS + 6 * 4
+    assert {each["parameters"] for each in held} == {each["buckets"] for each in held} == {PARAMETERS}
+
+
+def peaks_by_rank(result: Result) -> list[float]:
+    found = {rank: each.peak_allocated_bytes for each in result.ranks for rank in each.ranks}
+    return [found[rank] for rank in sorted(found)]
+
+
+@given(scenarios(methods=("ddp",)))
+def test_no_rank_holds_more_than_with_ddp_and_with_adamw_every_rank_less(scenario: Scenario):
+    assume(scenario.ranks > 1)
+    whole, dealt_out = (
+        peaks_by_rank(simulate(loaded_of(with_plan(scenario, method=method))).result) for method in ("ddp", "zero1")
+    )
+    for before, after in zip(whole, dealt_out, strict=True):
+        assert after <= before
+        assert after < before or scenario.workload.optimizer != "adamw"
+
+
+def gpt2_on_four_gpus(method: str) -> Result:
+    cluster = star(4, types={"gpu": GPU}, bandwidth=25e9, latency_s=5e-6, backend="nccl")
+    model = load_model(ROOT / "scenarios/models/gpt2-124m.toml")
+    workload = {"model": model, "sequence_length": 1024, "global_batch_size": 32}
+    return simulate(loaded_of(scenario_of(cluster, {"method": method}, **workload))).result
+
+
+def test_gpt2_on_four_gpus_takes_less_than_ddp_and_more_than_zero2():
+    ddp, zero1, zero2 = (peaks_by_rank(gpt2_on_four_gpus(method)) for method in ("ddp", "zero1", "zero2"))
+    assert all(a > b > c for a, b, c in zip(ddp, zero1, zero2, strict=True))
+
+
+def test_the_demo_takes_less_than_ddp_and_more_than_zero2():
+    ddp, zero1, zero2 = (
+        peaks_by_rank(simulate(load_scenario(ROOT / "scenarios/demo.toml", [f"plan.method={method}"])).result)
+        for method in ("ddp", "zero1", "zero2")
+    )
+    assert all(a > b > c for a, b, c in zip(ddp, zero1, zero2, strict=True))
+
+
+def test_replicas_whose_optimizer_is_sharded_are_zero1_by_another_name():
+    by_policy = scenario_of(star(3), {"method": "ddp", "optimizer_state": "sharded"}, global_batch_size=6)
+    assert lower(by_policy) == lower(tiny(3))
