@@ -3,18 +3,20 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gsreal.build import logits_of, loss_of
 from gsreal.gradient_sharding import GradientSharding, shard_gradients
 from gsreal.measure import Timeline
 from gssim.plan import DDP_BUCKET_BYTES, MIB
 from gssim.scenario import Scenario
-from gssim.workload import Workload, gradient_order, unrolled
+from gssim.workload import Model, Workload, gradient_order, unrolled
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Training:
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Return the module made ready for the scenario's plan on this rank."""
     policies = scenario.policies
+    if scenario.plan.recompute == "full":
+        checkpoint_blocks(scenario.workload.model, module)
     apply = APPLY[policies.parameters, policies.gradients]
     return apply(scenario, module, timeline, device)
 
@@ -73,6 +77,20 @@ def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.o
         return torch.optim.AdamW, settings
     momentum = workload.momentum if workload.optimizer == "sgd-momentum" else 0.0
     return torch.optim.SGD, settings | {"momentum": momentum}
+
+
+def checkpoint_blocks(model: Model, module: nn.Module) -> None:
+    """Run every block of the module under torch's checkpoint, with its default settings (it keeps random states).
+
+    The blocks' own forward is replaced: wrappers come around it, as they should, and parameters keep their names.
+    """
+    for block in _blocks(model, module):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _blocks(model: Model, module: nn.Module) -> list[nn.Module]:
+    inner = dict(module.named_modules())
+    return [inner[layer.module] for layer in unrolled(model) if layer.layer.block]
 
 
 def make_optimizer(
@@ -147,10 +165,8 @@ def _fully_shard(scenario: Scenario, module: nn.Module, timeline: Timeline, devi
                 return super().__call__(*args, **kwargs)
 
     mesh = init_device_mesh(device.type, (scenario.ranks,))
-    inner = dict(module.named_modules())
-    blocks = [inner[layer.module] for layer in unrolled(scenario.workload.model) if layer.layer.block]
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
-    for part in [*blocks, module]:
+    for part in [*_blocks(scenario.workload.model, module), module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
     for part in module.modules():
         if isinstance(part, FSDPModule):

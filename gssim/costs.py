@@ -15,21 +15,43 @@ INDEX_BYTES = 4
 
 
 def layer_time_s(device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int) -> float:
-    """Return the time of one repetition of `layer`, phase `f` or `b`, for `batch_size` samples.
+    """Return the time of one repetition of `layer` for `batch_size` samples.
 
-    Assumes that nothing else runs on the device; the machine slows it down while it communicates.
+    `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed. A profile does not
+    tell how far that is: its forward is then shared out as the roofline's is. Assumes that nothing else runs on the
+    device; the machine slows it down while it communicates.
     """
     profile = layer_profile(device, workload, layer)
-    if profile is not None:
-        return (profile.forward_s if phase == "f" else profile.backward_s).at(batch_size)
-    forward = phase == "f"
+    if profile is None:
+        return _layer_roofline_s(device, workload, layer, phase, batch_size)
+    if phase == "b":
+        return profile.backward_s.at(batch_size)
+    forward_s = profile.forward_s.at(batch_size)
+    if phase == "f" or _repeats_all(layer):
+        return forward_s
+    again_s, whole_s = (_layer_roofline_s(device, workload, layer, each, batch_size) for each in "rf")
+    return forward_s * again_s / whole_s if whole_s else forward_s
+
+
+def _repeats_all(layer: Layer) -> bool:
+    return layer.recompute_flop is None or layer.recompute_operations == layer.forward_operations
+
+
+def _layer_roofline_s(device: DeviceType, workload: Workload, layer: Layer, phase: str, batch_size: int) -> float:
     shape = {"b": batch_size, "s": workload.sequence_length or 1}
+    flop, moved_bytes, operations = layer.forward_flop, layer.forward_bytes, layer.forward_operations
+    if phase == "b":
+        flop, moved_bytes, operations = layer.backward_flop, layer.backward_bytes, layer.backward_operations
+    elif phase == "r":
+        flop = flop if layer.recompute_flop is None else layer.recompute_flop
+        moved_bytes = moved_bytes if layer.recompute_bytes is None else layer.recompute_bytes
+        operations = operations if layer.recompute_operations is None else layer.recompute_operations
     return roofline_s(
         device,
         workload.precision,
-        flop=(layer.forward_flop if forward else layer.backward_flop).at(**shape),
-        moved_bytes=(layer.forward_bytes if forward else layer.backward_bytes).at(**shape),
-        operations=layer.forward_operations if forward else layer.backward_operations,
+        flop=flop.at(**shape),
+        moved_bytes=moved_bytes.at(**shape),
+        operations=operations,
     )
 
 

@@ -1,12 +1,12 @@
 """How much memory a layer needs, from the lives of its buffers: pure functions from a model file to footprints."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
-from gssim.workload import ImageInput, Layer, LayerInstance, Model, Moment, Workload
+from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Moment, Workload
 
 Bytes = tuple[tuple[str, float], ...]
 """Bytes by category, sorted by category."""
@@ -72,12 +72,26 @@ class Timeline:
     end: Sequence[Event]
 
     def at(self, layer: int, phase: str) -> Sequence[Event]:
-        """Return the events of one layer's phase `f` or `b`."""
+        """Return the events of one layer's phase `f`, `b` or `r` (its forward run again)."""
         return self.events.get((layer, phase), ())
 
 
+Lives = Callable[[Layer, Layer | None, Layer | None], Sequence[Buffer]]
+"""The buffers of a layer, given the layers before and after it."""
+
+
+def as_traced(layer: Layer, before: Layer | None, after: Layer | None) -> Sequence[Buffer]:
+    """Return the buffers of a layer whose activations are kept from forward to backward."""
+    return layer.buffers
+
+
 def activation_timeline(
-    layers: Sequence[LayerInstance], *, batch_size: int, sequence_length: int, scale: float = 1.0
+    layers: Sequence[LayerInstance],
+    *,
+    batch_size: int,
+    sequence_length: int,
+    scale: float = 1.0,
+    lives: Lives = as_traced,
 ) -> Timeline:
     """Return when activations and temporaries live, parameter gradients left out.
 
@@ -85,12 +99,14 @@ def activation_timeline(
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
-    made: dict[int, list[tuple[Moment, Event]]] = {}
-    for instance in layers:
-        layer = instance.layer
-        if id(layer) not in made:  # repetitions share their events
-            made[id(layer)] = _buffer_events(layer, batch_size, sequence_length, scale)
-        for moment, event in made[id(layer)]:
+    made: dict[tuple[int, ...], list[tuple[Moment, Event]]] = {}
+    for before, instance, after in zip([None, *layers], layers, [*layers[1:], None], strict=False):
+        beside = [each.layer if each else None for each in (before, instance, after)]
+        key = tuple(map(id, beside))
+        if key not in made:  # repetitions share their events
+            buffers = lives(instance.layer, beside[0], beside[2])
+            made[key] = _buffer_events(buffers, batch_size, sequence_length, scale)
+        for moment, event in made[key]:
             if moment.phase == "end":
                 end.append(event)
             else:
@@ -98,10 +114,12 @@ def activation_timeline(
     return Timeline(events, end)
 
 
-def _buffer_events(layer: Layer, batch_size: int, sequence_length: int, scale: float) -> list[tuple[Moment, Event]]:
+def _buffer_events(
+    buffers: Sequence[Buffer], batch_size: int, sequence_length: int, scale: float
+) -> list[tuple[Moment, Event]]:
     """Return when the buffers that a layer makes are born and freed."""
     found = []
-    for buffer in layer.buffers:
+    for buffer in buffers:
         size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
         found.append((buffer.born, Event(buffer.born.position, size, buffer.category)))
         found.append((buffer.freed, Event(buffer.freed.position, -size, buffer.category)))
@@ -144,7 +162,7 @@ def scratch_bytes(
     `traced` are the layer's events with its gradients kept, as in the profile. Without a profile: 0.
     """
     profile = layer_profile(device, workload, instance.layer)
-    curve = (profile.forward_peak_bytes if phase == "f" else profile.backward_peak_bytes) if profile else None
+    curve = (profile.backward_peak_bytes if phase == "b" else profile.forward_peak_bytes) if profile else None
     return max(0.0, curve.at(batch_size) - footprint(traced).peak_bytes) if curve else 0.0
 
 

@@ -198,6 +198,10 @@ class Layer:
     output_bytes: Quantity
     forward_operations: Count
     backward_operations: Count
+    recompute_flop: Quantity | None = None
+    """Of the forward, what checkpointing runs again: up to the last tensor that autograd saves; absent: all of it."""
+    recompute_bytes: Quantity | None = None
+    recompute_operations: Count | None = None
     buffers: tuple[_text_of(Buffer), ...] = ()  # type: ignore[valid-type]
 
     @property

@@ -14,7 +14,7 @@ from gssim.cluster import (
     ShardedUnitCost,
 )
 from gssim.units import UserError, validated
-from gssim.workload import Workload
+from gssim.workload import Layer, Polynomial, Workload
 
 MODEL = tiny_model()
 WORKLOAD = Workload(model=MODEL, global_batch_size=4, sequence_length=8)
@@ -53,6 +53,21 @@ def test_a_layer_takes_its_measured_time_where_there_is_one():
     found = [costs.layer_time_s(measured, WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
     assert found == [3.0, 10.0]
     assert costs.layer_time_s(measured, WORKLOAD, MODEL.layers[0], phase="f", batch_size=2) < 1
+
+
+def test_a_forward_that_runs_again_takes_its_part_of_the_roofline_or_of_the_measured_time():
+    half = replace(BLOCK, recompute_flop=Polynomial.parse("500000*b*s"), recompute_operations=2)
+    assert seconds(device(), BLOCK, "r") == seconds(device(), BLOCK, "f")
+    assert seconds(device(), half, "r") == pytest.approx(seconds(device(), half, "f") / 2)
+    curve = Curve(sizes=(2,), values=(8.0,))
+    layers = {"h": LayerProfile(forward_s=curve, backward_s=curve)}
+    measured = replace(device(), profiles=(Profile(model="tiny", precision="fp32", layers=layers),))
+    assert seconds(measured, BLOCK, "r") == 8.0
+    assert seconds(measured, half, "r") == pytest.approx(4.0)
+
+
+def seconds(on: DeviceType, layer: Layer, phase: str) -> float:
+    return costs.layer_time_s(on, WORKLOAD, layer, phase=phase, batch_size=2)
 
 
 def test_a_precision_without_peak_or_profile_is_the_users_to_mend():

@@ -76,7 +76,9 @@ def assert_folding_changes_nothing(scenario: Scenario) -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
-    assert_folding_changes_nothing(data.draw(wired_scenarios(methods=(method,))))
+    scenario = data.draw(wired_scenarios(methods=(method,)))
+    recompute = data.draw(st.sampled_from(["none", "full"]))
+    assert_folding_changes_nothing(replace(scenario, plan=replace(scenario.plan, recompute=recompute)))
 
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "gs"])

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL_GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 DIGITS = ["workload.global_batch_size=12"]
 BERT = [*SMALL_GPT]
+MANY = ["workload.sequence_length=64", "workload.global_batch_size=24"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
@@ -38,6 +39,7 @@ METHODS = {
     "zero1-buckets": ["plan.method=zero1", "plan.bucket_bytes=300000"],
     "gs-buckets": ["plan.method=gs", "plan.bucket_bytes=300000", "plan.first_bucket_bytes=100000"],
 }
+METHODS |= {f"{name}-recompute": [*METHODS[name], "plan.recompute=full"] for name in ("ddp", "zero2", "zero3", "gs")}
 UNEVEN = {
     2: ["plan.shares.batch=[0.75,0.25]"],
     3: ["plan.shares.batch=[0.5,0.25,0.25]"],
@@ -77,6 +79,12 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
         found[f"{method}-bert-sgd"] = [*BERT, *SGD, *METHODS[method]]
     found["zero1-few-adamw"] = [*few, *ADAMW64, *METHODS["zero1"]]  # its peak is in the optimizer
     found["gs-bert-adamw"] = [*BERT, *ADAMW64, *METHODS["gs-zero"], *UNEVEN[ranks]]
+    for method in ("ddp", "zero3", "gs"):
+        changes = [*METHODS[method], "plan.recompute=full"]
+        # enough samples that activations, not gradients, make the peak
+        found[f"{method}-recompute-many-sgd"] = [*MANY, *SGD, *changes]
+        found[f"{method}-bert-recompute-sgd"] = [*MANY, *SGD, *changes]
+        found[f"{method}-resnet-recompute-sgd"] = [*DIGITS, *SGD, *changes]
     found["planted-sgd"] = [*SMALL_GPT, *SGD, *METHODS["ddp"]]
     return {
         name: {

@@ -1,6 +1,7 @@
 """Published and real: torch is the oracle for what a traced model file says about its module."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from gsreal.build import build_module, example_batch, loss_of
 from gsreal.cli import main
 from gsreal.measure import MemoryCounter
+from gsreal.methods import checkpoint_blocks
 from gsreal.modelfile import Request, traced_model, write_model
 from gsreal.trace import trace
-from gssim.memory import activation_timeline, gradient_events
+from gsreal.trace.recorder import Record, Recorder
+from gssim.memory import activation_timeline, as_traced, gradient_events
+from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.scenario import load_model
 from gssim.units import UserError
 from gssim.workload import ImageInput, Model, TokenInput, gradient_order, unrolled
@@ -178,21 +182,25 @@ def at(polynomial, shape):
     return polynomial.at(b=shape[0], s=shape[1] or 1)
 
 
-def real_step(model, shape):
+def real_step(model, shape, *, checkpointed=False):
     """Return the real module and a function that runs its forward and loss once."""
     module = build_module(model.module, where=model.name)
     module.train()
+    if checkpointed:
+        checkpoint_blocks(model, module)
     inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])
     return module, (inputs, targets), lambda: loss_of(module(inputs), targets)
 
 
-def replayed_peak_bytes(model, shape):
+def replayed_peak_bytes(model, shape, *, checkpointed=False):
     """Return the most bytes above the parameters in one step, as the model file tells it."""
     layers = unrolled(model)
-    timeline = activation_timeline(layers, batch_size=shape[0], sequence_length=shape[1] or 1)
+    lives = partial(recomputed_buffers, random_state_bytes=CPU_RANDOM_STATE_BYTES) if checkpointed else as_traced
+    timeline = activation_timeline(layers, batch_size=shape[0], sequence_length=shape[1] or 1, lives=lives)
     gradients = gradient_events(layers, value_bytes=4, freed_when_ready=False)
     held = peak = 0.0
-    for layer, phase in [*((i, "f") for i in range(len(layers))), *((i, "b") for i in reversed(range(len(layers))))]:
+    backward = [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
+    for layer, phase in [*((i, "f") for i in range(len(layers))), *backward]:
         events = [*timeline.at(layer, phase), *(gradients.get((layer, phase), ()) if phase == "b" else ())]
         for event in sorted(events, key=lambda e: (e.position, e.size_bytes < 0)):
             held += event.size_bytes
@@ -200,12 +208,12 @@ def replayed_peak_bytes(model, shape):
     return peak
 
 
-def counted_peak_bytes(model, shape):
+def counted_peak_bytes(model, shape, *, checkpointed=False):
     """Return the most bytes above the parameters and the batch that a real step takes."""
     counter = MemoryCounter(torch.device("cpu"))
     if counter.method != "allocator":
         pytest.skip("no C++ compiler here: peaks are not counted exactly")
-    module, _, step = real_step(model, shape)
+    module, _, step = real_step(model, shape, checkpointed=checkpointed)
     step().backward()  # what libraries keep from their first use is no part of a step
     module.zero_grad(set_to_none=True)
     before = counter.alive()
@@ -311,6 +319,34 @@ def test_the_replayed_peak_is_the_counted_one(name):
     model = shipped(name)
     shape = untraced_shape(model)
     assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_the_replayed_peak_of_checkpointed_blocks_is_the_counted_one(name):
+    model = shipped(name)
+    for shape in (untraced_shape(model), (16, untraced_shape(model)[1])):
+        found = replayed_peak_bytes(model, shape, checkpointed=True)
+        assert found == pytest.approx(counted_peak_bytes(model, shape, checkpointed=True), rel=5e-3)
+
+
+def work_of_a_step(model, shape, *, checkpointed):
+    """Return (FLOP, bytes, operations) of a real step, forward and backward."""
+    _, _, step = real_step(model, shape, checkpointed=checkpointed)
+    with Recorder(Record([], set()), set()) as recorder:
+        step().backward()
+    work = recorder.work()
+    return work.flop, work.bytes_moved, work.operations
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_checkpointing_runs_again_what_is_traced_and_no_more(name):
+    model = shipped(name)
+    shape = untraced_shape(model)
+    plain, again = (work_of_a_step(model, shape, checkpointed=each) for each in (False, True))
+    blocks = [layer.layer for layer in unrolled(model) if layer.layer.block]
+    assert again[0] - plain[0] == sum(at(layer.recompute_flop, shape) for layer in blocks)
+    assert again[1] - plain[1] == sum(at(layer.recompute_bytes, shape) for layer in blocks)
+    assert again[2] - plain[2] == sum(layer.recompute_operations for layer in blocks)
 
 
 def test_kernel_scratch_alone_is_missing_from_the_replayed_peak_of_convolutions():

@@ -1,12 +1,13 @@
 """From what steps at several shapes showed to functions of batch size and sequence length."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
 from gsreal.layers import LOSS
-from gsreal.trace.recorder import Record
+from gsreal.trace.recorder import Record, Work
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial
 
 
@@ -29,11 +30,14 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
 
     layers = []
     for index, name in enumerate([*first.modules, LOSS]):
-        costs = {}
+        costs: dict[str, Any] = {}
         for key, phase in (("forward", "f"), ("backward", "b")):
             place = (index, phase)
             costs[f"{key}_flop"] = fit(lambda r, p=place: r.flop[p], f"{name}: FLOP")
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
+        if name in first.blocks:
+            costs |= _recomputed(index, name, fit)
+            costs["recompute_operations"] = first.until_saved.get(index, Work()).operations
         layers.append(
             Layer(
                 name=name,
@@ -49,6 +53,14 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
             )
         )
     return layers
+
+
+def _recomputed(index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]) -> dict[str, Any]:
+    """Return what of a block's forward checkpointing runs again."""
+    return {
+        "recompute_flop": fit(lambda r: r.until_saved.get(index, Work()).flop, f"{name}: recomputed FLOP"),
+        "recompute_bytes": fit(lambda r: r.until_saved.get(index, Work()).bytes_moved, f"{name}: recomputed bytes"),
+    }
 
 
 def _parameters(record: Record, index: int, module: str) -> tuple[Parameter, ...]:

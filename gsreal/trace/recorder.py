@@ -28,6 +28,15 @@ class Alive:
     freed: tuple[int, str, int] | None = None
 
 
+@dataclass(frozen=True)
+class Work:
+    """What operations do."""
+
+    flop: int = 0
+    bytes_moved: int = 0
+    operations: int = 0
+
+
 @dataclass
 class Record:
     """What one traced step showed, per layer index."""
@@ -39,6 +48,8 @@ class Record:
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    until_saved: dict[int, "Work"] = field(default_factory=dict)
+    """What a module's forward does until autograd has saved the last of its tensors: checkpointing repeats that."""
     alive: list[Alive] = field(default_factory=list)
     parameters: dict[str, tuple[int, tuple[int, ...], tuple[int, str, int], tuple[int, str, int]]] = field(
         default_factory=dict
@@ -60,6 +71,11 @@ class Recorder(TorchDispatchMode):
     def enter(self, layer: int, phase: str) -> None:
         """Book what comes to a phase of a layer."""
         self.layer, self.phase = layer, phase
+
+    def work(self) -> Work:
+        """Return what the present phase of the present layer has done so far."""
+        place, record = (self.layer, self.phase), self.record
+        return Work(record.flop[place], record.bytes_moved[place], record.operations[place])
 
     def now(self) -> tuple[int, str, int]:
         """Return the moment: layer, phase, position."""

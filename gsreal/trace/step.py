@@ -75,25 +75,24 @@ def _known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
 
 
 def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-    """Book the unique storages that autograd saves, and the output of each layer."""
+    """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
     known = _known_storages(module, inputs, targets)
     seen: set[int] = set()
-    current = 0
     keep = []
-
-    def enter(layer: int, phase: str) -> None:
-        nonlocal current
-        current = layer
+    recorder = Recorder(Record(record.modules, record.blocks), known)
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in known and storage._cdata not in seen:
             seen.add(storage._cdata)
             keep.append(storage)  # so that no other storage takes its place
-            record.saved[current] += storage.nbytes()
+            record.saved[recorder.layer] += storage.nbytes()
+        if recorder.layer not in record.output:  # its module has not returned
+            record.until_saved[recorder.layer] = recorder.work()
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), layer_boundaries(module, record.modules, enter=enter) as out:
+    hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
         handles = _book_outputs(record, module)
         logits = out(logits_of(module(inputs)))
         loss = loss_of(logits, targets)

@@ -1,11 +1,15 @@
 """Forward and backward of every layer, with their memory: the first pass, which all others add to."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from gssim import costs
 from gssim.memory import (
     Event,
+    Lives,
+    Timeline,
     activation_timeline,
+    as_traced,
     footprint,
     gradient_events,
     scratch_bytes,
@@ -13,8 +17,12 @@ from gssim.memory import (
 )
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task
+from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance
+
+PHASE_NAMES = {"f": "forward", "r": "backward"}
+"""The phase of a step in which a layer's forward runs: the first time, and again."""
 
 
 def cuts(low: Lowering, gradients: str) -> dict[int, list[int]]:
@@ -32,18 +40,22 @@ def backward_label(layer: LayerInstance, part: int) -> str:
     return f"backward {layer.module}" + (f" part {part}" if part else "")
 
 
+def recompute_label(layer: LayerInstance) -> str:
+    """Return the label of a checkpointed layer's forward where it is run again for the backward."""
+    return f"recompute {layer.module}"
+
+
+def backward_begin(low: Lowering, layer: LayerInstance) -> str:
+    """Return the label of the first task of a layer's backward."""
+    return recompute_label(layer) if low.recomputes and layer.layer.block else backward_label(layer, 0)
+
+
 def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[Task]:
     """Return the forward of every layer and the backward in reverse, with their memory."""
     policies = low.scenario.policies
     freed_when_ready = policies.gradients in ("all-reduce", "push")
-    workload = low.scenario.workload
-    samples = low.batch_sizes[rank]
-    timeline = activation_timeline(
-        low.layers,
-        batch_size=samples,
-        sequence_length=workload.sequence_length or 1,
-        scale=low.value_bytes / PRECISION_BYTES[workload.model.traced_precision],
-    )
+    traced = _timeline(low, rank, as_traced)
+    timeline = _timeline(low, rank, _checkpointed(low, rank)) if low.recomputes else traced
     always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=False)
     gradients = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=freed_when_ready)
     hook_s = low.device(rank).gradient_hook_s if freed_when_ready else 0.0
@@ -56,9 +68,9 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
         if key not in once:
             scratch = _scratch(low, rank, instance, phase, kept)
             duration_s = _layer_s(low, rank, instance, phase)
-            if phase == "f":
+            if phase != "b":
                 need = with_scratch(footprint(events), scratch)
-                once[key] = [Task("", "forward", duration_s=duration_s, need=need)]
+                once[key] = [Task("", PHASE_NAMES[phase], duration_s=duration_s, need=need)]
             else:
                 hooks_s = hook_s * len(instance.layer.parameters)
                 once[key] = _parts(instance, events, scratch, duration_s + hooks_s, cut)
@@ -66,18 +78,42 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
 
     tasks = []
     for instance in low.layers:
-        events = timeline.at(instance.index, "f")
-        (task,) = alike(instance, "f", events, events)
+        (task,) = alike(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
         tasks.append(_named(task, f"forward {instance.module}"))
     for instance in reversed(low.layers):
+        if low.recomputes and instance.layer.block:
+            (task,) = alike(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
+            tasks.append(_named(task, recompute_label(instance)))
         place = (instance.index, "b")
         events = [*timeline.at(*place), *gradients.get(place, ())]
-        kept = [*timeline.at(*place), *always_kept.get(place, ())]
+        kept = [*traced.at(*place), *always_kept.get(place, ())]
         parts = alike(instance, "b", events, kept)
         tasks.extend(_named(task, backward_label(instance, part)) for part, task in enumerate(parts))
     end = footprint(timeline.end)
     tasks.append(Task("backward end", "backward", need=end))
     return tasks
+
+
+def _timeline(low: Lowering, rank: int, lives: Lives) -> Timeline:
+    return activation_timeline(
+        low.layers,
+        batch_size=low.batch_sizes[rank],
+        sequence_length=low.scenario.workload.sequence_length or 1,
+        scale=_scale(low),
+        lives=lives,
+    )
+
+
+def _scale(low: Lowering) -> float:
+    """Return the bytes of an element over those of the traced precision."""
+    return low.value_bytes / PRECISION_BYTES[low.scenario.workload.model.traced_precision]
+
+
+def _checkpointed(low: Lowering, rank: int) -> Lives:
+    """Return what checkpointing makes of a layer's buffers on the rank's device."""
+    state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
+    unscaled = round(state / _scale(low))  # bytes, whatever the precision
+    return partial(recomputed_buffers, random_state_bytes=unscaled)
 
 
 def _named(task: Task, label: str) -> Task:
@@ -131,6 +167,6 @@ def part_at(low: Lowering, tasks: Sequence[Task], place: tuple[int, int]) -> int
 def insert_after(tasks: list[Task], index: int, new: Sequence[Task]) -> None:
     """Insert tasks after a part of the backward, and after what was inserted there before."""
     end = index + 1
-    while end < len(tasks) and not tasks[end].label.startswith("backward "):
+    while end < len(tasks) and not tasks[end].label.startswith(("backward ", "recompute ")):
         end += 1
     tasks[end:end] = list(new)

@@ -62,6 +62,11 @@ class Lowering:
         return unrolled(self.scenario.workload.model)
 
     @cached_property
+    def recomputes(self) -> bool:
+        """Whether each block keeps only its input, and runs its forward again for its backward."""
+        return self.scenario.plan.recompute == "full"
+
+    @cached_property
     def group(self) -> range:
         """All ranks."""
         return range(self.scenario.ranks)

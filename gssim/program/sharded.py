@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from gssim import collectives, costs
 from gssim.collectives import Communication
 from gssim.memory import Event, Footprint, footprint
-from gssim.program.compute import backward_label
+from gssim.program.compute import backward_begin, backward_label
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task
 from gssim.workload import LayerInstance, Parameter
@@ -309,7 +309,10 @@ def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:
 
 
 def _gather_backward(low: Lowering, rank: int) -> dict[str, list[Task]]:
-    """Return each block's second gather, by the backward that it comes before; see [Note: order]."""
+    """Return each block's second gather, by the backward that it comes before; see [Note: order].
+
+    A checkpointed block is run again inside its backward, beneath FSDP2's hooks: nothing is gathered for that.
+    """
     before: dict[str, list[Task]] = defaultdict(list)
     found = units(low)
     blocks = [unit for unit in reversed(found) if not unit.is_root]
@@ -317,11 +320,11 @@ def _gather_backward(low: Lowering, rank: int) -> dict[str, list[Task]]:
         return before
     last_copy = (f"copy out {_gather_name(blocks[0], 'forward')}",)
     issuer = low.layers[-2] if found[0].is_root else blocks[0].layers[0]
-    before[backward_label(issuer, 0)] += _gather(low, blocks[0], "backward", last_copy)
+    before[backward_begin(low, issuer)] += _gather(low, blocks[0], "backward", last_copy)
     for number, unit in enumerate(blocks):
         copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
         new = [copy]
         if number + 1 < len(blocks):
             new += _gather(low, blocks[number + 1], "backward", (copy.label,))
-        before[backward_label(unit.layers[0], 0)] += new
+        before[backward_begin(low, unit.layers[0])] += new
     return before

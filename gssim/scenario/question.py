@@ -91,6 +91,9 @@ class Scenario:
             del workload[key]
         for key in ("source", "name"):
             del workload["model"][key]
+        for layer in workload["model"]["layers"]:
+            for key in ("recompute_flop", "recompute_bytes", "recompute_operations"):
+                del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
         question = {

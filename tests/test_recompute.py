@@ -1,0 +1,155 @@
+"""Gradient checkpointing as predicted: what is kept, what is made again, when, and how long it takes."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import device_type, loaded_of, machine_of, scenario_of, star, tiny_model
+
+from gssim import costs
+from gssim.memory import activation_timeline, footprint
+from gssim.program import lower
+from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
+from gssim.scenario import Scenario, load_model
+from gssim.simulate import simulate
+from gssim.workload import Model, unrolled
+
+MODELS = Path(__file__).resolve().parents[1] / "scenarios" / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
+METHODS = ["single", "ddp", "zero2", "zero3", "gs"]
+GPT = load_model(MODELS / "gpt-byte-1m.toml")
+BATCH, LENGTH = 3, 40
+TOKENS = BATCH * LENGTH
+
+
+def trained(recompute: str, method: str = "single", *, model: Model = GPT, ranks: int = 1, **workload) -> Scenario:
+    settings = {"model": model, "global_batch_size": BATCH * ranks, "sequence_length": LENGTH, "optimizer": "sgd"}
+    cluster = star(ranks, types={"fast": device_type(memory_bytes=2**40, kind=workload.pop("kind", "cpu"))})
+    return scenario_of(cluster, {"method": method, "recompute": recompute}, **settings | workload)
+
+
+def timeline_of(model: Model, *, batch: int = BATCH, length: int = LENGTH):
+    return activation_timeline(unrolled(model), batch_size=batch, sequence_length=length, lives=recomputed_buffers)
+
+
+def result_of(scenario: Scenario):
+    return simulate(loaded_of(scenario)).result
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_keeps_its_input_alone_and_makes_again_what_it_would_have_kept():
+    timeline = timeline_of(GPT)
+    own = 8672 * TOKENS  # what a block of this GPT saves: by hand, from its model file
+    for block in (1, 2, 3, 4):
+        assert footprint(timeline.at(block, "f")).kept == (("activations", 576 * TOKENS),)  # the next one's input
+        assert footprint(timeline.at(block, "r")).kept == (("activations", own),)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name):
+    model = load_model(MODELS / f"{name}.toml")
+    layers = unrolled(model)
+    timeline = timeline_of(model, batch=2, length=16)
+    places = [*((i, "f") for i in range(len(layers)))]
+    places += [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
+    assert set(timeline.events) <= set(places)
+    held = 0.0
+    for place in places:
+        held += sum(event.size_bytes for event in timeline.at(*place))
+        assert held >= 0
+    assert held + sum(event.size_bytes for event in timeline.end) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_block_needs_more_in_its_first_forward_than_when_it_runs_again(name):
+    """So that how soon its buffers go in the first is no matter: the step's worst moment is not there."""
+    layers = unrolled(load_model(MODELS / f"{name}.toml"))
+    timeline = activation_timeline(layers, batch_size=2, sequence_length=16, lives=recomputed_buffers)
+    for instance in layers:
+        if instance.layer.block:
+            first, again = (footprint(timeline.at(instance.index, phase)) for phase in "fr")
+            output = instance.layer.output_bytes.at(b=2, s=16)
+            assert first.peak_bytes <= again.peak_bytes + 2 * output  # of which one is the gradient's, then
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["gpt-byte-1m", "bert-byte-1m", "resnet-digits"]), st.sampled_from(METHODS), st.integers(1, 64))
+def test_recomputing_needs_no_more_memory_but_for_the_states_of_random_numbers(name, method, batch):
+    model = load_model(MODELS / f"{name}.toml")
+    ranks = 1 if method == "single" else 2
+    shape = {"sequence_length": None if name == "resnet-digits" else 32, "global_batch_size": batch * ranks}
+    kept, again = (
+        result_of(trained(each, method, model=model, ranks=ranks, **shape)).ranks[0].peak_allocated_bytes
+        for each in ("none", "full")
+    )
+    blocks = sum(instance.layer.block for instance in unrolled(model))
+    assert again <= kept + (blocks + 1) * CPU_RANDOM_STATE_BYTES
+
+
+def test_equal_blocks_hold_an_input_each_and_the_activations_of_one():
+    (found,) = result_of(trained("full", global_batch_size=64, kind="cuda")).ranks
+    tokens = 64 * LENGTH
+    activations = found.peak_by_category_bytes["activations"]
+    assert activations == pytest.approx(4 * 576 * tokens + 8672 * tokens, rel=0.01)
+    (whole,) = result_of(trained("none", global_batch_size=64, kind="cuda")).ranks
+    assert whole.peak_by_category_bytes["activations"] > 4 * 9248 * tokens
+
+
+def test_a_cpu_keeps_the_state_of_its_random_numbers_with_each_block_and_a_gpu_in_the_hosts_memory():
+    peaks = [result_of(trained("full", kind=kind)).ranks[0].peak_allocated_bytes for kind in ("cpu", "cuda")]
+    assert 0 < peaks[0] - peaks[1] <= 5 * CPU_RANDOM_STATE_BYTES
+    doubled = [
+        result_of(trained("full", kind=kind, precision="fp64")).ranks[0].peak_allocated_bytes
+        for kind in ("cpu", "cuda")
+    ]
+    assert doubled[0] - doubled[1] == peaks[0] - peaks[1]
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_longer_by_the_forward_of_each_block():
+    none, full = (result_of(trained(each, model=tiny_model())) for each in ("none", "full"))
+    block = tiny_model().layers[1]
+    scenario = trained("full", model=tiny_model())
+    forward_s = costs.layer_time_s(scenario.cluster.type_of(0), scenario.workload, block, phase="f", batch_size=BATCH)
+    assert full.step_time_s == pytest.approx(none.step_time_s + 2 * forward_s, rel=1e-12)
+    assert full.phases_s["forward"] == pytest.approx(none.phases_s["forward"], rel=1e-12)
+
+
+def test_what_comes_after_the_last_saved_tensor_is_not_run_again():
+    none, full = (result_of(trained(each)) for each in ("none", "full"))
+    scenario = trained("full")
+    again_s, forward_s = (
+        costs.layer_time_s(scenario.cluster.type_of(0), scenario.workload, GPT.layers[1], phase=p, batch_size=BATCH)
+        for p in "rf"
+    )
+    assert full.step_time_s == pytest.approx(none.step_time_s + 4 * again_s, rel=1e-12)
+    assert 0.6 * forward_s < again_s < 0.8 * forward_s  # the last projection, a third of the block, is left out
+
+
+# Order ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(method):
+    program = lower(trained("full", method, ranks=1 if method == "single" else 2))
+    labels = [task.label for task in program.tasks[0]]
+    assert len(set(labels)) == len(labels)
+    for block in range(4):
+        assert labels[labels.index(f"recompute blocks.{block}") + 1] == f"backward blocks.{block}"
+    plain = lower(trained("none", method, ranks=1 if method == "single" else 2))
+    assert [label for label in labels if not label.startswith("recompute ")] == [t.label for t in plain.tasks[0]]
+    assert {name: c.size_bytes for name, c in program.communications.items()} == {
+        name: c.size_bytes for name, c in plain.communications.items()
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_that_a_recomputed_step_takes_is_given_back(method):
+    scenario = trained("full", method, ranks=1 if method == "single" else 2)
+    one, two = (machine_of(scenario, steps=steps)[0].memory[0].peak for steps in (1, 2))
+    assert one == two
