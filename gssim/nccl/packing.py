@@ -25,7 +25,7 @@ def ring_packing(link_bytes_per_s: Sequence[Sequence[float]]) -> list[tuple[tupl
     count = len(rates)
     if rates.shape != (count, count) or not 2 <= count <= MAX_PACKED_RANKS or (rates < 0).any():
         raise ValueError(f"links: must be a square of rates >= 0 for 2 to {MAX_PACKED_RANKS} GPUs, not {rates.shape}")
-    cycles = [(0, *rest) for rest in permutations(range(1, count)) if _closed((0, *rest), rates)]
+    cycles = _cycles(rates)
     if not cycles:
         raise ValueError(f"links: no ring passes through all {count} GPUs")
     exact = _cover(rates, cycles)
@@ -48,8 +48,12 @@ def _links(cycle: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
 
 
-def _closed(cycle: Sequence[int], rates: Array) -> bool:
-    return all(rates[link] > 0 for link in _links(cycle))
+def _cycles(rates: Array) -> list[tuple[int, ...]]:
+    """Return the rings over links that there are, each from GPU 0 on."""
+    rest = np.array(list(permutations(range(1, len(rates)))), dtype=np.int64)
+    orders = np.concatenate([np.zeros((len(rest), 1), np.int64), rest], axis=1)
+    closed = (rates[orders, np.roll(orders, -1, axis=1)] > 0).all(axis=1)
+    return [tuple(order) for order in orders[closed].tolist()]
 
 
 COVER_STEPS = 10_000
