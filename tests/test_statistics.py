@@ -133,7 +133,18 @@ def test_statistics_come_back_from_their_file(taken, tmp_path):
 
 
 def test_the_same_training_gives_the_same_statistics(taken):
-    assert take_statistics(scenario_of(), [0.0, THRESHOLD]) == taken
+    """To the digits that are kept: where memory lies changes the order of some sums, and with it a last digit."""
+    again = take_statistics(scenario_of(), [0.0, THRESHOLD])
+    for before, now in zip(taken.traces, again.traces, strict=True):
+        assert (now.samples, now.threshold, now.tensors.keys()) == (
+            before.samples,
+            before.threshold,
+            before.tensors.keys(),
+        )
+        for name, tensor in before.tensors.items():
+            assert now.tensors[name].rms == pytest.approx(tensor.rms, rel=1e-2)
+            for tails, same in zip(tensor.tail_ratios, now.tensors[name].tail_ratios, strict=True):
+                assert same == pytest.approx(tails, abs=2e-3)
 
 
 def test_ranks_with_as_many_samples_share_a_trace():
