@@ -133,7 +133,7 @@ def test_statistics_come_back_from_their_file(taken, tmp_path):
 
 
 def test_the_same_training_gives_the_same_statistics(taken):
-    """Where memory lies changes the order of some sums, rarely; a few steps on, training tells such last digits apart."""
+    """Where memory lies may change the order of sums; a few steps on, training has made much of such last digits."""
     again = take_statistics(scenario_of(), [0.0, THRESHOLD])
     for before, now in zip(taken.traces, again.traces, strict=True):
         assert (now.samples, now.threshold, now.tensors.keys()) == (
