@@ -51,10 +51,10 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         peaks.append(allocated)
     parameters = full_parameters(training.module)
     held = sum(p.numel() * p.element_size() for p in parameters.values())  # these copies are not the step's
-    for step in range(STEPS, 2 * STEPS):
+    for step in range(STEPS, 4 * STEPS):
         inputs, targets, weights = feed.at(step)
         peaks.append(counter.peak_of(lambda: training.step(inputs, targets, weights, rank), [])[0] - held)  # noqa: B023
-    inputs, targets, weights = feed.at(2 * STEPS)
+    inputs, targets, weights = feed.at(4 * STEPS)
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, rank)
         if case.get("plant"):
