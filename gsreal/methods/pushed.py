@@ -1,0 +1,30 @@
+"""Gradients pushed to the owners of their shards: Gradient Sharding."""
+
+import torch
+from torch import nn
+
+from gsreal.gradient_sharding import shard_gradients
+from gsreal.measure import Timeline
+from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.training import Training
+from gssim.scenario import Scenario
+from gssim.workload import gradient_order, unrolled
+
+
+def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
+    plan = scenario.plan
+    layers = unrolled(scenario.workload.model)
+    order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
+    optimizer = shard_gradients(
+        module,
+        lambda shards: make_optimizer(scenario.workload, shards, device),
+        shard_shares=scenario.shard_shares,
+        threshold=plan.push.threshold,
+        encoding=plan.push.encoding,
+        bucket_bytes=plan.bucket_bytes,
+        first_bucket_bytes=plan.first_bucket_bytes,
+        parameter_order=order,
+        observe=timeline.span,
+    )
+    return Training(module, optimizer, timeline, scale=0.0, last_gradient=[])

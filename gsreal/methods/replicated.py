@@ -1,0 +1,58 @@
+"""Parameters whole on every rank: one device alone, and DistributedDataParallel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.measure import Timeline
+from gsreal.methods.optimizers import make_optimizer, optimizer_of
+from gsreal.methods.training import Training
+from gssim.plan import DDP_BUCKET_BYTES, MIB
+from gssim.scenario import Scenario
+from gssim.workload import Workload
+
+
+def train_alone(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """One device: nothing is communicated."""
+    optimizer = make_optimizer(scenario.workload, module.parameters(), device)
+    return Training(module, optimizer, timeline, scale=1.0, last_gradient=[])
+
+
+def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """DistributedDataParallel with its gradients as views of its buckets; its optimizer whole, or dealt out."""
+    last: list[Any] = []
+
+    def note(_parameter: Tensor) -> None:
+        last[:] = [timeline.mark()]
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    cap = scenario.plan.bucket_bytes
+    options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
+    wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+    make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
+    optimizer = make(scenario.workload, wrapped, timeline, device)
+    return Training(wrapped, optimizer, timeline, scale=float(scenario.ranks), last_gradient=last)
+
+
+def _whole_optimizer(
+    workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the optimizer of all parameters."""
+    return make_optimizer(workload, module.parameters(), device)
+
+
+def _dealt_out_optimizer(
+    workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return ZeroRedundancyOptimizer: each rank updates its own tensors, then broadcasts them one by one."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class ObservedZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
+        def _sync_params(self) -> None:
+            with timeline.span("broadcast parameters", "exposed_communication"):
+                super()._sync_params()  # type: ignore[misc]
+
+    kind, settings = optimizer_of(workload, device)
+    return ObservedZeroRedundancyOptimizer(module.parameters(), kind, **settings)
