@@ -1,21 +1,14 @@
 """Real: every method on real ranks equals single-device training, and rungs (a) and (b) of the prediction hold."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
-
-from gssim.scenario import load_scenario
-from gssim.simulate import simulate
+from real_runs import predicted, run_cases, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from gsreal.launch import launch
-
 pytestmark = pytest.mark.real
 
-ROOT = Path(__file__).resolve().parents[1]
 SMALL_GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 DIGITS = ["workload.global_batch_size=12"]
 BERT = [*SMALL_GPT]
@@ -48,22 +41,6 @@ UNEVEN = {
 UNEVEN_SHARDS = {2: [0.7, 0.3], 3: [0.6, 0.3, 0.1], 4: [0.4, 0.3, 0.2, 0.1]}
 
 
-def star(ranks: int) -> str:
-    """Return a cluster of `ranks` CPU devices behind a switch, as inline TOML."""
-    devices = ", ".join(f'{{name="d{i}", type="cpu", host="h"}}' for i in range(ranks))
-    links = ", ".join(
-        f'{{between=["d{i}", "s"], bandwidth_bytes_per_s=1e9, latency_s=1e-5, source="test"}}' for i in range(ranks)
-    )
-    kind = (
-        '{cpu={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=1e11, fp64=5e10}, '
-        'memory_bandwidth_bytes_per_s=1e10, source="test"}}'
-    )
-    return (
-        f'cluster={{name="star", backend="gloo", source="test", switches=["s"], device_types={kind}, '
-        f"devices=[{devices}], links=[{links}]}}"
-    )
-
-
 def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     found: dict[str, list[str]] = {}
     for name, method in METHODS.items():
@@ -88,7 +65,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     found["planted-sgd"] = [*SMALL_GPT, *SGD, *METHODS["ddp"]]
     return {
         name: {
-            "scenario": str(ROOT / "scenarios" / BASE.get(name.split("-")[1], "demo.toml")),
+            "scenario": scenario_file(BASE.get(name.split("-")[1], "demo.toml")),
             "overrides": [star(ranks), *overrides],
             "plant": name.startswith("planted"),
         }
@@ -101,20 +78,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     cases = cases_for(request.param)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT / "tests"), before) if p)
-    try:
-        launch("ranks", [str(folder / "cases.json"), str(folder / "found.json")], ranks=request.param)
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-    return cases, json.loads((folder / "found.json").read_text())
-
-
-def predicted(case: dict) -> object:
-    return simulate(load_scenario(Path(case["scenario"]), case["overrides"])).result
+    return cases, run_cases(folder, cases, ranks=request.param)
 
 
 NAMES = [name for name in cases_for(2) if not name.startswith("planted")]

@@ -1,0 +1,55 @@
+"""Real runs of many cases on a few ranks, and their predictions; the ranks themselves are in `ranks.py`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gssim.result import Result
+from gssim.scenario import load_scenario
+from gssim.simulate import simulate
+
+TESTS = Path(__file__).resolve().parent
+
+
+def scenario_file(name: str) -> str:
+    """Return the path of a scenario that ships."""
+    return str(TESTS.parent / "scenarios" / name)
+
+
+def star(ranks: int) -> str:
+    """Return a cluster of `ranks` CPU devices behind a switch, as inline TOML."""
+    devices = ", ".join(f'{{name="d{i}", type="cpu", host="h"}}' for i in range(ranks))
+    links = ", ".join(
+        f'{{between=["d{i}", "s"], bandwidth_bytes_per_s=1e9, latency_s=1e-5, source="test"}}' for i in range(ranks)
+    )
+    kind = (
+        '{cpu={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=1e11, fp64=5e10}, '
+        'memory_bandwidth_bytes_per_s=1e10, source="test"}}'
+    )
+    return (
+        f'cluster={{name="star", backend="gloo", source="test", switches=["s"], device_types={kind}, '
+        f"devices=[{devices}], links=[{links}]}}"
+    )
+
+
+def run_cases(folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> dict[str, dict[str, Any]]:
+    """Run all cases one after another in one launch of `ranks` ranks; return what each showed."""
+    from gsreal.launch import launch
+
+    (folder / "cases.json").write_text(json.dumps(cases))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(TESTS), before) if p)
+    try:
+        launch("ranks", [str(folder / "cases.json"), str(folder / "found.json")], ranks=ranks)
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    found: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def predicted(case: dict[str, Any]) -> Result:
+    """Return the prediction of a case."""
+    return simulate(load_scenario(Path(case["scenario"]), case["overrides"])).result
