@@ -99,6 +99,11 @@ def copy_time_s(device: DeviceType, size_bytes: float) -> float:
     return 2 * size_bytes / device.memory_bandwidth_bytes_per_s
 
 
+def accumulation_time_s(device: DeviceType, size_bytes: float, *, tensors: int) -> float:
+    """Return the time to add gradients of `size_bytes` in `tensors` tensors to others: read both, write one."""
+    return 3 * size_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s
+
+
 def threshold_time_s(device: DeviceType, *, elements: int, sent: float) -> float:
     """Return the time to find and pack the `sent` of `elements` gradients that reach the threshold.
 

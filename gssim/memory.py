@@ -127,9 +127,12 @@ def _buffer_events(
 
 
 def gradient_events(
-    layers: Sequence[LayerInstance], *, value_bytes: int, freed_when_ready: bool
+    layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int
 ) -> dict[tuple[int, str], list[Event]]:
-    """Return when parameter gradients are born, and (where they are copied elsewhere at once) freed."""
+    """Return when parameter gradients are born, and when ready given back.
+
+    `given_back`: 0: it is kept; 1: it is copied elsewhere, or added to one that is there already; 2: that goes too.
+    """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     made: dict[int, tuple[Event, Event]] = {}
     for instance in layers:
@@ -139,11 +142,11 @@ def gradient_events(
                 size = float(parameter.elements * value_bytes)
                 made[id(parameter)] = (
                     Event(born.position, size, "gradients"),
-                    Event(ready.position, -size, "gradients"),
+                    Event(ready.position, -given_back * size, "gradients"),
                 )
             taken, freed = made[id(parameter)]
             events[instance.index + born.layer_offset, "b"].append(taken)
-            if freed_when_ready:
+            if given_back:
                 events[instance.index + ready.layer_offset, "b"].append(freed)
     return events
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from gssim.mesh import Mesh
 from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveInt, UserError, spec
 
 Method = Literal[
@@ -148,6 +149,7 @@ class Plan:
     recompute: Literal["none", "selective", "full"] = "none"
     """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing)."""
     micro_batches: PositiveInt = 1
+    """Parts in which each rank takes its samples, one after another, before it updates (gradient accumulation)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
     stages: tuple[PositiveInt, ...] | None = None
     """Layers of each pipeline stage; absent: balanced."""
@@ -173,14 +175,19 @@ class Policies:
     pp: int
 
     @property
+    def mesh(self) -> Mesh:
+        """The axes on which ranks stand."""
+        return Mesh(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+
+    @property
     def ranks(self) -> int:
         """Number of ranks: the product of the mesh axes."""
-        return self.dp_replicate * self.dp_shard * self.tp * self.pp
+        return self.mesh.ranks
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that take samples of their own."""
-        return self.dp_replicate * self.dp_shard
+        """Number of parts into which the batch is divided."""
+        return self.mesh.data_ranks
 
 
 def resolve(plan: Plan, *, devices: int) -> Policies:
@@ -230,7 +237,7 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
     if plan.recompute == "selective":
         raise UserError(f"{file}: plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'")
-    for key in ("micro_batches", "schedule", "stages", "prefetch"):
+    for key in ("schedule", "stages", "prefetch"):
         _refuse_unless_default(plan, today, key, f"plan.{key}", file)
     for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)

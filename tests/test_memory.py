@@ -64,14 +64,14 @@ def test_all_buffers_of_a_step_are_freed_within_it():
 
 
 def test_gradients_are_born_in_the_backward_and_freed_when_ready_only_if_asked():
-    kept = gradient_events(LAYERS, value_bytes=4, freed_when_ready=False)
+    kept = gradient_events(LAYERS, value_bytes=4, given_back=0)
     assert {place: footprint(events).kept for place, events in kept.items()} == {
         (0, "b"): (("gradients", 256),),
         (1, "b"): (("gradients", 80),),
         (2, "b"): (("gradients", 80),),
         (3, "b"): (("gradients", 256),),
     }
-    copied = gradient_events(LAYERS, value_bytes=4, freed_when_ready=True)
+    copied = gradient_events(LAYERS, value_bytes=4, given_back=1)
     assert all(footprint(events).kept == () for events in copied.values())
     assert footprint(copied[1, "b"]).peak_bytes == 80
 
@@ -128,7 +128,7 @@ def test_ddp_copies_each_gradient_into_its_bucket_when_it_is_ready():
 
 def test_zero2_shards_parameters_at_rest_and_pads_rows_to_the_ranks():
     scenario = scenario_of(star(3), {"method": "zero2"}, global_batch_size=6)
-    root, *blocks = units(Lowering(scenario, None, 0))
+    root, *blocks = units(Lowering(scenario, None, 0, range(scenario.ranks)))
     assert [unit.name for unit in (root, *blocks)] == ["root", "h.0", "h.1"]
     # 16 rows over 3 ranks are 6, 6, 4; 4 rows are 2, 2, 0
     assert root.shard_elements == (24, 24)

@@ -27,7 +27,7 @@ def labels(scenario: Scenario, rank: int = 0, stream: str | None = None) -> list
 
 
 def bucket_names(scenario: Scenario) -> list[list[str]]:
-    buckets = Lowering(scenario, None, 0).buckets
+    buckets = Lowering(scenario, None, 0, range(scenario.ranks)).buckets
     return [[p.name.replace("{}", layer.module) for layer, p in bucket.members] for bucket in buckets]
 
 
@@ -275,7 +275,7 @@ def test_all_ranks_meet_the_same_collectives_in_the_same_order(scenario):
 
 @given(scenarios(methods=("ddp", "gs")))
 def test_buckets_carry_every_gradient_once(scenario):
-    low = Lowering(scenario, None, 0)
+    low = Lowering(scenario, None, 0, range(scenario.ranks))
     assert sum(bucket.elements for bucket in low.buckets) == scenario.workload.model.elements
     total = scenario.workload.model.elements * 4
     program = lower(scenario, loaded_of(scenario).gradients)

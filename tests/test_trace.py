@@ -197,7 +197,7 @@ def replayed_peak_bytes(model, shape, *, checkpointed=False):
     layers = unrolled(model)
     lives = partial(recomputed_buffers, random_state_bytes=CPU_RANDOM_STATE_BYTES) if checkpointed else as_traced
     timeline = activation_timeline(layers, batch_size=shape[0], sequence_length=shape[1] or 1, lives=lives)
-    gradients = gradient_events(layers, value_bytes=4, freed_when_ready=False)
+    gradients = gradient_events(layers, value_bytes=4, given_back=0)
     held = peak = 0.0
     backward = [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
     for layer, phase in [*((i, "f") for i in range(len(layers))), *backward]:

@@ -79,7 +79,7 @@ def test_the_largest_tensors_are_dealt_out_first_and_each_is_broadcast_by_its_ow
 
 @given(scenarios(methods=("zero1",)))
 def test_every_tensor_is_updated_by_one_rank_and_broadcast_once(scenario: Scenario):
-    low = Lowering(scenario, None, 0)
+    low = Lowering(scenario, None, 0, range(scenario.ranks))
     owned = sorted(position for of_rank in low.owned_parameters for position in of_rank)
     assert owned == list(range(len(low.parameters)))
     found = [c for c in lower(scenario).communications.values() if c.kind == "broadcast"]
@@ -116,7 +116,7 @@ def test_a_step_of_one_bucket_is_compute_all_reduce_the_largest_share_and_a_tree
     settings = {"bandwidth": rate, "latency_s": latency_s, "types": {"fast": device_type(operation_overhead_s=1e-5)}}
     scenario = tiny(ranks, cluster=settings, optimizer=optimizer)
     path_s, depth = 2 * latency_s, math.ceil(math.log2(ranks))
-    low = Lowering(scenario, None, 0)
+    low = Lowering(scenario, None, 0, range(scenario.ranks))
     (bucket,) = low.buckets
     device = low.device(0)
     compute_s = sum(
@@ -178,7 +178,7 @@ def test_nccl_prices_a_broadcast_by_its_group_whatever_rank_is_the_root():
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_optimizer_state_is_held_by_owners_alone(ranks: int):
     scenario = tiny(ranks)
-    low = Lowering(scenario, None, 0)
+    low = Lowering(scenario, None, 0, range(scenario.ranks))
     program = lower(scenario)
     held = [program.persistent[role] for role in program.role_of]
     states = [8 * sum(owned) + 4 * len(owned) for owned in map(low.owned_elements, range(ranks))]

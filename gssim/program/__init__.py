@@ -4,11 +4,16 @@ Tasks are known by their label, unique within a rank and the same as in a real r
 stream runs after the one before it; `after` names tasks of other streams that it waits for as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
-from gssim.program.compute import compute, cuts
-from gssim.program.lowering import Bucket, Lowering
+from gssim.mesh import DATA_AXES
+from gssim.program.compute import compute
+from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.optimizer import optimize, persistent
 from gssim.program.push import mean_density, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
@@ -26,6 +31,20 @@ from gssim.scenario import Scenario
 __all__ = ["Bucket", "Lowering", "Program", "Task", "Unit", "lower", "units"]
 
 
+Pass = Callable[[Lowering, int, list[Task], MicroBatch], list[Task]]
+COMMUNICATE: dict[str, Pass] = {
+    "local": keep_gradients,
+    "all-reduce": all_reduce_gradients,
+    "reduce-scatter": reduce_scatter_gradients,
+    "push": push_gradients,
+}
+HOLD: dict[str, Callable[[Lowering, int, list[Task]], list[Task]]] = {
+    "replicated": keep_parameters,
+    "gathered": gather_parameters,
+    "sharded": gather_parameters_twice,
+}
+
+
 def lower(
     scenario: Scenario, statistics: GradientStatistics | None = None, *, step: int = 0, unfolded: bool = False
 ) -> Program:
@@ -33,33 +52,86 @@ def lower(
 
     `unfolded`: every rank has a role of its own.
     """
-    low = Lowering(scenario, statistics, step)
-    policies = scenario.policies
-    communicate: dict[str, Callable[[Lowering, int, list[Task]], list[Task]]] = {
-        "local": keep_gradients,
-        "all-reduce": all_reduce_gradients,
-        "reduce-scatter": reduce_scatter_gradients,
-        "push": push_gradients,
-    }
-    hold: dict[str, Callable[[Lowering, int, list[Task]], list[Task]]] = {
-        "replicated": keep_parameters,
-        "gathered": gather_parameters,
-        "sharded": gather_parameters_twice,
-    }
-    roles, representatives = low.roles(unfolded=unfolded)
-    alike: dict[tuple[object, ...], list[Task]] = {}
-    ranks = []
-    for rank in representatives:
-        key = (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], policies.gradients == "push" and rank)
-        if key not in alike:
-            tasks = compute(low, rank, cut_at=cuts(low, policies.gradients))
-            tasks = communicate[policies.gradients](low, rank, tasks)
-            alike[key] = hold[policies.parameters](low, rank, tasks)
-        ranks.append(tuple(optimize(low, rank, alike[key])))  # ranks that compute alike may own unequal shards
+    communications: dict[str, Communication] = {}
+    tasks: list[tuple[Task, ...]] = []
+    held: list[dict[str, float]] = []
+    roles = np.zeros(scenario.ranks, np.int64)
+    parts = list(_parts_of_the_model(scenario, statistics, step))
+    for low in parts:
+        found, representatives = low.roles(unfolded=unfolded)
+        roles[np.array(low.group)] = found + len(tasks)
+        alike: dict[tuple[object, ...], list[Task]] = {}
+        for rank in representatives:
+            tasks.append(tuple(_named(low, _tasks(low, rank, alike), communications, alone=len(parts) == 1)))
+            held.append(persistent(low, rank))
     return Program(
-        tasks=tuple(ranks),
-        communications=low.communications,
-        persistent=tuple(persistent(low, rank) for rank in representatives),
-        push_density=mean_density(low) if scenario.plan.push.threshold is not None else None,
+        tasks=tuple(tasks),
+        communications=communications,
+        persistent=tuple(held),
+        push_density=mean_density(parts[0]) if scenario.plan.push.threshold is not None else None,
         roles=tuple(roles.tolist()),
     )
+
+
+def _parts_of_the_model(scenario: Scenario, statistics: GradientStatistics | None, step: int) -> Iterator[Lowering]:
+    """Give a lowering for each part of the model: the ranks that hold the same part share one."""
+    mesh = scenario.policies.mesh
+    for stage in range(mesh.pp):
+        for part in range(mesh.tp):
+            first = stage * mesh.data_ranks * mesh.tp + part
+            yield Lowering(scenario, statistics, step, mesh.group(first, *DATA_AXES))
+
+
+def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:
+    """Return a rank's step; `alike`: what ranks have done that compute alike, who may still own unequal shards."""
+    policies = low.scenario.policies
+    pushes = policies.gradients == "push"
+    kind: tuple[object, ...] = (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], pushes and rank)
+    if kind not in alike:
+        tasks = []
+        for micro_batch in low.micro_batches:
+            key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves)
+            if key not in alike:
+                found = compute(low, rank, micro_batch)
+                found = COMMUNICATE[policies.gradients](low, rank, found, micro_batch)
+                alike[key] = HOLD[policies.parameters](low, rank, found)
+            tasks += _suffixed(low, alike[key], micro_batch.suffix)
+        alike[kind] = tasks
+    return optimize(low, rank, alike[kind])
+
+
+def _suffixed(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:
+    """Return the tasks of a micro-batch with its suffix on every label, and on the collectives that they name."""
+    if not suffix:
+        return tasks
+    found = []
+    for task in tasks:
+        name = task.communication and task.communication + suffix
+        if name and task.communication:
+            low.communications[name] = low.communications[task.communication]
+        after = tuple(label + suffix for label in task.after)
+        found.append(replace(task, label=task.label + suffix, communication=name, after=after))
+    return found
+
+
+def _named(low: Lowering, tasks: list[Task], communications: dict[str, Communication], *, alone: bool) -> list[Task]:
+    """Return tasks whose collectives bear names that tell groups apart, and note these collectives.
+
+    `alone`: there is one group only, so that their labels do.
+    """
+    found = []
+    for task in tasks:
+        if task.communication is None:
+            found.append(task)
+            continue
+        communication = low.communications[task.communication]
+        name = task.communication if alone else f"{task.communication} of {_ranks_text(communication.group)}"
+        communications[name] = communication
+        found.append(task if alone else replace(task, communication=name))
+    return found
+
+
+def _ranks_text(group: Sequence[int]) -> str:
+    if isinstance(group, range) and len(group) > 2:
+        return f"ranks {group[0]}-{group[-1]}" + (f" by {group.step}" if group.step > 1 else "")
+    return f"ranks {', '.join(map(str, group))}"

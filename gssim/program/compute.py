@@ -15,7 +15,7 @@ from gssim.memory import (
     scratch_bytes,
     with_scratch,
 )
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.units import PRECISION_BYTES
@@ -25,14 +25,19 @@ PHASE_NAMES = {"f": "forward", "r": "backward"}
 """The phase of a step in which a layer's forward runs: the first time, and again."""
 
 
-def cuts(low: Lowering, gradients: str) -> dict[int, list[int]]:
+def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
     """Return positions at which a layer's backward is cut in parts: where a bucket becomes complete inside it."""
     found: dict[int, list[int]] = {}
-    if gradients in ("all-reduce", "push"):
+    if _leaves_in_buckets(low, micro_batch):
         for bucket in low.buckets:
             layer, position = bucket.complete
             found.setdefault(layer, []).append(position)
     return found
+
+
+def _leaves_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
+    """Return whether gradients are copied into buckets, and given back, as soon as they are ready."""
+    return micro_batch.leaves and low.scenario.policies.gradients in ("all-reduce", "push")
 
 
 def backward_label(layer: LayerInstance, part: int) -> str:
@@ -50,15 +55,20 @@ def backward_begin(low: Lowering, layer: LayerInstance) -> str:
     return recompute_label(layer) if low.recomputes and layer.layer.block else backward_label(layer, 0)
 
 
-def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[Task]:
-    """Return the forward of every layer and the backward in reverse, with their memory."""
-    policies = low.scenario.policies
-    freed_when_ready = policies.gradients in ("all-reduce", "push")
-    traced = _timeline(low, rank, as_traced)
-    timeline = _timeline(low, rank, _checkpointed(low, rank)) if low.recomputes else traced
-    always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=False)
-    gradients = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=freed_when_ready)
-    hook_s = low.device(rank).gradient_hook_s if freed_when_ready else 0.0
+def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
+    """Return the forward of every layer and the backward in reverse, with their memory, for one micro-batch.
+
+    [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new one to what is there
+    and gives it back at once. Where gradients then go into buckets, the sum goes as well.
+    """
+    samples = low.samples(rank, micro_batch)
+    in_buckets, cut_at = _leaves_in_buckets(low, micro_batch), cuts(low, micro_batch)
+    traced = _timeline(low, samples, as_traced)
+    timeline = _timeline(low, samples, _checkpointed(low, rank)) if low.recomputes else traced
+    always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=0)
+    given_back = micro_batch.accumulates + in_buckets
+    gradients = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=given_back)
+    hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
     once: dict[tuple[object, ...], list[Task]] = {}
 
     def alike(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
@@ -66,14 +76,15 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
         cut = tuple(cut_at.get(instance.index, ())) if phase == "b" else ()
         key = (phase, id(instance.layer), cut, *map(id, events))
         if key not in once:
-            scratch = _scratch(low, rank, instance, phase, kept)
-            duration_s = _layer_s(low, rank, instance, phase)
+            scratch = _scratch(low, rank, instance, phase, samples, kept)
+            duration_s = _layer_s(low, rank, instance, phase, samples)
             if phase != "b":
                 need = with_scratch(footprint(events), scratch)
                 once[key] = [Task("", PHASE_NAMES[phase], duration_s=duration_s, need=need)]
             else:
-                hooks_s = hook_s * len(instance.layer.parameters)
-                once[key] = _parts(instance, events, scratch, duration_s + hooks_s, cut)
+                duration_s += hook_s * len(instance.layer.parameters)
+                duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
+                once[key] = _parts(instance, events, scratch, duration_s, cut)
         return once[key]
 
     tasks = []
@@ -94,10 +105,10 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
     return tasks
 
 
-def _timeline(low: Lowering, rank: int, lives: Lives) -> Timeline:
+def _timeline(low: Lowering, samples: int, lives: Lives) -> Timeline:
     return activation_timeline(
         low.layers,
-        batch_size=low.batch_sizes[rank],
+        batch_size=samples,
         sequence_length=low.scenario.workload.sequence_length or 1,
         scale=_scale(low),
         lives=lives,
@@ -120,13 +131,20 @@ def _named(task: Task, label: str) -> Task:
     return Task(label, task.phase, duration_s=task.duration_s, need=task.need)
 
 
-def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str) -> float:
-    samples = low.batch_sizes[rank]
+def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
     return costs.layer_time_s(low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples)
 
 
-def _scratch(low: Lowering, rank: int, instance: LayerInstance, phase: str, events: Sequence[Event]) -> float:
-    workload, samples = low.scenario.workload, low.batch_sizes[rank]
+def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:
+    """Return the time to add a layer's gradients to those of earlier micro-batches."""
+    size = instance.layer.elements * low.value_bytes
+    return costs.accumulation_time_s(low.device(rank), size, tensors=len(instance.layer.parameters))
+
+
+def _scratch(
+    low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, events: Sequence[Event]
+) -> float:
+    workload = low.scenario.workload
     return scratch_bytes(low.device(rank), workload, instance, phase=phase, batch_size=samples, traced=events)
 
 

@@ -1,6 +1,7 @@
 """What every pass needs: the scenario unrolled, its gradient buckets, and the collectives found so far."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -46,12 +47,44 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """One of the parts in which a rank's samples are taken."""
+
+    index: int = 0
+    count: int = 1
+    leaves: bool = True
+    """Whether gradients leave the device in it, where the plan lets them leave at all."""
+    left: bool = False
+    """Whether those of the micro-batches before have left in theirs."""
+
+    @property
+    def first(self) -> bool:
+        """Whether no other comes before it in the step."""
+        return self.index == 0
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether whole gradients of the micro-batches before are there, to which its own are added."""
+        return self.index > 0 and not self.left
+
+    @property
+    def suffix(self) -> str:
+        """What its labels end in."""
+        return f" micro-batch {self.index}" if self.count > 1 else ""
+
+
+@dataclass(frozen=True)
 class Lowering:
-    """A scenario with what every pass needs of it, and the collectives found so far."""
+    """A scenario with what every pass needs of it, and the collectives found so far.
+
+    All ranks that share a part of the model (equal coordinates on the axes pp and tp) are lowered by one.
+    """
 
     scenario: Scenario
     statistics: GradientStatistics | None
     step: int
+    group: Sequence[int]
+    """The ranks that hold this part of the model, each for its own samples."""
     communications: dict[str, Communication] = field(default_factory=dict)
     found: dict[object, Any] = field(default_factory=dict)
     """What passes work out once for all ranks."""
@@ -66,10 +99,20 @@ class Lowering:
         """Whether each block keeps only its input, and runs its forward again for its backward."""
         return self.scenario.plan.recompute == "full"
 
+    def position(self, rank: int) -> int:
+        """Return the position of a rank in the group."""
+        return self.group.index(rank)
+
     @cached_property
-    def group(self) -> range:
-        """All ranks."""
-        return range(self.scenario.ranks)
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """The parts in which each rank's samples are taken, one after another."""
+        each = self.scenario.policies.gradient_sync == "micro-batch"
+        count = self.scenario.plan.micro_batches
+        return tuple(MicroBatch(i, count, leaves=each or i == count - 1, left=each) for i in range(count))
+
+    def samples(self, rank: int, micro_batch: MicroBatch) -> int:
+        """Return the samples of a rank in a micro-batch."""
+        return shares.split(self.batch_sizes[rank], shares.even(micro_batch.count))[micro_batch.index]
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -78,8 +121,9 @@ class Lowering:
 
     @cached_property
     def shard_shares(self) -> tuple[float, ...]:
-        """Share of each rank in the sharded state."""
-        return self.scenario.shard_shares
+        """Share in the sharded state of each rank of the group, by position."""
+        by_rank = self.scenario.shard_shares
+        return tuple(by_rank[rank] for rank in self.group)
 
     @cached_property
     def value_bytes(self) -> int:
@@ -114,17 +158,19 @@ class Lowering:
 
     def owned_elements(self, rank: int) -> tuple[int, ...]:
         """Return the elements of every tensor that a rank updates where whole tensors are dealt out."""
-        return tuple(self.parameters[position][1].elements for position in self.owned_parameters[rank])
+        owned = self.owned_parameters[self.position(rank)]
+        return tuple(self.parameters[position][1].elements for position in owned)
 
     def roles(self, *, unfolded: bool = False) -> tuple[Ints, list[int]]:
-        """Return the role of each rank, and the first rank of each role: all that lowering reads of a rank is in it."""
-        ranks = np.arange(len(self.group))
+        """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
+        positions = np.arange(len(self.group))
         policies, push = self.scenario.policies, self.scenario.plan.push
         if unfolded or (policies.gradients == "push" and push.threshold):
-            return ranks, ranks.tolist()  # what a rank sends depends on whose range holds which tensors
-        devices = self.scenario.cluster.devices[: len(ranks)]
-        names = {name: i for i, name in enumerate(dict.fromkeys(device.type for device in devices))}
-        columns = [np.array([names[device.type] for device in devices]), np.array(self.batch_sizes)]
+            return positions, list(self.group)  # what a rank sends depends on whose range holds which tensors
+        devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
+        names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
+        sizes = self.batch_sizes
+        columns = [np.array([names[device] for device in devices]), np.array([sizes[rank] for rank in self.group])]
         if policies.gradients == "push":
             columns += [np.array(shares.split(bucket.elements, self.shard_shares)) for bucket in self.buckets]
         if self.deals_out_tensors:
@@ -132,13 +178,13 @@ class Lowering:
             kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
             columns.append(np.array([kinds[sizes] for sizes in owned]))
         if policies.parameters != "replicated":
-            columns += [self._held_rows(rows, ranks) for rows in self._distinct_rows]
-        code = np.zeros(len(ranks), np.int64)
+            columns += [self._held_rows(rows, positions) for rows in self._distinct_rows]
+        code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
         _, first, role = np.unique(code, return_index=True, return_inverse=True)
         by_rank = np.argsort(first, kind="stable")
-        return np.argsort(by_rank, kind="stable")[role], first[by_rank].tolist()
+        return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
 
     @cached_property
     def _distinct_rows(self) -> list[int]:
@@ -146,10 +192,10 @@ class Lowering:
         layers = self.scenario.workload.model.layers
         return sorted({p.shape[0] if p.shape else 1 for layer in layers for p in layer.parameters})
 
-    def _held_rows(self, rows: int, ranks: Ints) -> Ints:
+    def _held_rows(self, rows: int, positions: Ints) -> Ints:
         """Return how many of `rows` each rank holds."""
-        chunk = math.ceil(rows / len(ranks))
-        return np.clip(rows - ranks * chunk, 0, chunk)
+        chunk = math.ceil(rows / len(positions))
+        return np.clip(rows - positions * chunk, 0, chunk)
 
     def device(self, rank: int) -> DeviceType:
         """Return the device type of a rank."""

@@ -50,12 +50,12 @@ def _broadcast(low: Lowering) -> list[Task]:
     left to do, so that they block the compute.
     """
     tasks = []
-    for rank in low.group:
-        for position in low.owned_parameters[rank]:
+    for root, owned in enumerate(low.owned_parameters):
+        for position in owned:
             instance, parameter = low.parameters[position]
             name = f"broadcast parameters {parameter.name.replace('{}', instance.module)}"
             size = parameter.elements * low.value_bytes
-            low.communications[name] = Communication("broadcast", low.group, size, root=rank)
+            low.communications[name] = Communication("broadcast", low.group, size, root=root)
             tasks.append(Task(name, "exposed_communication", communication=name))
     return tasks
 
@@ -75,9 +75,11 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates."""
     gradients = low.scenario.policies.gradients
     if gradients == "push":
-        return [shares.split(bucket.elements, low.shard_shares)[rank] for bucket in low.buckets]
+        position = low.position(rank)
+        return [shares.split(bucket.elements, low.shard_shares)[position] for bucket in low.buckets]
     if gradients == "reduce-scatter":
-        return [elements for unit in units(low) for elements in unit.own_elements(rank)]
+        position = low.position(rank)
+        return [elements for unit in units(low) for elements in unit.own_elements(position)]
     if low.deals_out_tensors:
         return low.owned_elements(rank)
     return [parameter.elements for _, parameter in low.parameters]

@@ -12,7 +12,7 @@ from gssim.memory import (
     footprint,
 )
 from gssim.program.compute import insert_after, part_at
-from gssim.program.lowering import Bucket, Lowering
+from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.task import Task
 
 COUNT_BYTES = 8
@@ -21,11 +21,13 @@ TORCH_INDEX_BYTES = 8
 """torch lists indices as int64 before they are shortened."""
 
 
-def push_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """GS: a complete bucket is cut by owner, thresholded, packed and sent to the owners, one at a time.
 
     The bucket's buffer lives from its first gradient until it is sent; the owner adds what arrives to its own range.
     """
+    if not micro_batch.leaves:
+        return tasks
     previous: list[Task] = []
     for bucket in low.buckets:
         start = part_at(low, tasks, bucket.started)
@@ -33,7 +35,7 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
         index = part_at(low, tasks, bucket.complete)
         collect_s = costs.copy_time_s(low.device(rank), bucket.elements * low.value_bytes)
         tasks[index] = replace(tasks[index], duration_s=tasks[index].duration_s + collect_s)
-        push, drain = _push_bucket(low, rank, bucket)
+        push, drain = _push_bucket(low, rank, bucket, micro_batch)
         insert_after(tasks, index, [*previous, *push])
         previous = drain
     return [*tasks, *previous]
@@ -47,7 +49,7 @@ def _with_bucket_buffer(task: Task, size: float) -> Task:
     return replace(task, need=Footprint(bytes_of(peak), bytes_of(kept)))
 
 
-def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], list[Task]]:
+def _push_bucket(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch) -> tuple[list[Task], list[Task]]:
     """Return the tasks that send a bucket off, and those that take in what arrives."""
     thresholded = low.scenario.plan.push.threshold is not None
     name = f"push bucket {bucket.index}"
@@ -56,8 +58,9 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     low.communications[name] = Communication(
         "all-to-all-v", low.group, (len(low.group) - 1) * dense, pair_bytes=matrix, data_dependent=thresholded
     )
-    sent_bytes, received_bytes = sum(matrix[rank]), sum(row[rank] for row in matrix)
-    tasks = [_prepare(low, rank, bucket, list(zip(matrix[rank], entries[rank], strict=True)))]
+    own = low.position(rank)
+    sent_bytes, received_bytes = sum(matrix[own]), sum(row[own] for row in matrix)
+    tasks = [_prepare(low, rank, bucket, micro_batch, list(zip(matrix[own], entries[own], strict=True)))]
     if thresholded:
         tasks += _count_exchange(low, bucket)
     posting_s = collectives.posting_s(low.scenario.cluster, sent_bytes)
@@ -68,37 +71,42 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     release = [Event(0, -received_bytes, "communication")]
     release.append(Event(0, -sent_bytes, "communication") if thresholded else Event(0, -dense, "buckets"))
     if thresholded:
-        add_s = costs.scatter_time_s(low.device(rank), received=sum(row[rank] for row in entries))
+        add_s = costs.scatter_time_s(low.device(rank), received=sum(row[own] for row in entries))
     else:
         add_s = costs.copy_time_s(low.device(rank), 1.5 * received_bytes)  # read both, write one
     drain = Task(f"add bucket {bucket.index}", "compression", duration_s=add_s, after=(name,), need=footprint(release))
     return tasks, [drain]
 
 
-def _prepare(low: Lowering, rank: int, bucket: Bucket, messages: Sequence[tuple[float, float]]) -> Task:
+def _prepare(
+    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, messages: Sequence[tuple[float, float]]
+) -> Task:
     """Return the task that takes the own gradient and thresholds and packs the rest."""
     device = low.device(rank)
-    own = shares.split(bucket.elements, low.shard_shares)[rank]
+    own = shares.split(bucket.elements, low.shard_shares)[low.position(rank)]
     duration_s = costs.copy_time_s(device, own * low.value_bytes)
     if low.scenario.plan.push.threshold is not None:
         sent = sum(entries for _, entries in messages)
         duration_s += costs.threshold_time_s(device, elements=bucket.elements - own, sent=sent)
-    need = _prepare_need(low, rank, bucket, messages)
+    need = _prepare_need(low, low.position(rank), bucket, micro_batch, messages)
     return Task(f"threshold bucket {bucket.index}", "compression", duration_s=duration_s, need=need)
 
 
-def _prepare_need(low: Lowering, rank: int, bucket: Bucket, messages: Sequence[tuple[float, float]]) -> Footprint:
+def _prepare_need(
+    low: Lowering, own: int, bucket: Bucket, micro_batch: MicroBatch, messages: Sequence[tuple[float, float]]
+) -> Footprint:
     """Return the memory of taking the own gradient and, owner by owner, thresholding and packing what is sent.
 
     For each message: magnitudes, a mask, then (unless the message is dense) indices as int64, and the message.
-    `messages`: (bytes, entries) for each owner.
+    `own`: the rank's position in the group; `messages`: (bytes, entries) for each owner.
     """
     sizes = shares.split(bucket.elements, low.shard_shares)
-    events = [Event(0, float(sizes[rank] * low.value_bytes), "gradients")]
+    # later pushes of a step add to the gradient that the first one left
+    events = [Event(0, float(sizes[own] * low.value_bytes), "gradients")] if _is_first_push(micro_batch) else []
     if low.scenario.plan.push.threshold is None:
         return footprint(events)
     for owner, (message_bytes, entries) in enumerate(messages):
-        if owner == rank:
+        if owner == own:
             continue
         magnitudes, mask = float(sizes[owner] * low.value_bytes), float(sizes[owner])
         indices = 0.0 if _is_dense(low, sizes[owner], entries) else float(TORCH_INDEX_BYTES * entries)
@@ -109,6 +117,10 @@ def _prepare_need(low: Lowering, rank: int, bucket: Bucket, messages: Sequence[t
             events.append(Event(start + 7, -mask, "temporaries"))
     events.append(Event(len(events) + 8, -float(bucket.elements * low.value_bytes), "buckets"))
     return footprint(events)
+
+
+def _is_first_push(micro_batch: MicroBatch) -> bool:
+    return micro_batch.first or not micro_batch.left
 
 
 def _is_dense(low: Lowering, elements: float, sent: float) -> bool:
@@ -153,10 +165,10 @@ def _new_push_matrix(low: Lowering, bucket: Bucket) -> tuple[Matrix, Matrix]:
         owned = [float(last - first) for first, last in ranges]
         return _everybodys(owned, low.value_bytes), _everybodys(owned, 1)
     sizes, entries = [], []
-    for rank in low.group:
+    for sender, rank in enumerate(low.group):
         row_sizes, row_entries = [], []
         for owner, (first, last) in enumerate(ranges):
-            elements = float(last - first) if owner != rank else 0.0
+            elements = float(last - first) if owner != sender else 0.0
             sent = sum(n * d for n, d in _densities(low, bucket, rank, first, last)) if elements else 0.0
             row_entries.append(sent)
             size = density.message_bytes(

@@ -5,17 +5,25 @@ from dataclasses import replace
 from gssim import costs
 from gssim.collectives import Communication
 from gssim.program.compute import insert_after, part_at
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
 
 
-def keep_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """Leave the tasks as they are: nothing is communicated."""
     return tasks
 
 
-def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """DDP: each bucket is all-reduced once complete, behind the rest of the backward; backward ends when all are."""
+def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
+    """DDP: each bucket is all-reduced once complete, behind the rest of the backward; backward ends when all are.
+
+    Module buffers are broadcast in a forward that follows an all-reduce: under no_sync they are left as they are
+    (DistributedDataParallel, require_forward_param_sync).
+    """
+    if micro_batch.first or micro_batch.left:
+        tasks = [*_broadcast_buffers(low), *tasks]
+    if not micro_batch.leaves:
+        return tasks
     device = low.device(rank)
     labels = []
     for bucket in low.buckets:
@@ -29,9 +37,14 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Ta
         task = Task(name, "exposed_communication", stream, communication=name, after=(copied.label,))
         insert_after(tasks, index, [task])
         labels.append(name)
+    tasks.append(Task("wait for all-reduce", "exposed_communication", after=tuple(labels)))
+    return tasks
+
+
+def _broadcast_buffers(low: Lowering) -> list[Task]:
+    tasks = []
     for number, size in enumerate(low.scenario.workload.model.buffer_bytes):
         name = f"broadcast buffers {number}"
         low.communications[name] = Communication("broadcast", low.group, size)
-        tasks.insert(number, Task(name, "exposed_communication", communication=name))
-    tasks.append(Task("wait for all-reduce", "exposed_communication", after=tuple(labels)))
+        tasks.append(Task(name, "exposed_communication", communication=name))
     return tasks

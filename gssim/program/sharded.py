@@ -25,7 +25,7 @@ from gssim import collectives, costs
 from gssim.collectives import Communication
 from gssim.memory import Event, Footprint, footprint
 from gssim.program.compute import backward_begin, backward_label
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
 from gssim.workload import LayerInstance, Parameter
 
@@ -59,12 +59,12 @@ class Tensors:
         """Bytes of the unsharded gradients."""
         return sum(rows * each for rows, each in self.rows) * self.value_bytes
 
-    def own_elements(self, rank: int) -> tuple[int, ...]:
-        """Return elements of each parameter on `rank`, padding left out."""
+    def own_elements(self, position: int) -> tuple[int, ...]:
+        """Return elements of each parameter on the group's rank at `position`, padding left out."""
         found = []
         for rows, each in self.rows:
             chunk = math.ceil(rows / self.ranks)
-            found.append(max(0, min(chunk, rows - rank * chunk)) * each)
+            found.append(max(0, min(chunk, rows - position * chunk)) * each)
         return tuple(found)
 
 
@@ -106,9 +106,9 @@ class Unit:
         """Bytes of the unsharded gradients."""
         return self.tensors.gradient_bytes
 
-    def own_elements(self, rank: int) -> tuple[int, ...]:
-        """Return elements of each parameter on `rank`, padding left out."""
-        return self.tensors.own_elements(rank)
+    def own_elements(self, position: int) -> tuple[int, ...]:
+        """Return elements of each parameter on the group's rank at `position`, padding left out."""
+        return self.tensors.own_elements(position)
 
     @property
     def is_root(self) -> bool:
@@ -166,34 +166,46 @@ def _staging(low: Lowering, communication: Communication, position: int) -> list
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
-def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
+def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """FSDP2 on a unit's last gradient: parameters freed, gradients copied into one buffer, that reduce-scattered.
 
-    The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states).
+    The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states). Where
+    gradients do not leave yet, the parameters are freed all the same (FSDPParamGroup.post_backward).
     """
     behind: dict[str, list[Task]] = defaultdict(list)
     before: Unit | None = None
     end: list[Task] = []
     for unit in sorted(units(low), key=lambda unit: (unit.is_root, -unit.layers[0].index)):
-        new = _reduce_scatter(low, rank, unit, before)
+        new = _reduce_scatter(low, rank, unit, before, micro_batch) if micro_batch.leaves else [_reshard(unit)]
         if unit.is_root:
             end = new
         else:
             behind[backward_label(unit.layers[0], 0)] = new
         before = unit
-    held = before.padded_bytes if before else 0
-    last = (_reduce_name(before),) if before and _overlaps(low) else ()
+    held = before.padded_bytes if before and micro_batch.leaves else 0
+    last = (_reduce_name(before),) if before and micro_batch.leaves and _overlaps(low) else ()
     free = Task("backward callback", "backward", after=last, need=_need(Event(0, -held, "communication")))
     return [*_inserted(tasks, before={}, behind=behind), *end, free]
+
+
+def _reshard(unit: Unit) -> Task:
+    """Return the freeing of a unit's parameters after its backward."""
+    freed = Event(0, -unit.padded_bytes, "gathered_parameters")
+    return Task(f"free {unit.name} backward", "backward", need=_need(freed))
 
 
 def _reduce_name(unit: Unit) -> str:
     return f"reduce-scatter {unit.name}"
 
 
-def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None) -> list[Task]:
-    """Return what happens once a unit's gradients are all there; `before` is the unit whose turn came before it."""
+def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, micro_batch: MicroBatch) -> list[Task]:
+    """Return what happens once a unit's gradients are all there; `before` is the unit whose turn came before it.
+
+    The sum of the shard's gradients is kept; in later micro-batches it is added to what is there, and given back.
+    """
     name, overlaps = _reduce_name(unit), _overlaps(low)
+    shard_bytes = unit.padded_bytes / unit.ranks
+    added_bytes = shard_bytes if micro_batch.left and not micro_batch.first else 0
     copy = Task(
         f"copy in {name}",
         "backward",
@@ -206,7 +218,8 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None) -
             Event(1, -before.padded_bytes if before else 0, "communication"),
             Event(2, unit.padded_bytes, "communication"),
             Event(3, -unit.gradient_bytes, "gradients"),
-            Event(4, unit.padded_bytes / unit.ranks, "gradients"),
+            Event(4, shard_bytes, "gradients"),
+            Event(5, -added_bytes if overlaps or unit.ranks == 1 else 0, "gradients"),
         ),
     )
     if unit.ranks == 1:
@@ -214,7 +227,7 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None) -
     communication = low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
     if overlaps:
         return [copy, Task(name, "exposed_communication", "communication", communication=name, after=(copy.label,))]
-    need = _need(*_staging(low, communication, 0))
+    need = _need(*_staging(low, communication, 0), Event(2, -added_bytes, "gradients"))
     return [copy, Task(name, "exposed_communication", communication=name, need=need)]
 
 

@@ -65,11 +65,22 @@ def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
         if abs(sum(wanted) - 1) > 1e-6:
             raise UserError(f"{file}: plan.shares.{name} = {list(wanted)}: sums to {sum(wanted):.6g}, must sum to 1")
     _check_batch(rules.batch, total, ranks, file)
+    _check_micro_batches(scenario, file)
     if rules.shards != "even" and policies.gradients != "push":
         raise UserError(
             f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
             "allowed: 'even'"
         )
+
+
+def _check_micro_batches(scenario: Scenario, file: str) -> None:
+    wanted = scenario.plan.micro_batches
+    for rank, samples in enumerate(scenario.data_batch_sizes if wanted > 1 else ()):
+        if samples < wanted:
+            raise UserError(
+                f"{file}: plan.micro_batches = {wanted}: rank {rank} has {samples} samples; "
+                "allowed: at most one micro-batch for each sample"
+            )
 
 
 def _check_batch(wanted: object, total: int, ranks: int, file: str) -> None:

@@ -54,21 +54,33 @@ class Scenario:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each rank in one step."""
-        wanted, total = self.plan.shares.batch, self.workload.global_batch_size
+        """Samples of each rank in one step; the ranks that hold parts of one replica take the same ones."""
+        mesh, parts = self.policies.mesh, self.data_batch_sizes
+        return parts if mesh.ranks == len(parts) else tuple(parts[mesh.data_rank(rank)] for rank in range(mesh.ranks))
+
+    @property
+    def data_batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each part into which the data axes divide a step's batch."""
+        wanted, total, mesh = self.plan.shares.batch, self.workload.global_batch_size, self.policies.mesh
         if wanted == "throughput":
             costs = self._sample_costs()
-            return shares.balance_batch(total, sample_s=[c[1] for c in costs], fixed_s=[c[0] for c in costs])
-        return shares.split(total, shares.even(self.ranks) if isinstance(wanted, str) else wanted)
+            slowest = [(0.0, 0.0)] * mesh.data_ranks  # of the ranks that hold parts of one replica
+            for rank, cost in enumerate(costs):
+                slowest[mesh.data_rank(rank)] = max(slowest[mesh.data_rank(rank)], cost, key=lambda c: c[1])
+            return shares.balance_batch(total, sample_s=[c[1] for c in slowest], fixed_s=[c[0] for c in slowest])
+        return shares.split(total, shares.even(mesh.data_ranks) if isinstance(wanted, str) else wanted)
 
     @property
     def shard_shares(self) -> tuple[float, ...]:
-        """Fraction of the sharded state that each rank owns."""
-        wanted = self.plan.shares.shards
+        """Fraction of the sharded state that each rank owns, among those that hold the same part of the model."""
+        wanted, mesh = self.plan.shares.shards, self.policies.mesh
         if wanted == "compute":
             costs = self._sample_costs()
             return shares.proportional([1 / each for _, each in costs])
-        return shares.even(self.ranks) if isinstance(wanted, str) else shares.proportional(wanted)
+        if isinstance(wanted, str):
+            return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
+        found = shares.proportional(wanted)
+        return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
 
     def _sample_costs(self) -> list[tuple[float, float]]:
         """Return (fixed_s, sample_s) of each rank."""
