@@ -6,6 +6,7 @@ lowering and the real backend look at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -71,13 +72,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimizer_state": "sharded",
     },
     "gs_tp": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
-    "gs_hier": {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"},
+    "gs_hier": {
+        "parameters": "replicated",
+        "gradients": "push",
+        "optimizer_state": "sharded",
+        "push_axis": "dp_replicate",
+    },
 }
 PRESETS["fsdp"] = PRESETS["zero3"]
 PRESETS["hsdp"] = PRESETS["zero3"]
 
 DATA_AXIS = {"ddp": "dp_replicate", "zero1": "dp_replicate", "pipeline": "pp", "tensor": "tp", "gs_tp": "tp"}
 """The mesh axis that takes all devices where the user sizes none; `dp_shard` for every method that is not here."""
+
+TWO_LEVELS = ("hsdp", "gs_hier")
+"""Methods that, where the user sizes no axis, shard inside hosts and replicate across them."""
 
 RUNS_TODAY = frozenset(
     {
@@ -87,9 +96,10 @@ RUNS_TODAY = frozenset(
         ("gathered", "reduce-scatter", "sharded"),
         ("sharded", "reduce-scatter", "sharded"),
         ("replicated", "push", "sharded"),
+        ("sharded", "push", "sharded"),
     }
 )
-"""(parameters, gradients, optimizer_state) that both executors can run."""
+"""(parameters, gradients, optimizer_state) that can be simulated; what cannot run for real yet, `gsreal` refuses."""
 
 
 @spec
@@ -173,6 +183,9 @@ class Policies:
     dp_shard: int
     tp: int
     pp: int
+    push_axis: str = field(default="dp_shard", repr=False)
+    """The data axis along which gradients are pushed; along the other one they are reduce-scattered first. It follows
+    from the method, which is why it is no part of a scenario's identity."""
 
     @property
     def mesh(self) -> Mesh:
@@ -190,10 +203,12 @@ class Policies:
         return self.mesh.data_ranks
 
 
-def resolve(plan: Plan, *, devices: int) -> Policies:
+def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = ()) -> Policies:
     """Return the plan's policies: the method's presets, overridden by what the user set.
 
-    Axes that the user does not size take all `devices` on the method's own axis; `single` takes one.
+    Axes that the user does not size take all `devices` on the method's own axis; `single` takes one. Methods of two
+    levels take the devices of a host on one axis and the hosts on the other; `hosts` names each device's. Raises
+    UserError where these are not equal.
     """
     preset = {"partition": "data", "gradient_sync": "step"} | PRESETS[plan.method]
     policies: dict[str, Any] = {
@@ -207,9 +222,30 @@ def resolve(plan: Plan, *, devices: int) -> Policies:
         "pp": plan.pp,
     }
     sized = (plan.dp_replicate or plan.dp_shard) is not None or plan.tp > 1 or plan.pp > 1
-    if not sized and plan.method != "single":
+    if plan.method in TWO_LEVELS:
+        axes |= _levels(plan, hosts)
+    elif not sized and plan.method != "single":
         axes[DATA_AXIS.get(plan.method, "dp_shard")] = devices
-    return Policies(**policies | axes)
+    return Policies(**policies | axes, push_axis=preset.get("push_axis", "dp_shard"))
+
+
+def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
+    """Return the sizes of the axes inside hosts and across them."""
+    if (plan.dp_replicate is None) != (plan.dp_shard is None):
+        given, missing = ("dp_shard", "dp_replicate") if plan.dp_shard else ("dp_replicate", "dp_shard")
+        raise UserError(
+            f"plan.{missing}: missing; beside plan.{given} = {plan.dp_shard or plan.dp_replicate}, method "
+            f"'{plan.method}' needs it too, or neither: then a host's devices are dp_shard, and hosts dp_replicate"
+        )
+    if plan.dp_replicate and plan.dp_shard:
+        return {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
+    runs = [len(list(devices)) for _, devices in groupby(hosts)]
+    if len(set(runs)) > 1 or len(runs) > len(set(hosts)):
+        raise UserError(
+            f"plan.method = '{plan.method}': hosts have {', '.join(map(str, runs))} devices one after another; "
+            "set plan.dp_replicate and plan.dp_shard"
+        )
+    return {"dp_replicate": len(runs), "dp_shard": runs[0]} if runs else {}
 
 
 def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
@@ -226,12 +262,14 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
     tensor_or_pipeline = plan.method in ("pipeline", "tensor", "gs_tp") or plan.tp > 1 or plan.pp > 1
-    two_levels = plan.method in ("gs_hier", "hsdp")
-    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline or two_levels:
-        allowed = "single, ddp, zero1, zero2, zero3, fsdp, gs"
+    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline:
+        allowed = "single, ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3, gs_hier"
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
-    if policies.dp_replicate > 1 and policies.dp_shard > 1:
-        raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")
+    if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
+        raise UserError(
+            f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
+            "allowed today: 'replicated'"
+        )
     today = Plan(method=plan.method)
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)

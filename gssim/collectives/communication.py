@@ -33,6 +33,13 @@ class Communication:
     data_dependent: bool = False
     root: int = 0
     """Position in the group of the root of a broadcast or reduce."""
+    beside: tuple[Sequence[int], ...] = ()
+    """Other groups, as large, each of which carries out the same for itself: those along an axis of a mesh."""
+
+    @property
+    def groups(self) -> tuple[Sequence[int], ...]:
+        """All groups that carry it out, each for itself."""
+        return (self.group, *self.beside)
 
     @property
     def payload_bytes(self) -> float:

@@ -151,6 +151,22 @@ class Scheduler:
             )
         return self._groups[members]
 
+    def kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
+        """Return a number for each of several groups: equal where collectives are carried out in the same way.
+
+        That hangs on how members are spread over hosts and, for NCCL's tuner, on how fast these are linked.
+        """
+        found = []
+        for group in groups:
+            members = self.members(group)
+            order = {host: number for number, host in enumerate(dict.fromkeys(members.hosts.tolist()))}
+            spread = tuple(order[host] for host in members.hosts.tolist())
+            inside = members.inside
+            rings = None if inside is None else tuple(map(tuple, (inside.source, inside.target, inside.weight)))
+            found.append((spread, members.shape, rings, repr(_rounded(self._group(members))) if self.tuning else ""))
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
+        return np.array([numbers[kind] for kind in found], dtype=np.int64)
+
     def candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
         """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
         if len(communication.group) == 1:
@@ -188,6 +204,16 @@ class Scheduler:
                 with suppress(ValueError):
                     found.append(self._plain(name, members, communication))
         return tuple(found)
+
+
+def _rounded(group: Group) -> Group:
+    """Return a group with its rates to twelve digits: sums of the same numbers may differ by their order."""
+    across = group.network_bytes_per_s
+    return replace(
+        group,
+        bandwidth_bytes_per_s=float(f"{group.bandwidth_bytes_per_s:.12g}"),
+        network_bytes_per_s=None if across is None else float(f"{across:.12g}"),
+    )
 
 
 def _priced_as(communication: Communication) -> tuple[Kind, float]:

@@ -103,6 +103,36 @@ class Lowering:
         """Return the position of a rank in the group."""
         return self.group.index(rank)
 
+    def shard_position(self, rank: int) -> int:
+        """Return the position of a rank among those that share the parameters with it: on the axis `dp_shard`."""
+        return self.position(rank) % self.shards
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks among which parameters are sharded, where they are."""
+        return self.scenario.policies.dp_shard
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there are several replicas of what is sharded, whose gradients are all-reduced (HSDP)."""
+        policies = self.scenario.policies
+        return policies.gradients == "reduce-scatter" and policies.dp_replicate > 1
+
+    def along(self, axis: str) -> tuple[Sequence[int], ...]:
+        """Return the group's ranks in the groups in which they stand along a data axis, by first rank."""
+        if axis not in self.found:
+            mesh = self.scenario.policies.mesh
+            alone = getattr(mesh, axis) == len(self.group)
+            groups = [self.group] if alone else [mesh.group(rank, axis) for rank in self.group]
+            self.found[axis] = tuple(dict.fromkeys(groups))
+        found: tuple[Sequence[int], ...] = self.found[axis]
+        return found
+
+    def communication(self, kind: str, axis: str, size_bytes: float, **settings: Any) -> Communication:
+        """Return a collective that every group along a data axis carries out for itself."""
+        group, *beside = self.along(axis)
+        return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
+
     @cached_property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
         """The parts in which each rank's samples are taken, one after another."""
@@ -178,7 +208,7 @@ class Lowering:
             kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
             columns.append(np.array([kinds[sizes] for sizes in owned]))
         if policies.parameters != "replicated":
-            columns += [self._held_rows(rows, positions) for rows in self._distinct_rows]
+            columns += [self._held_rows(rows, positions % self.shards) for rows in self._distinct_rows]
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
@@ -194,7 +224,7 @@ class Lowering:
 
     def _held_rows(self, rows: int, positions: Ints) -> Ints:
         """Return how many of `rows` each rank holds."""
-        chunk = math.ceil(rows / len(positions))
+        chunk = math.ceil(rows / self.shards)
         return np.clip(rows - positions * chunk, 0, chunk)
 
     def device(self, rank: int) -> DeviceType:

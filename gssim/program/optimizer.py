@@ -78,7 +78,7 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
         position = low.position(rank)
         return [shares.split(bucket.elements, low.shard_shares)[position] for bucket in low.buckets]
     if gradients == "reduce-scatter":
-        position = low.position(rank)
+        position = low.shard_position(rank)
         return [elements for unit in units(low) for elements in unit.own_elements(position)]
     if low.deals_out_tensors:
         return low.owned_elements(rank)

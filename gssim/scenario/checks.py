@@ -8,7 +8,10 @@ from gssim.units import UserError
 
 def check(scenario: Scenario, *, file: str) -> None:
     """Raise UserError where workload, plan and cluster do not go together."""
-    policies = scenario.policies
+    try:
+        policies = scenario.policies
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     _check_push(scenario.plan, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
     _check_ranks(scenario, policies, file)
@@ -32,9 +35,10 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
-    axis = {"all-reduce": "dp_replicate", "reduce-scatter": "dp_shard", "push": "dp_shard"}.get(policies.gradients)
+    both = policies.gradients == "reduce-scatter" or policies.push_axis == "dp_replicate"
+    axis = {"all-reduce": "dp_replicate", "push": "dp_shard"}.get(policies.gradients)
     for name in ("dp_replicate", "dp_shard"):
-        if axis and name != axis and getattr(policies, name) > 1:
+        if axis and not both and name != axis and getattr(policies, name) > 1:
             raise UserError(
                 f"{file}: plan.{name} = {getattr(policies, name)}: method '{scenario.plan.method}' uses {axis}"
             )

@@ -12,7 +12,7 @@ from gssim import shares
 from gssim.cluster import Cluster
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import Plan, Policies, resolve
+from gssim.plan import TWO_LEVELS, Plan, Policies, resolve
 from gssim.scenario.rates import sample_costs
 from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
@@ -45,7 +45,9 @@ class Scenario:
     @property
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
-        return resolve(self.plan, devices=len(self.cluster.devices))
+        devices = self.cluster.devices
+        hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
+        return resolve(self.plan, devices=len(devices), hosts=hosts)
 
     @property
     def ranks(self) -> int:
