@@ -5,21 +5,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
+from gssim.plan import Policies
 from gssim.scenario import Scenario
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """FSDP2 on each block and on the root; parameters kept from forward to backward where they are `gathered`.
 
-    Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not.
+    Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not. On a mesh of
+    two axes (HSDP), shards of gradients are all-reduced over `dp_replicate` once they are reduce-scattered.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -31,9 +33,17 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     class ObservedReduceScatter(DefaultReduceScatter):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             with timeline.span("reduce-scatter", "exposed_communication"):
-                return super().__call__(*args, **kwargs)
+                found = super().__call__(*args, **kwargs)
+            scattered[:] = [timeline.mark()]
+            return found
 
-    mesh = init_device_mesh(device.type, (scenario.ranks,))
+    scattered: list[Any] = []
+
+    def all_reduced(_gradients: Tensor) -> None:
+        if scattered:  # without shards there is no reduce-scatter to begin from
+            timeline.between("all-reduce", "exposed_communication", scattered[0])
+
+    mesh = _mesh(scenario.policies, device)
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
@@ -41,6 +51,8 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
         if isinstance(part, FSDPModule):
             part.set_custom_all_gather(ObservedAllGather())
             part.set_custom_reduce_scatter(ObservedReduceScatter())
+            if mesh.ndim > 1:
+                part.set_all_reduce_hook(all_reduced)
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
 
     @contextmanager
@@ -51,3 +63,11 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
 
     sync_each = scenario.policies.gradient_sync == "micro-batch"
     return Training(module, optimizer, timeline, scale=float(scenario.ranks), sync_each=sync_each, syncing=syncing)
+
+
+def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return the ranks on one axis, or on two where what is sharded is replicated."""
+    if policies.dp_replicate == 1:
+        return init_device_mesh(device.type, (policies.dp_shard,))
+    axes = ("dp_replicate", "dp_shard")
+    return init_device_mesh(device.type, (policies.dp_replicate, policies.dp_shard), mesh_dim_names=axes)
