@@ -96,6 +96,7 @@ RUNS_TODAY = frozenset(
         ("gathered", "reduce-scatter", "sharded"),
         ("sharded", "reduce-scatter", "sharded"),
         ("replicated", "push", "sharded"),
+        ("gathered", "push", "sharded"),
         ("sharded", "push", "sharded"),
     }
 )

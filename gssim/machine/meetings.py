@@ -81,7 +81,7 @@ class Choice:
 
 
 class _Ways:
-    """How groups carry out collectives: worked out for the first of those that are alike, and the same in the others."""
+    """How groups carry out collectives: worked out for the first of those that are alike, the same in the others."""
 
     def __init__(self, scheduler: Scheduler, choice: Choice) -> None:
         self.scheduler, self.choice = scheduler, choice

@@ -37,7 +37,8 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
 
 def _leaves_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
     """Return whether gradients are copied into buckets, and given back, as soon as they are ready."""
-    return micro_batch.leaves and low.scenario.policies.gradients in ("all-reduce", "push")
+    policies = low.policies
+    return micro_batch.leaves and policies.parameters == "replicated" and policies.gradients in ("all-reduce", "push")
 
 
 def backward_label(layer: LayerInstance, part: int) -> str:

@@ -142,7 +142,7 @@ Places = Mapping[str, Sequence[Task]]
 """Tasks to insert, by the label of the task that they stand beside."""
 
 
-def _inserted(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[Task]:
+def inserted(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[Task]:
     """Return `tasks` with those of `before` and `behind` beside the tasks that they name."""
     found: list[Task] = []
     for task in tasks:
@@ -150,11 +150,6 @@ def _inserted(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[
         found.append(task)
         found.extend(behind.get(task.label, ()))
     return found
-
-
-def _overlaps(low: Lowering) -> bool:
-    """Return whether collectives run beside the compute; see [Note: streams]."""
-    return low.scenario.plan.overlap and low.scenario.cluster.backend == "nccl" and len(low.group) > 1
 
 
 @lru_cache(maxsize=1024)
@@ -189,7 +184,7 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         else:
             behind[backward_label(unit.layers[0], 0)] = new
         before = unit
-    return [*_inserted(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
+    return [*inserted(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
 
 
 def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task:
@@ -201,7 +196,7 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
         events.append(Event(0, -sum(_added_bytes(unit, micro_batch) for unit in units(low)), "gradients"))
     names = [_reduce_name(last)] if last.ranks > 1 else []
     names += [_all_reduce_name(last)] if low.replicates else []
-    return Task("backward callback", "backward", after=tuple(names) if _overlaps(low) else (), need=_need(*events))
+    return Task("backward callback", "backward", after=tuple(names) if low.overlaps else (), need=_need(*events))
 
 
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
@@ -229,7 +224,7 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     The sum of the shard's gradients is kept; in later micro-batches it is added to what is there, and given back: at
     once, or where it was all-reduced by the callback at the end of the backward.
     """
-    name, overlaps = _reduce_name(unit), _overlaps(low)
+    name, overlaps = _reduce_name(unit), low.overlaps
     added = Event(5, 0 if low.replicates else -_added_bytes(unit, micro_batch), "gradients")
     copy = Task(
         f"copy in {name}",
@@ -281,7 +276,7 @@ def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
 def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
     before = _gather_forward(low, rank)
-    return _inserted(_begun(low, tasks), before=before, behind={})
+    return inserted(_begun(low, tasks), before=before, behind={})
 
 
 def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
@@ -294,7 +289,7 @@ def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list
         for unit in units(low)
         if not unit.is_root
     }
-    return _inserted(_begun(low, tasks), before=before, behind=behind)
+    return inserted(_begun(low, tasks), before=before, behind=behind)
 
 
 FORWARD_BEGIN = "forward begin"
@@ -302,7 +297,7 @@ FORWARD_BEGIN = "forward begin"
 
 def _begun(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
     """Return tasks with a mark of the step's beginning, where other streams must wait for it."""
-    return [Task(FORWARD_BEGIN, "forward"), *tasks] if _overlaps(low) else list(tasks)
+    return [Task(FORWARD_BEGIN, "forward"), *tasks] if low.overlaps else list(tasks)
 
 
 def _gather_name(unit: Unit, phase: str) -> str:
@@ -316,7 +311,7 @@ def _gather(low: Lowering, unit: Unit, phase: str, after: tuple[str, ...]) -> li
     name = _gather_name(unit, phase)
     communication = low.communications[name] = low.communication("all-gather", "dp_shard", unit.padded_bytes)
     flat = Event(0, unit.flat_bytes, "communication")
-    if _overlaps(low):
+    if low.overlaps:
         return [
             Task(f"issue {name}", phase, need=_need(flat)),
             Task(name, "exposed_communication", "communication", communication=name, after=after),
@@ -334,7 +329,7 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
         duration_s=costs.sharded_unit_time_s(
             low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
-        after=(name,) if _overlaps(low) and unit.ranks > 1 else (),
+        after=(name,) if low.overlaps and unit.ranks > 1 else (),
         need=_need(Event(0, unit.padded_bytes, "gathered_parameters"), Event(1, -freed_bytes, "communication")),
     )
 
