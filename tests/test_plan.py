@@ -15,7 +15,7 @@ from gssim.plan import (
 )
 from gssim.units import UserError
 
-RUNNING = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "gs")
+RUNNING = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "gs", "gs_z3", "gs_hier")
 
 
 def buckets(sizes, first=MIB, cap=25 * MIB):
@@ -113,9 +113,8 @@ def test_what_runs_today_is_not_refused(method):
 @pytest.mark.parametrize("method", sorted(set(PRESETS) - set(RUNNING)))
 def test_a_method_that_cannot_run_yet_is_refused_by_name(method):
     plan = Plan(method=method)
-    with pytest.raises(
-        UserError, match=f"'{method}': cannot run yet; allowed today: single, ddp, zero1, zero2, zero3, fsdp, gs"
-    ):
+    allowed = "single, ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3, gs_hier"
+    with pytest.raises(UserError, match=f"'{method}': cannot run yet; allowed today: {allowed}"):
         refuse_what_cannot_run(plan, resolve(plan, devices=2), file="f")
 
 
