@@ -11,10 +11,10 @@ from gsreal.methods.fully_sharded import fully_shard_parameters
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.pushed import push_gradients
 from gsreal.methods.replicated import all_reduce_gradients, train_alone
-from gsreal.methods.training import Training
+from gsreal.methods.training import Training, Weights
 from gssim.scenario import Scenario
 
-__all__ = ["Training", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
+__all__ = ["Training", "Weights", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
 
 Apply = Callable[[Scenario, nn.Module, Timeline, torch.device], Training]
 APPLY: dict[tuple[str, str], Apply] = {
