@@ -187,7 +187,9 @@ def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
     for name, communication in programs[0].communications.items():
-        key = (communication.kind, communication.group, int(communication.size_bytes))
+        group = communication.group
+        group = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
+        key = (communication.kind, group, int(communication.size_bytes))
         counts[key] += 1
         if communication.data_dependent:
             payloads[key] += fmean(program.communications[name].payload_bytes for program in programs)

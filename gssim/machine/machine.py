@@ -21,6 +21,7 @@ from gssim.result import Span
 from gssim.units import Floats
 
 STREAMS = ("compute", "communication")
+"""Of every rank; a pipeline's messages have streams of their own, by peer and direction."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
@@ -161,7 +162,8 @@ class Machine:
             for step in range(steps):
                 for label in awaited:
                     self.finished[each.index, step, label] = self.env.event()
-            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in STREAMS)
+            streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
+            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in streams)
         everything = self.env.all_of(done)
         try:
             self.env.run(until=everything)

@@ -3,7 +3,9 @@
 from gssim.conditions import applied, ends_of
 from gssim.plan import Plan, Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
-from gssim.units import UserError
+from gssim.scenario.stages import schedule_of, why_no_chain
+from gssim.schedule import refuse
+from gssim.units import PRECISION_BYTES, UserError
 
 
 def check(scenario: Scenario, *, file: str) -> None:
@@ -15,6 +17,8 @@ def check(scenario: Scenario, *, file: str) -> None:
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
+    if policies.pp > 1:
+        _check_pipeline(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -37,6 +41,41 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
         if axis and name != axis and getattr(policies, name) > 1:
             raise UserError(
                 f"{file}: plan.{name} = {getattr(policies, name)}: method '{scenario.plan.method}' uses {axis}"
+            )
+
+
+def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
+    plan, model = scenario.plan, scenario.workload.model
+    wanted = "all-reduce" if policies.data_ranks > 1 else "local"
+    if policies.gradients not in ("local", "all-reduce") or policies.optimizer_state != "replicated":
+        raise UserError(
+            f"{file}: plan.pp = {policies.pp}: method '{plan.method}' cannot run in a pipeline yet; "
+            "allowed today: pipeline, or ddp for replicas of one"
+        )
+    if policies.gradients != wanted:
+        method = "ddp" if wanted == "all-reduce" else "pipeline"
+        raise UserError(
+            f"{file}: plan.method = '{plan.method}': {policies.data_ranks} replicas of a pipeline of {policies.pp}; "
+            f"allowed: '{method}'"
+        )
+    if model.buffer_bytes:
+        raise UserError(f"{file}: plan.pp = {policies.pp}: a model with module buffers cannot be cut into stages yet")
+    try:
+        stages = scenario.stages
+        refuse(
+            schedule_of(plan, policies.pp), ranks=policies.pp, stages=len(stages), micro_batches=plan.micro_batches
+        )
+    except ValueError as error:
+        text = str(error) if isinstance(error, UserError) else f"plan.schedule: {error}"
+        raise UserError(f"{file}: {text}") from None
+    reason = why_no_chain(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
+    if reason:
+        raise UserError(f"{file}: plan.pp = {policies.pp}: the model is no chain that can be cut: {reason}")
+    for samples in scenario.data_batch_sizes:
+        if samples % plan.micro_batches:
+            raise UserError(
+                f"{file}: plan.micro_batches = {plan.micro_batches}: {samples} samples; "
+                "a pipeline's micro-batches must be equal: torch's stages learn the shape of messages once"
             )
 
 
