@@ -41,6 +41,7 @@ def run_command(
     from gsreal.data import check_data
     from gsreal.launch import launch
     from gsreal.machine import check_machine
+    from gsreal.stages import check_stages
     from gssim.result import read_result, write_text
     from gssim.scenario import load_scenario
 
@@ -48,6 +49,7 @@ def run_command(
     ours = loaded.scenario
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
     check_data(ours.workload, where=loaded.file)
+    check_stages(ours, where=loaded.file)
     name = f"{ours.name}.{ours.scenario_id}.measured.json"
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)
