@@ -19,12 +19,23 @@ SCHEDULES = {name: [*PIPELINE, f'plan.schedule="{name}"'] for name in ("gpipe", 
 FOUR, SIX = ["plan.micro_batches=4"], ["plan.micro_batches=6"]
 BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
+REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
+DIGITS = ["workload.global_batch_size=12"]
+
 CASES: dict[int, dict[str, list[str]]] = {
     2: {
         "gpipe-sgd": [*GPT, *SGD, *SCHEDULES["gpipe"], *FOUR],
         "1f1b-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *SIX, "plan.stages=[2,5]"],
         "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *FOUR],
+        "gpipe-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["gpipe"], *FOUR],
+        "1f1b-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.stages=[7,1]"],
+        "1f1b-recompute-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
+        "interleaved-recompute-bert-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *FOUR, "plan.recompute=full"],
+        "1f1b-resnet-recompute-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
         "1f1b-bert-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR],
+    },
+    4: {
+        "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, *FOUR[:0], "plan.micro_batches=3", "plan.bucket_bytes=300000"],
     },
     3: {"1f1b-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR]},
 }
