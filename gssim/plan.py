@@ -230,7 +230,7 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     tensor = plan.method in ("tensor", "gs_tp") or plan.tp > 1
     two_levels = plan.method in ("gs_hier", "hsdp")
     if combination not in RUNS_TODAY or policies.partition != "data" or tensor or two_levels:
-        allowed = "single, ddp, zero1, zero2, zero3, fsdp, pipeline, gs"
+        allowed = "single, ddp, zero1, zero2, zero3, fsdp, gs, pipeline"
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.dp_replicate > 1 and policies.dp_shard > 1:
         raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")
@@ -239,8 +239,7 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
     if plan.recompute == "selective":
         raise UserError(f"{file}: plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'")
-    for key in ("prefetch",) if policies.pp > 1 else ("schedule", "stages", "prefetch"):
-        _refuse_unless_default(plan, today, key, f"plan.{key}", file)
+    _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
     for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)
     if plan.push.encoding == "bitmap":

@@ -7,6 +7,7 @@ the ranks. The first stage receives nothing; the last sends no activations.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -41,6 +42,7 @@ class Action(NamedTuple):
     messages: tuple[Message, ...] = ()
 
 
+@lru_cache(maxsize=64)
 def schedule(name: str, *, ranks: int, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Return what each rank does in a step.
 

@@ -52,7 +52,9 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """Run all cases, one launch for each number of ranks; return what they showed."""
-    return {ranks: run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases_for(ranks), ranks=ranks) for ranks in CASES}
+    return {
+        ranks: run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases_for(ranks), ranks=ranks) for ranks in CASES
+    }
 
 
 NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]

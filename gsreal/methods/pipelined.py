@@ -146,7 +146,5 @@ def _replicated(
         parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
-    wrapped = nn.parallel.DistributedDataParallel(
-        module, process_group=group, gradient_as_bucket_view=True, **options
-    )
+    wrapped = nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **options)
     return wrapped

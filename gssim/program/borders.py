@@ -71,9 +71,7 @@ def passed_on(layer: Layer) -> Buffer | None:
     return max(found, key=lambda buffer: (buffer.freed.phase == "b", buffer.born.position), default=None)
 
 
-def stage_timeline(
-    stage: Stage, *, batch_size: int, sequence_length: int, scale: float, lives: Lives
-) -> Timeline:
+def stage_timeline(stage: Stage, *, batch_size: int, sequence_length: int, scale: float, lives: Lives) -> Timeline:
     """Return when a stage's buffers live, by the number of the layer in the stage; see [Note: borders].
 
     Of its output and of the gradient of its input, which the schedule releases, only the births are there.

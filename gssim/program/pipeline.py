@@ -31,7 +31,14 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
 
 
 def _of_stage(low: Lowering, stage: Stage) -> Lowering:
-    return low if len(low.stages) == 1 else replace(low, stages=(stage,), communications={}, found={})
+    """Return the lowering of one of a rank's stages, the same for all replicas: they share the collectives in it."""
+    if len(low.stages) == 1:
+        return low
+    key = ("stage", stage.number)
+    if key not in low.found:
+        low.found[key] = replace(low, stages=(stage,), communications={}, found={})
+    found: Lowering = low.found[key]
+    return found
 
 
 @dataclass

@@ -17,8 +17,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
-    if policies.pp > 1:
-        _check_pipeline(scenario, policies, file)
+    _check_pipeline(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -45,38 +44,55 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
-    plan, model = scenario.plan, scenario.workload.model
-    wanted = "all-reduce" if policies.data_ranks > 1 else "local"
-    if policies.gradients not in ("local", "all-reduce") or policies.optimizer_state != "replicated":
-        raise UserError(
-            f"{file}: plan.pp = {policies.pp}: method '{plan.method}' cannot run in a pipeline yet; "
-            "allowed today: pipeline, or ddp for replicas of one"
-        )
-    if policies.gradients != wanted:
-        method = "ddp" if wanted == "all-reduce" else "pipeline"
-        raise UserError(
-            f"{file}: plan.method = '{plan.method}': {policies.data_ranks} replicas of a pipeline of {policies.pp}; "
-            f"allowed: '{method}'"
-        )
-    if model.buffer_bytes:
-        raise UserError(f"{file}: plan.pp = {policies.pp}: a model with module buffers cannot be cut into stages yet")
-    try:
-        stages = scenario.stages
-        refuse(
-            schedule_of(plan, policies.pp), ranks=policies.pp, stages=len(stages), micro_batches=plan.micro_batches
-        )
-    except ValueError as error:
-        text = str(error) if isinstance(error, UserError) else f"plan.schedule: {error}"
-        raise UserError(f"{file}: {text}") from None
-    reason = why_no_chain(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
-    if reason:
-        raise UserError(f"{file}: plan.pp = {policies.pp}: the model is no chain that can be cut: {reason}")
+    plan = scenario.plan
+    if policies.pp == 1:
+        for key in ("schedule", "stages"):
+            if getattr(plan, key) is not None:
+                raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
+        return
+    _check_pipeline_policies(plan, policies, file)
+    _check_stages(scenario, policies.pp, file)
     for samples in scenario.data_batch_sizes:
         if samples % plan.micro_batches:
             raise UserError(
-                f"{file}: plan.micro_batches = {plan.micro_batches}: {samples} samples; "
+                f"{file}: plan.micro_batches = {plan.micro_batches}: a replica has {samples} samples; "
                 "a pipeline's micro-batches must be equal: torch's stages learn the shape of messages once"
             )
+
+
+def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
+    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
+    kept = (policies.gradients, policies.optimizer_state, policies.parameters)
+    if kept not in (("local", "replicated", "replicated"), ("all-reduce", "replicated", "replicated")):
+        raise UserError(
+            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
+            "allowed today: pipeline, or ddp for replicas of one"
+        )
+    wanted = "ddp" if replicas > 1 else "pipeline"
+    if (policies.gradients == "all-reduce") != (replicas > 1):
+        raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: '{wanted}'")
+    if policies.gradient_sync != "step":
+        raise UserError(
+            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
+            "backward alone; allowed: 'step'"
+        )
+
+
+def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
+    plan, model = scenario.plan, scenario.workload.model
+    if model.buffer_bytes:
+        raise UserError(f"{file}: plan.pp = {ranks}: a model with module buffers cannot be cut into stages yet")
+    try:
+        stages = scenario.stages
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    try:
+        refuse(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
+    except ValueError as error:
+        raise UserError(f"{file}: plan.schedule: {error}") from None
+    reason = why_no_chain(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
+    if reason:
+        raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
 
 
 def _check_push(plan: Plan, policies: Policies, file: str) -> None:

@@ -28,9 +28,7 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
     return 0.0, flop / (peak_flop_per_s(device, workload.precision) * device.efficiency_ratio)
 
 
-def layer_costs_s(
-    device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int
-) -> list[float]:
+def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
     """Return the time of `samples` in each layer, forward and backward: from its profile, else from achieved FLOP/s.
 
     Like `sample_costs`, it serves to divide the work.
