@@ -42,6 +42,7 @@ def run_command(
     from gsreal.launch import launch
     from gsreal.machine import check_machine
     from gsreal.refusals import check_plan
+    from gsreal.stages import check_stages
     from gssim.result import read_result, write_text
     from gssim.scenario import load_scenario
 
@@ -50,6 +51,7 @@ def run_command(
     check_plan(ours, where=loaded.file)
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
     check_data(ours.workload, where=loaded.file)
+    check_stages(ours, where=loaded.file)
     name = f"{ours.name}.{ours.scenario_id}.measured.json"
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)

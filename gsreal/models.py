@@ -1,8 +1,11 @@
 """The models that ship: small enough to train for real on a CPU core, shaped like the ones that people train.
 
 Any other `nn.Module` works as well: `gsreal trace` takes a dotted path to a factory, or a Hugging Face config. A model
-maps inputs to logits; the loss is cross-entropy over the last dimension.
+maps inputs to logits; the loss is cross-entropy over the last dimension. One that can be cut into the stages of a
+pipeline has a method `keep_layers` besides.
 """
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -69,21 +72,37 @@ class Transformer(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(maximum_length, width)
+        self.tokens: nn.Embedding | None = nn.Embedding(vocabulary, width)
+        self.positions: nn.Embedding | None = nn.Embedding(maximum_length, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=causal) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.norm: nn.Module = nn.LayerNorm(width)
+        self.head: nn.Module = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
         self.apply(_initialise)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence)."""
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+    def keep_layers(self, names: Collection[str]) -> None:
+        """Remove all layers but those of these paths: what is left is a stage of a pipeline."""
+        if "tokens" not in names:
+            self.tokens = self.positions = None
+        _keep_blocks(self.blocks, names)
+        self.norm = self.norm if "norm" in names else nn.Identity()
+        self.head = self.head if "head" in names else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence); a stage, what it makes of x."""
+        if self.tokens is not None and self.positions is not None:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def _keep_blocks(blocks: nn.ModuleList, names: Collection[str]) -> None:
+    """Replace all blocks but those of these paths; the others keep their numbers, and so their parameters' names."""
+    for number in range(len(blocks)):
+        if f"blocks.{number}" not in names:
+            blocks[number] = nn.Identity()
 
 
 def _initialise(module: nn.Module) -> None:
@@ -117,7 +136,7 @@ class ResNet(nn.Module):
 
     def __init__(self, *, channels: int, widths: list[int], blocks: int, classes: int, groups: int = 8) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.stem: nn.Conv2d | None = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         stack = []
         before = widths[0]
         for stage, width in enumerate(widths):
@@ -126,14 +145,27 @@ class ResNet(nn.Module):
                 stack.append(ResidualBlock(before, width, stride=stride, groups=groups))
                 before = width
         self.blocks = nn.ModuleList(stack)
-        self.head = nn.Linear(before, classes)
+        self.pools = True
+        self.head: nn.Module = nn.Linear(before, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, channels, height, width)."""
-        x = F.relu(self.stem(images))
+    def keep_layers(self, names: Collection[str]) -> None:
+        """Remove all layers but those of these paths: what is left is a stage of a pipeline.
+
+        The mean over the image comes with the last block, as in a trace.
+        """
+        if "stem" not in names:
+            self.stem = None
+        self.pools = f"blocks.{len(self.blocks) - 1}" in names
+        _keep_blocks(self.blocks, names)
+        self.head = self.head if "head" in names else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, channels, height, width); a stage, what it makes of x."""
+        if self.stem is not None:
+            x = F.relu(self.stem(x))
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean((2, 3)))
+        return self.head(x.mean((2, 3)) if self.pools else x)
 
 
 def gpt(

@@ -148,8 +148,14 @@ class Feed:
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.scenario, self.rank, self.device = scenario, rank, device
-        ends = [sum(scenario.batch_sizes[: i + 1]) for i in range(scenario.ranks)]
-        self.rows = [slice(end - size, end) for end, size in zip(ends, scenario.batch_sizes, strict=True)]
+        sizes, mesh = scenario.data_batch_sizes, scenario.policies.mesh
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.rows = [rows[mesh.data_rank(i)] for i in range(scenario.ranks)]
+        places = [mesh.place(i).pp for i in range(scenario.ranks)]
+        self.counts = [place == mesh.pp - 1 for place in places]
+        """Which ranks compute a loss: in a pipeline, those of the last stage."""
+        self.reads = places[rank] == 0
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -166,13 +172,17 @@ class Feed:
     def _made(self, step: int) -> Batch:
         workload = self.scenario.workload
         inputs, targets = data.global_batch(workload, seed=self.scenario.run.seed, step=step)
-        terms = [data.loss_terms(targets[rows]) for rows in self.rows]
+        pairs = zip(self.rows, self.counts, strict=True)
+        terms = [data.loss_terms(targets[rows]) if counts else 0 for rows, counts in pairs]
         mine = self.rows[self.rank]
         own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
         if own_inputs.is_floating_point():
             own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = tuple(n / sum(terms) for n in terms)
-        return own_inputs, own_targets, Weights(weights, self._micro_batch_weights(own_targets))
+        weights = Weights(tuple(n / sum(terms) for n in terms), self._micro_batch_weights(own_targets))
+        # a rank holds no more than its stage needs
+        own_inputs = own_inputs if self.reads else own_inputs.new_empty(0)
+        own_targets = own_targets if self.counts[self.rank] else own_targets.new_empty(0)
+        return own_inputs, own_targets, weights
 
     def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
         count = self.scenario.plan.micro_batches

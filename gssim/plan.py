@@ -162,8 +162,10 @@ class Plan:
     micro_batches: PositiveInt = 1
     """Parts in which each rank takes its samples, one after another, before it updates (gradient accumulation)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    """Of a pipeline; absent: 1f1b, or gpipe where there are fewer micro-batches than stages."""
     stages: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage; absent: balanced."""
+    """Layers of each pipeline stage; the loss goes with the last and is not counted. Absent: balanced, one stage a
+    rank, two where interleaved. Interleaved plans may give each rank more."""
     bucket_bytes: PositiveBytes = DDP_BUCKET_BYTES
     first_bucket_bytes: PositiveBytes = DDP_FIRST_BUCKET_BYTES
     overlap: bool = True
@@ -262,9 +264,9 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    tensor_or_pipeline = plan.method in ("pipeline", "tensor", "gs_tp") or plan.tp > 1 or plan.pp > 1
-    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline:
-        allowed = "single, ddp, zero1, zero2, zero3, fsdp, hsdp, gs, gs_z3, gs_hier"
+    tensor = plan.method in ("tensor", "gs_tp") or plan.tp > 1
+    if combination not in RUNS_TODAY or policies.partition != "data" or tensor:
+        allowed = "single, ddp, zero1, zero2, zero3, fsdp, hsdp, pipeline, gs, gs_z3, gs_hier"
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
@@ -276,8 +278,7 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
     if plan.recompute == "selective":
         raise UserError(f"{file}: plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'")
-    for key in ("schedule", "stages", "prefetch"):
-        _refuse_unless_default(plan, today, key, f"plan.{key}", file)
+    _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
     for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)
     if plan.push.encoding == "bitmap":

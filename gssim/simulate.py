@@ -188,7 +188,8 @@ def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
     for name, communication in programs[0].communications.items():
         for group in communication.groups:
-            key = (communication.kind, group, int(communication.size_bytes))
+            members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
+            key = (communication.kind, members, int(communication.size_bytes))
             counts[key] += 1
             if communication.data_dependent:
                 payloads[key] += fmean(program.communications[name].payload_bytes for program in programs)

@@ -144,6 +144,7 @@ def test_a_fault_in_a_named_model_names_the_models_file(refusal, tmp_path, chang
     assert message in line
 
 
+PIPELINE = ("plan.method=pipeline", "plan.micro_batches=4")
 PLAN_FAULTS = [
     (("plan.shares.batch=[0.5, 0.4]",), "plan.shares.batch = [0.5, 0.4]: sums to 0.9, must sum to 1"),
     (("plan.method=gs", "plan.shares.shards=[0.9, 0.9]"), "plan.shares.shards = [0.9, 0.9]: sums to 1.8, must sum to 1"),
@@ -168,14 +169,21 @@ PLAN_FAULTS = [
     (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
     (('plan.bucket_bytes="25 MB/s"',), "plan.bucket_bytes = '25 MB/s': is in bytes/s, but bytes is needed"),
     (("plan.bucket_bytes=true",), "plan.bucket_bytes = True: "),
+    (("plan.schedule=1f1b",), "plan.schedule = '1f1b': there is no pipeline; leave it out"),
+    (("plan.stages=[1, 2]",), "plan.stages = (1, 2): there is no pipeline; leave it out"),
+    (("plan.pp=2",), "plan.pp = 2: method 'ddp' for 1 replica(s) of a pipeline; allowed: 'pipeline'"),
+    (("plan.method=gs", "plan.pp=2"), "plan.pp = 2: method 'gs' cannot run in a pipeline yet; allowed today: pipeline, or ddp"),
+    ((*PIPELINE, "plan.stages=[2, 3]"), "plan.stages = [2, 3]: sums to 5, but the model has 4 layers"),
+    ((*PIPELINE, "plan.stages=[2, 1, 1]"), "plan.stages = [2, 1, 1]: 3 stages cannot be dealt out evenly to 2 ranks (plan.pp)"),
+    ((*PIPELINE, "plan.stages=[1, 1, 1, 1]"), "plan.schedule: '1f1b' takes one stage on each of 2 ranks, not 4 stages"),
+    ((*PIPELINE, "plan.micro_batches=3"), "plan.micro_batches = 3: a replica has 8 samples; a pipeline's micro-batches must be equal"),
+    (("plan.method=pipeline", "plan.schedule=1f1b"), "plan.schedule: '1f1b' needs at least as many micro-batches as stages: 2, not 1"),
+    ((*PIPELINE, "plan.gradient_sync=micro-batch"), "plan.gradient_sync = 'micro-batch': torch's stages let gradients leave in the last"),
 ]  # fmt: skip
 
 NOT_YET = [
     (("plan.recompute=selective",), "plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'"),
-    (("plan.schedule=1f1b",), "plan.schedule = '1f1b': cannot run yet; leave it out"),
-    (("plan.stages=[1, 2]",), "plan.stages = (1, 2): cannot run yet"),
     (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
-    (("plan.method=pipeline",), "plan.method = 'pipeline': cannot run yet"),
     (("plan.method=tensor",), "plan.method = 'tensor': cannot run yet"),
     (("plan.method=gs_wgrad",), "plan.method = 'gs_wgrad': cannot run yet"),
     (("plan.method=gs_tp",), "plan.method = 'gs_tp': cannot run yet"),

@@ -15,7 +15,7 @@ from gssim.plan import (
 )
 from gssim.units import UserError
 
-RUNNING = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "gs", "gs_z3", "gs_hier")
+RUNNING = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "pipeline", "gs", "gs_z3", "gs_hier")
 
 
 def buckets(sizes, first=MIB, cap=25 * MIB):
@@ -120,7 +120,7 @@ def test_a_method_that_cannot_run_yet_is_refused_by_name(method):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"tp": 2}, {"pp": 2}, {"parameters": "sharded"}, {"partition": "weight-gradient"}],
+    [{"tp": 2}, {"parameters": "sharded"}, {"partition": "weight-gradient"}],
 )
 def test_an_override_that_makes_a_plan_impossible_today_is_refused(setting):
     plan = Plan(method="ddp", **setting)

@@ -21,7 +21,8 @@ from gssim.result import Span
 from gssim.units import Floats
 
 STREAMS = ("compute", "communication", "replication")
-"""`replication`: all-reduces over replicas, which on nccl have a communicator and a stream of their own (FSDP2)."""
+"""Of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of their own
+(FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
@@ -157,7 +158,8 @@ class Machine:
             for step in range(steps):
                 for label in awaited:
                     self.finished[each.index, step, label] = self.env.event()
-            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in STREAMS)
+            streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
+            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in streams)
         everything = self.env.all_of(done)
         try:
             self.env.run(until=everything)

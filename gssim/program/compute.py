@@ -15,6 +15,7 @@ from gssim.memory import (
     scratch_bytes,
     with_scratch,
 )
+from gssim.program.borders import stage_timeline
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
@@ -107,16 +108,14 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
 
 def _timeline(low: Lowering, samples: int, lives: Lives) -> Timeline:
-    return activation_timeline(
-        low.layers,
-        batch_size=samples,
-        sequence_length=low.scenario.workload.sequence_length or 1,
-        scale=_scale(low),
-        lives=lives,
-    )
+    length, scale = low.scenario.workload.sequence_length or 1, scale_of(low)
+    if not low.stages:
+        return activation_timeline(low.layers, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
+    (stage,) = low.stages
+    return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
 
 
-def _scale(low: Lowering) -> float:
+def scale_of(low: Lowering) -> float:
     """Return the bytes of an element over those of the traced precision."""
     return low.value_bytes / PRECISION_BYTES[low.scenario.workload.model.traced_precision]
 
@@ -124,7 +123,7 @@ def _scale(low: Lowering) -> float:
 def _checkpointed(low: Lowering, rank: int) -> Lives:
     """Return what checkpointing makes of a layer's buffers on the rank's device."""
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
-    unscaled = round(state / _scale(low))  # bytes, whatever the precision
+    unscaled = round(state / scale_of(low))  # bytes, whatever the precision
     return partial(recomputed_buffers, random_state_bytes=unscaled)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,10 @@ from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.plan import Policies, assign_buckets, bucket_limits
+from gssim.program.borders import Stage
 from gssim.program.division import Division, divide
-from gssim.scenario import Scenario, value_bytes
+from gssim.scenario import Scenario, schedule_of, value_bytes
+from gssim.schedule import Action, schedule
 from gssim.units import Ints
 from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
 
@@ -86,19 +88,33 @@ class Lowering:
     step: int
     group: Sequence[int]
     """The ranks that hold this part of the model, each for its own samples."""
+    stages: tuple[Stage, ...] = ()
+    """The stages of a pipeline that they hold; none: the whole model."""
+    all_stages: tuple[Stage, ...] = ()
+    """Of the pipeline."""
     communications: dict[str, Communication] = field(default_factory=dict)
     found: dict[object, Any] = field(default_factory=dict)
     """What passes work out once for all ranks."""
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
-        """The unrolled model."""
-        return unrolled(self.scenario.workload.model)
+        """The unrolled model, or the stages' part of it, numbered from 0."""
+        if not self.stages:
+            return unrolled(self.scenario.workload.model)
+        held = [instance for stage in self.stages for instance in stage.layers]
+        return tuple(replace(instance, index=i) for i, instance in enumerate(held))
 
     @cached_property
     def recomputes(self) -> bool:
         """Whether each block keeps only its input, and runs its forward again for its backward."""
         return self.scenario.plan.recompute == "full"
+
+    @cached_property
+    def schedule(self) -> tuple[tuple[Action, ...], ...]:
+        """What each of a pipeline's ranks does, by its place on the axis pp."""
+        plan, ranks = self.scenario.plan, self.scenario.policies.pp
+        stages = len(self.all_stages)
+        return schedule(schedule_of(plan, ranks), ranks=ranks, stages=stages, micro_batches=plan.micro_batches)
 
     def position(self, rank: int) -> int:
         """Return the position of a rank in the group."""
@@ -248,8 +264,9 @@ class Lowering:
         """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
         positions = np.arange(len(self.group))
         policies, push = self.scenario.policies, self.scenario.plan.push
-        if unfolded or (policies.gradients == "push" and push.threshold):
-            return positions, list(self.group)  # what a rank sends depends on whose range holds which tensors
+        if unfolded or self.stages or (policies.gradients == "push" and push.threshold):
+            # what a rank sends depends on whose range holds which tensors; a stage's messages go to one rank each
+            return positions, list(self.group)
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes

@@ -3,7 +3,9 @@
 from gssim.conditions import applied, ends_of
 from gssim.plan import Plan, Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
-from gssim.units import UserError
+from gssim.scenario.stages import schedule_of, why_no_chain
+from gssim.schedule import refuse
+from gssim.units import PRECISION_BYTES, UserError
 
 
 def check(scenario: Scenario, *, file: str) -> None:
@@ -18,6 +20,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
+    _check_pipeline(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -42,6 +45,58 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
             raise UserError(
                 f"{file}: plan.{name} = {getattr(policies, name)}: method '{scenario.plan.method}' uses {axis}"
             )
+
+
+def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
+    plan = scenario.plan
+    if policies.pp == 1:
+        for key in ("schedule", "stages"):
+            if getattr(plan, key) is not None:
+                raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
+        return
+    _check_pipeline_policies(plan, policies, file)
+    _check_stages(scenario, policies.pp, file)
+    for samples in scenario.data_batch_sizes:
+        if samples % plan.micro_batches:
+            raise UserError(
+                f"{file}: plan.micro_batches = {plan.micro_batches}: a replica has {samples} samples; "
+                "a pipeline's micro-batches must be equal: torch's stages learn the shape of messages once"
+            )
+
+
+def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
+    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
+    kept = (policies.gradients, policies.optimizer_state, policies.parameters)
+    if kept not in (("local", "replicated", "replicated"), ("all-reduce", "replicated", "replicated")):
+        raise UserError(
+            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
+            "allowed today: pipeline, or ddp for replicas of one"
+        )
+    wanted = "ddp" if replicas > 1 else "pipeline"
+    if (policies.gradients == "all-reduce") != (replicas > 1):
+        raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: '{wanted}'")
+    if policies.gradient_sync != "step":
+        raise UserError(
+            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
+            "backward alone; allowed: 'step'"
+        )
+
+
+def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
+    plan, model = scenario.plan, scenario.workload.model
+    if model.buffer_bytes:
+        raise UserError(f"{file}: plan.pp = {ranks}: a model with module buffers cannot be cut into stages yet")
+    try:
+        stages = scenario.stages
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    try:
+        refuse(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
+    except ValueError as error:
+        raise UserError(f"{file}: plan.schedule: {error}") from None
+    reason = why_no_chain(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
+    if reason:
+        raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
 
 
 def _check_push(plan: Plan, policies: Policies, file: str) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gssim import shares
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
 from gssim.plan import TWO_LEVELS, Plan, Policies, resolve
 from gssim.scenario.rates import sample_costs
+from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
-from gssim.workload import Workload
+from gssim.workload import LayerInstance, Workload
 
 
 @spec
@@ -84,6 +85,19 @@ class Scenario:
         found = shares.proportional(wanted)
         return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
 
+    @property
+    def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
+        """The layers of each stage of the pipeline; stage i is on the ranks whose place on the axis pp is i, and round.
+
+        Raises UserError where the plan's stages do not fit the model.
+        """
+        mesh = self.policies.mesh
+        types: list[list[DeviceType]] = [[] for _ in range(mesh.pp)]
+        for rank in range(mesh.ranks):
+            types[mesh.place(rank).pp].append(self.cluster.type_of(rank))
+        samples = max(1, max(self.data_batch_sizes) // self.plan.micro_batches)
+        return cut_layers(self.plan, self.workload, types, samples=samples)
+
     def _sample_costs(self) -> list[tuple[float, float]]:
         """Return (fixed_s, sample_s) of each rank."""
         types = [device.type for device in self.cluster.devices[: self.ranks]]
@@ -109,6 +123,8 @@ class Scenario:
             for key in ("recompute_flop", "recompute_bytes", "recompute_operations"):
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
+        if self.policies.pp > 1:
+            plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
         question = {
             "workload": workload,
