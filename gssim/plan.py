@@ -70,7 +70,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gradients": "local",
         "optimizer_state": "sharded",
     },
-    "gs_tp": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
+    "gs_tp": {
+        "parameters": "replicated",
+        "gradients": "local",
+        "optimizer_state": "replicated",
+        "slices": "shares",
+    },
     "gs_hier": {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"},
 }
 PRESETS["fsdp"] = PRESETS["zero3"]
@@ -173,6 +178,9 @@ class Policies:
     dp_shard: int
     tp: int
     pp: int
+    slices: str = field(default="even", repr=False)
+    """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (The method tells it
+    already, so that it is no part of what identifies a scenario.)"""
 
     @property
     def mesh(self) -> Mesh:
@@ -209,7 +217,7 @@ def resolve(plan: Plan, *, devices: int) -> Policies:
     sized = (plan.dp_replicate or plan.dp_shard) is not None or plan.tp > 1 or plan.pp > 1
     if not sized and plan.method != "single":
         axes[DATA_AXIS.get(plan.method, "dp_shard")] = devices
-    return Policies(**policies | axes)
+    return Policies(**policies | axes, slices=preset.get("slices", "even"))
 
 
 def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
@@ -225,10 +233,11 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    tensor_or_pipeline = plan.method in ("pipeline", "tensor", "gs_tp") or plan.tp > 1 or plan.pp > 1
+    composed = policies.tp > 1 and (policies.data_ranks > 1 or policies.gradients != "local")
     two_levels = plan.method in ("gs_hier", "hsdp")
-    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline or two_levels:
-        allowed = "single, ddp, zero1, zero2, zero3, fsdp, gs"
+    other = policies.partition != "data" or policies.pp > 1 or composed or two_levels
+    if combination not in RUNS_TODAY or other:
+        allowed = "single, ddp, zero1, zero2, zero3, fsdp, tensor, gs, gs_tp"
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.dp_replicate > 1 and policies.dp_shard > 1:
         raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")

@@ -79,7 +79,7 @@ def _parts_of_the_model(scenario: Scenario, statistics: GradientStatistics | Non
     for stage in range(mesh.pp):
         for part in range(mesh.tp):
             first = stage * mesh.data_ranks * mesh.tp + part
-            yield Lowering(scenario, statistics, step, mesh.group(first, *DATA_AXES))
+            yield Lowering(scenario, statistics, step, mesh.group(first, *DATA_AXES), tensor_part=part)
 
 
 def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:

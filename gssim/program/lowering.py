@@ -14,7 +14,8 @@ from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.plan import assign_buckets, bucket_limits
 from gssim.scenario import Scenario, value_bytes
-from gssim.units import Ints
+from gssim.slices import held_model
+from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
 
 
@@ -88,10 +89,19 @@ class Lowering:
     communications: dict[str, Communication] = field(default_factory=dict)
     found: dict[object, Any] = field(default_factory=dict)
     """What passes work out once for all ranks."""
+    tensor_part: int = 0
+    """Which part of each block they hold: their coordinate on the axis tp."""
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
-        """The unrolled model."""
+        """The unrolled model, of which each rank holds its units where blocks are cut."""
+        if self.scenario.policies.tp == 1:
+            return self.whole_layers
+        return unrolled(held_model(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
+
+    @cached_property
+    def whole_layers(self) -> tuple[LayerInstance, ...]:
+        """The unrolled model as it is on one device."""
         return unrolled(self.scenario.workload.model)
 
     @cached_property
@@ -129,6 +139,11 @@ class Lowering:
     def value_bytes(self) -> int:
         """Bytes of one element."""
         return value_bytes(self.scenario.workload)
+
+    @cached_property
+    def traced_scale(self) -> float:
+        """Bytes of an element over those of the traced precision."""
+        return self.value_bytes / PRECISION_BYTES[self.scenario.workload.model.traced_precision]
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -189,8 +204,8 @@ class Lowering:
     @cached_property
     def _distinct_rows(self) -> list[int]:
         """First dimensions of all parameters: FSDP2 cuts them (torch.chunk)."""
-        layers = self.scenario.workload.model.layers
-        return sorted({p.shape[0] if p.shape else 1 for layer in layers for p in layer.parameters})
+        layers = {id(instance.layer): instance.layer for instance in self.layers}
+        return sorted({p.shape[0] if p.shape else 1 for layer in layers.values() for p in layer.parameters})
 
     def _held_rows(self, rows: int, positions: Ints) -> Ints:
         """Return how many of `rows` each rank holds."""
