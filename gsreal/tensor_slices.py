@@ -145,15 +145,17 @@ def _dimension(module: nn.Module, parameter: Tensor, *, rows: bool) -> int:
     return int(rows != transposed)
 
 
-def slice_block(block: nn.Module, held: range, all_reduce: AllReduce, *, ranks: int) -> None:
-    """Leave of a block the units that a rank holds, and let it sum with the other ranks of its group by `all_reduce`."""
+def slice_block(
+    block: nn.Module, held: range, all_reduce: AllReduce, *, ranks: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Leave of a block the units that a rank holds; `all_reduce` sums over the `ranks` ranks of its `group`."""
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
     for (path, name), part in slices_of(block, held).items():
         module = block.get_submodule(path)
         whole: nn.Parameter = getattr(module, name)
         own = nn.Parameter(part.of(whole.detach()), requires_grad=whole.requires_grad)
-        mark(own, part)
+        mark(own, part, group)
         module.register_parameter(name, own)
     cut.resize(block, len(held))
     for path in cut.columns:
@@ -163,16 +165,16 @@ def slice_block(block: nn.Module, held: range, all_reduce: AllReduce, *, ranks: 
         module.forward = partial(_row_forward, module, all_reduce, ranks)
 
 
-def mark(parameter: Any, part: Slice) -> None:
-    """Remember which part of a whole tensor a parameter is; see `whole_parameter`."""
-    parameter.gsreal_slice = part
+def mark(parameter: Any, part: Slice, group: dist.ProcessGroup | None) -> None:
+    """Remember which part of a whole tensor a parameter is, and who has the others; see `whole_parameter`."""
+    parameter.gsreal_slice = (part, group)
 
 
-def whole_parameter(parameter: Any, group: dist.ProcessGroup | None) -> Tensor | None:
-    """Return the whole tensor of a parameter that is cut, put together from all ranks of the group (a collective)."""
-    part: Slice | None = getattr(parameter, "gsreal_slice", None)
-    if part is None:
+def whole_parameter(parameter: Any) -> Tensor | None:
+    """Return the whole tensor of a parameter that is cut, put together from all ranks of its group (a collective)."""
+    if not hasattr(parameter, "gsreal_slice"):
         return None
+    part, group = parameter.gsreal_slice
     own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     shape = list(own.shape)
     shape[part.dimension] = part.size

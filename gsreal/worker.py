@@ -147,8 +147,12 @@ class Feed:
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.scenario, self.rank, self.device = scenario, rank, device
-        ends = [sum(scenario.batch_sizes[: i + 1]) for i in range(scenario.ranks)]
-        self.rows = [slice(end - size, end) for end, size in zip(ends, scenario.batch_sizes, strict=True)]
+        sizes, mesh = scenario.data_batch_sizes, scenario.policies.mesh
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        # the ranks that hold parts of one replica take the same rows
+        self.rows = [parts[mesh.data_rank(each)] for each in range(scenario.ranks)]
+        self.copies = scenario.ranks // len(parts)
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -170,7 +174,7 @@ class Feed:
         own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
         if own_inputs.is_floating_point():
             own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = [n / sum(terms) for n in terms]
+        weights = [n * self.copies / sum(terms) for n in terms]
         return own_inputs, own_targets, weights
 
 
@@ -192,7 +196,8 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         inputs, targets, weights = feed.at(step)
         loss = training.step(inputs, targets, weights, rank)
         if step >= run.warmup_steps:
-            losses.append(loss * weights[rank] if weights[rank] else torch.zeros(()))  # no samples: its mean is NaN
+            part = weights[rank] / feed.copies  # so that the ranks' parts add up to the loss
+            losses.append(loss * part if part else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
     return [float(loss) for loss in losses]

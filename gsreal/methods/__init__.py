@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import checkpoint_blocks
@@ -11,7 +12,10 @@ from gsreal.methods.fully_sharded import fully_shard_parameters
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.pushed import push_gradients
 from gsreal.methods.replicated import all_reduce_gradients, train_alone
+from gsreal.methods.tensor import slice_blocks
 from gsreal.methods.training import Training
+from gsreal.tensor_slices import whole_parameter
+from gssim.mesh import AXES
 from gssim.scenario import Scenario
 
 __all__ = ["Training", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
@@ -31,14 +35,23 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     policies = scenario.policies
     if scenario.plan.recompute == "full":
         checkpoint_blocks(scenario.workload.model, module)
+    if policies.tp > 1:
+        slice_blocks(scenario, module, timeline, _mesh(scenario, device)["tp"])
     apply = APPLY[policies.parameters, policies.gradients]
     return apply(scenario, module, timeline, device)
+
+
+def _mesh(scenario: Scenario, device: torch.device) -> DeviceMesh:
+    """Return the ranks on the plan's axes."""
+    return init_device_mesh(device.type, scenario.policies.mesh.sizes, mesh_dim_names=AXES)
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
     found = {}
     for name, parameter in module.named_parameters():
-        tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        tensor = whole_parameter(parameter)
+        if tensor is None:
+            tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name.removeprefix("module.")] = tensor.detach().clone()
     return found
