@@ -16,8 +16,8 @@ sent per step and rank, n parameters, own share s: (1-s)*n values densely, or (v
 the threshold, and (ranks-1)/ranks*n values published (even shares).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -89,6 +89,8 @@ class GradientSharding:
         self.sent_bytes = [0] * len(buckets)
         """Bytes that this rank pushed for each bucket since then."""
         self._next = 0
+        self._collecting = True
+        self._in_backward = False
         self._incoming: _Incoming | None = None
         for bucket in buckets:
             for parameter in bucket.parameters:
@@ -98,6 +100,11 @@ class GradientSharding:
         def collect(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
             assert parameter.grad is not None
+            if not self._collecting:
+                return
+            if not self._in_backward:
+                self._in_backward = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if bucket.gradient is None:
                 bucket.gradient = torch.empty_like(bucket.flat)
             bucket.gradient[bucket.places[parameter]].copy_(parameter.grad.reshape(-1))
@@ -118,13 +125,21 @@ class GradientSharding:
         assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
         with self.observe(f"threshold {label}", "compression"):
-            bucket.shard.grad = bucket.gradient[bucket.own] * self.weights[self.rank]
+            self._keep_own(bucket, bucket.gradient[bucket.own], self.weights[self.rank])
             sends = [self._packed(bucket, owner) for owner in range(self.ranks)]
             bucket.gradient = None  # dense messages are views of it and keep it until they are sent
         self.sent_bytes[bucket.index] += sum(m.numel() * m.element_size() for m, _ in sends if m is not None)
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):
             self._incoming = self._posted(bucket, [message for message, _ in sends], counts)
+
+    @staticmethod
+    def _keep_own(bucket: _Bucket, gradient: Tensor, weight: float) -> None:
+        """Keep the own range's gradient, which is never thresholded; later pushes of a step add to the first."""
+        if bucket.shard.grad is None:
+            bucket.shard.grad = gradient * weight
+        else:
+            bucket.shard.grad.add_(gradient, alpha=weight)
 
     def _packed(self, bucket: _Bucket, owner: int) -> tuple[Tensor | None, int]:
         """Return the message for an owner and how many entries it holds."""
@@ -214,9 +229,19 @@ class GradientSharding:
         index = message[entries * size :].view(torch.int32)
         gradient.index_add_(0, index, values, alpha=weight)
 
-    def step(self) -> None:
-        """Finish the push, update the own shard, publish it."""
-        for bucket in self.buckets[self._next :]:  # parameters that got no gradient in this backward
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on this rank in backwards inside; the first one outside pushes the sum."""
+        self._collecting = False
+        try:
+            yield
+        finally:
+            self._collecting = True
+
+    def _end_backward(self) -> None:
+        """Finish a backward's pushes, with zeros for parameters that got no gradient."""
+        self._in_backward = False
+        for bucket in self.buckets[self._next :]:
             if bucket.gradient is None:
                 bucket.gradient = torch.empty_like(bucket.flat)
             for parameter in bucket.missing:
@@ -224,14 +249,18 @@ class GradientSharding:
             bucket.missing.clear()
         self._push_complete()
         self._drain()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+
+    def step(self) -> None:
+        """Update the own shard, publish it."""
         with self.observe("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         for bucket in self.buckets:
             with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
                 all_gather_v(bucket.flat, bucket.ranges, group=self.group)
-            bucket.missing = set(bucket.parameters)
-        self._next = 0
 
     def reset_counts(self) -> None:
         """Begin to count sent and offered elements and bytes anew."""

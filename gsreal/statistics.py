@@ -141,7 +141,7 @@ def _backward(module: nn.Module, feed: Feed, step: int, rank: int) -> float:
     inputs, targets, weights = feed.at(step)
     module.zero_grad(set_to_none=True)
     loss_of(module(inputs), targets).backward()
-    return weights[rank]
+    return weights.ranks[rank]
 
 
 def _sketch(gradient: Tensor, *, with_tail: bool) -> tuple[float, np.ndarray | None]:

@@ -23,7 +23,8 @@ from gsreal.build import DTYPES, build_module
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
-from gsreal.methods import Training, prepare
+from gsreal.methods import Training, Weights, prepare
+from gssim import shares
 from gssim.result import Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
@@ -137,7 +138,7 @@ def check_parameters(scenario: Scenario, module: nn.Module) -> None:
         )
 
 
-Batch = tuple[Tensor, Tensor, list[float]]
+Batch = tuple[Tensor, Tensor, Weights]
 PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
 """Batches made ahead of the timed steps take no more host memory, and are no more, than this."""
 
@@ -162,7 +163,7 @@ class Feed:
             self._prepared[step] = self._made(step)
 
     def at(self, step: int) -> Batch:
-        """Return inputs and targets of this rank for a step, and all ranks' parts of its loss terms."""
+        """Return inputs and targets of this rank for a step, and what ranks and micro-batches count in its loss."""
         inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._made(step)
         return inputs.to(self.device), targets.to(self.device), weights
 
@@ -174,8 +175,13 @@ class Feed:
         own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
         if own_inputs.is_floating_point():
             own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = [n * self.copies / sum(terms) for n in terms]
-        return own_inputs, own_targets, weights
+        weights = tuple(n * self.copies / sum(terms) for n in terms)
+        return own_inputs, own_targets, Weights(weights, self._micro_batch_weights(own_targets))
+
+    def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
+        count = self.scenario.plan.micro_batches
+        terms = [data.loss_terms(part) for part in targets.split(shares.split(len(targets), shares.even(count)))]
+        return tuple(n / sum(terms) for n in terms) if sum(terms) else (1.0 / count,) * count
 
 
 def _sharding(training: Training) -> GradientSharding | None:
@@ -196,8 +202,8 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         inputs, targets, weights = feed.at(step)
         loss = training.step(inputs, targets, weights, rank)
         if step >= run.warmup_steps:
-            part = weights[rank] / feed.copies  # so that the ranks' parts add up to the loss
-            losses.append(loss * part if part else torch.zeros(()))  # no samples: its mean is NaN
+            own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
+            losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
     return [float(loss) for loss in losses]
@@ -243,10 +249,13 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, rank)
     dependent = [entry for entry in recorder.seen if entry.data_dependent]
-    if sharding and dependent and [entry.sent_bytes for entry in dependent] != sharding.sent_bytes:
-        raise RuntimeError(f"pushed {sharding.sent_bytes} bytes, but the process group saw {dependent}")
-    for entry, payload in zip(dependent, payloads, strict=False):
-        entry.sent_bytes = payload
+    if sharding and dependent:
+        buckets = len(sharding.buckets)
+        by_bucket = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
+        if by_bucket != sharding.sent_bytes:
+            raise RuntimeError(f"pushed {sharding.sent_bytes} bytes, but the process group saw {dependent}")
+        for number, entry in enumerate(dependent):  # a push for each bucket in each micro-batch that pushes
+            entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
     return recorder.seen
 
 

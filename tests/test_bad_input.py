@@ -170,7 +170,6 @@ PLAN_FAULTS = [
 
 NOT_YET = [
     (("plan.recompute=selective",), "plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'"),
-    (("plan.micro_batches=2",), "plan.micro_batches = 2: cannot run yet; allowed today: 1"),
     (("plan.schedule=1f1b",), "plan.schedule = '1f1b': cannot run yet; leave it out"),
     (("plan.stages=[1, 2]",), "plan.stages = (1, 2): cannot run yet"),
     (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),

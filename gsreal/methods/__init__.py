@@ -13,12 +13,12 @@ from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.pushed import push_gradients
 from gsreal.methods.replicated import all_reduce_gradients, train_alone
 from gsreal.methods.tensor import slice_blocks
-from gsreal.methods.training import Training
+from gsreal.methods.training import Training, Weights
 from gsreal.tensor_slices import whole_parameter
 from gssim.mesh import AXES
 from gssim.scenario import Scenario
 
-__all__ = ["Training", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
+__all__ = ["Training", "Weights", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
 
 Apply = Callable[[Scenario, nn.Module, Timeline, torch.device], Training]
 APPLY: dict[tuple[str, str], Apply] = {

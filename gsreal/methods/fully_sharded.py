@@ -1,5 +1,7 @@
 """Parameters gathered from shards: FSDP2."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,4 +42,12 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
             part.set_custom_all_gather(ObservedAllGather())
             part.set_custom_reduce_scatter(ObservedReduceScatter())
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
-    return Training(module, optimizer, timeline, scale=float(scenario.ranks), last_gradient=[])
+
+    @contextmanager
+    def syncing(leaves: bool) -> Iterator[None]:
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(leaves)
+        yield
+
+    sync_each = scenario.policies.gradient_sync == "micro-batch"
+    return Training(module, optimizer, timeline, scale=float(scenario.ranks), sync_each=sync_each, syncing=syncing)

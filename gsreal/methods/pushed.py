@@ -1,5 +1,7 @@
 """Gradients pushed to the owners of their shards: Gradient Sharding."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -27,4 +29,9 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
         parameter_order=order,
         observe=timeline.span,
     )
-    return Training(module, optimizer, timeline, scale=0.0, last_gradient=[])
+
+    def syncing(leaves: bool) -> AbstractContextManager[None]:
+        return nullcontext() if leaves else optimizer.no_sync()
+
+    sync_each = scenario.policies.gradient_sync == "micro-batch"
+    return Training(module, optimizer, timeline, scale=0.0, sync_each=sync_each, syncing=syncing)

@@ -1,5 +1,6 @@
 """Parameters whole on every rank: one device alone, and DistributedDataParallel."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from gssim.workload import Workload
 def train_alone(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """One device: nothing is communicated."""
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
-    return Training(module, optimizer, timeline, scale=1.0, last_gradient=[])
+    return Training(module, optimizer, timeline, scale=1.0)
 
 
 def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -24,7 +25,8 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     last: list[Any] = []
 
     def note(_parameter: Tensor) -> None:
-        last[:] = [timeline.mark()]
+        if wrapped.require_backward_grad_sync:
+            last[:] = [timeline.mark()]
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(note)
@@ -33,7 +35,19 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
     optimizer = make(scenario.workload, wrapped, timeline, device)
-    return Training(wrapped, optimizer, timeline, scale=float(scenario.ranks), last_gradient=last)
+
+    def syncing(leaves: bool) -> AbstractContextManager[None]:
+        return nullcontext() if leaves else wrapped.no_sync()
+
+    return Training(
+        wrapped,
+        optimizer,
+        timeline,
+        scale=float(scenario.ranks),
+        last_gradient=last,
+        sync_each=scenario.policies.gradient_sync == "micro-batch",
+        syncing=syncing,
+    )
 
 
 def _whole_optimizer(

@@ -116,9 +116,7 @@ def _observed_styles(timeline: Timeline) -> tuple[type, type]:
             output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
         ) -> Any:
             with timeline.span("all-reduce", "exposed_communication"):
-                summed = RowwiseParallel._prepare_output_fn(
-                    output_layouts, use_local_output, mod, outputs, device_mesh
-                )
+                summed = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
                 if isinstance(summed, AsyncCollectiveTensor):
                     summed.trigger_wait()
             return summed

@@ -1,7 +1,8 @@
 """A module made ready for a plan, and one step of it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ from torch import Tensor, nn
 from gsreal.build import logits_of, loss_of
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import Timeline
+from gssim import shares
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a loss counts: it is a mean over loss terms, of which ranks and micro-batches may have unequal numbers."""
+
+    ranks: tuple[float, ...]
+    """Every rank's part of the step's loss terms."""
+    micro_batches: tuple[float, ...] = (1.0,)
+    """Every micro-batch's part of this rank's loss terms."""
+
+
+def _syncs(leaves: bool) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass
@@ -22,24 +38,43 @@ class Training:
     scale: float
     """Factor on the weighted loss before backward: the ranks, where a wrapper averages over them; 0: leave the rank's
     mean as it is (the owner weighs it)."""
-    last_gradient: list[Any]
+    last_gradient: list[Any] = field(default_factory=list)
     """DDP: the mark of the last gradient hook in this backward."""
+    sync_each: bool = False
+    """Whether gradients leave the device in every micro-batch, or in the last one only."""
+    syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
+    """What a micro-batch's forward and backward run in, where gradients leave in it (True) or stay (False)."""
 
-    def step(self, inputs: Tensor, targets: Tensor, weights: Sequence[float], rank: int) -> Tensor:
-        """Train on one batch; `weights`: every rank's part of the step's loss terms. Returns this rank's mean loss."""
-        timeline = self.timeline
+    def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
+        """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
         if isinstance(self.optimizer, GradientSharding):
-            self.optimizer.weights = tuple(weights)
+            self.optimizer.weights = weights.ranks
+        scale = self.scale * weights.ranks[rank] if self.scale else 1.0
+        losses = []
+        for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
+            with self.syncing(leaves):
+                losses.append(weight * self._forward_backward(part, targets_part, scale * weight))
+        self._update()
+        self.timeline.end_step()
+        return torch.stack(losses).sum()
+
+    def _micro_batches(
+        self, inputs: Tensor, targets: Tensor, weights: Sequence[float]
+    ) -> list[tuple[bool, Tensor, Tensor, float]]:
+        """Return whether gradients leave, inputs, targets and weight of each micro-batch."""
+        sizes = shares.split(len(inputs), shares.even(len(weights)))
+        leaves = [self.sync_each or number == len(weights) - 1 for number in range(len(weights))]
+        return list(zip(leaves, inputs.split(sizes), targets.split(sizes), weights, strict=True))
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
+        timeline = self.timeline
         self.last_gradient.clear()
         with timeline.span("forward", "forward"):
             loss = loss_of(logits_of(self.module(inputs)), targets)
-        factor = self.scale * weights[rank] if self.scale else 1.0
         with timeline.span("backward", "backward"):
             (loss if factor == 1 else loss * factor).backward()
         if self.last_gradient:
             timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
-        self._update()
-        timeline.end_step()
         return loss.detach()
 
     def _update(self) -> None:

@@ -112,9 +112,7 @@ def _known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in kept}
 
 
-def _record_saved(
-    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn
-) -> None:
+def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
     """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
     known = _known_storages(module, inputs, targets)
     seen: set[int] = set()

@@ -1,0 +1,79 @@
+"""Real: micro-batches, with gradients that leave in each or only in the last, on real ranks."""
+
+import json
+
+import pytest
+from real_runs import predicted, run_cases, scenario_file, star
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+GPT = ["workload.sequence_length=24", "workload.global_batch_size=24"]
+MANY = ["workload.sequence_length=64", "workload.global_batch_size=36"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+STEP, EACH = ["plan.gradient_sync=step"], ["plan.gradient_sync=micro-batch"]
+UNEVEN = {2: [0.75, 0.25], 3: [0.5, 0.25, 0.25]}
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
+
+
+def cases_for(ranks: int) -> dict[str, dict[str, object]]:
+    found: dict[str, tuple[str, list[str]]] = {}
+    for method in ("ddp", "zero1", "zero2", "zero3", "gs"):
+        for name, sync in (("step", STEP), ("each", EACH)):
+            plan = [f"plan.method={method}", "plan.micro_batches=3", *sync]
+            found[f"{method}-{name}-sgd"] = ("demo.toml", [*GPT, *SGD, *plan])
+    uneven = f"plan.shares.batch={UNEVEN[ranks]}"
+    few = ["plan.bucket_bytes=300000"]
+    found["ddp-buckets-uneven-adamw"] = (
+        "demo.toml",
+        [*GPT, *ADAMW64, *few, "plan.method=ddp", "plan.micro_batches=2", uneven],
+    )
+    gs = ["plan.method=gs", "plan.micro_batches=3", f"plan.shares.shards={UNEVEN[ranks]}", uneven]
+    found["gs-coo-uneven-adamw"] = (
+        "demo.toml",
+        [*GPT, *ADAMW64, *gs, "plan.push.threshold=0", 'plan.push.encoding="coo"', *EACH],
+    )
+    found["gs-bert-uneven-sgd"] = ("bert-byte.toml", [*GPT, *SGD, *gs, *few])
+    found["zero3-recompute-sgd"] = (
+        "demo.toml",
+        [*MANY, *SGD, "plan.method=zero3", "plan.micro_batches=2", "plan.recompute=full"],
+    )
+    found["ddp-many-sgd"] = ("demo.toml", [*MANY, *SGD, "plan.method=ddp", "plan.micro_batches=4"])
+    return {
+        name: {"scenario": scenario_file(file), "overrides": [star(ranks), *overrides]}
+        for name, (file, overrides) in found.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    cases = cases_for(request.param)
+    return cases, run_cases(tmp_path_factory.mktemp(f"ranks{request.param}"), cases, ranks=request.param)
+
+
+NAMES = list(cases_for(2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accumulated_training_equals_that_of_one_device_on_the_whole_batch(world: tuple[dict, dict], name: str) -> None:
+    seen = world[1][name]
+    assert seen["largest_parameter"] > 0.05
+    assert seen["difference"] <= TOLERANCE[name.split("-")[-1]] * seen["largest_parameter"]
+    assert seen["replicas_equal"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_leave_when_the_plan_says(world: tuple[dict, dict], name: str) -> None:
+    cases, found = world
+    entries = sorted([list(entry.key) for entry in predicted(cases[name]).collectives], key=str)
+    assert json.loads(json.dumps(entries)) == sorted(found[name]["collectives"], key=str)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_is_that_of_one_micro_batch_with_what_is_accumulated(world: tuple[dict, dict], name: str) -> None:
+    cases, found = world
+    peaks = {rank: entry.peak_allocated_bytes for entry in predicted(cases[name]).ranks for rank in entry.ranks}
+    for rank, measured in enumerate(found[name]["peaks"]):
+        assert peaks[rank] / measured == pytest.approx(1, abs=0.01), (rank, peaks[rank], measured)
