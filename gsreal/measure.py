@@ -310,7 +310,9 @@ def _group_of(args: Sequence[Any]) -> tuple[int, ...]:
 
 def _functional_group(args: Sequence[Any]) -> tuple[int, ...]:
     """Return the ranks of the group that a functional collective names, or hands over."""
-    group = args[-1] if not isinstance(args[-1], str) else dist.distributed_c10d._resolve_process_group(args[-1])
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group = args[-1] if not isinstance(args[-1], str) else _resolve_process_group(args[-1])  # type: ignore[arg-type]
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 

@@ -190,7 +190,7 @@ def _shared_input(all_reduce: AllReduce, _module: nn.Module, inputs: tuple[Any, 
 
 def _row_forward(module: Any, all_reduce: AllReduce, ranks: int, x: Tensor) -> Tensor:
     """Return the sum of all ranks' outputs; each puts in its part of the bias, as DTensor does."""
-    bias = None if module.bias is None else _PartOf.apply(module.bias, ranks)
+    bias: Any = None if module.bias is None else _PartOf.apply(module.bias, ranks)
     if isinstance(module, nn.Linear):
         y = F.linear(x, module.weight, bias)
     elif isinstance(module, nn.Conv2d):

@@ -7,6 +7,7 @@ Both sides go by it: the real backend cuts modules so, and a prediction takes it
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
+from typing import Any
 
 from gssim import shares
 from gssim.workload import Layer, Model, Polynomial
@@ -23,15 +24,16 @@ def units_held(units: int, parts: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _held_layer(layer: Layer, units: int) -> Layer:
-    changed = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    quantities = {name: value.held(units) for name, value in changed.items() if isinstance(value, Polynomial)}
-    return replace(
-        layer,
-        **quantities,
-        parameters=tuple(parameter.held(units) for parameter in layer.parameters),
-        buffers=tuple(replace(buffer, size_bytes=buffer.size_bytes.held(units)) for buffer in layer.buffers),
-        reductions=tuple(replace(each, size_bytes=each.size_bytes.held(units)) for each in layer.reductions),
-    )
+    changes: dict[str, Any] = {
+        "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
+        "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(units)) for buffer in layer.buffers),
+        "reductions": tuple(replace(each, size_bytes=each.size_bytes.held(units)) for each in layer.reductions),
+    }
+    for field in fields(layer):
+        value = getattr(layer, field.name)
+        if isinstance(value, Polynomial):
+            changes[field.name] = value.held(units)
+    return replace(layer, **changes)
 
 
 def held_model(model: Model, parts: Sequence[float], position: int) -> Model:

@@ -221,7 +221,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A sum over the ranks that share a cut block: an all-reduce right after a moment of the layer, of so many bytes."""
+    """A sum over the ranks that share a cut block: an all-reduce of so many bytes right after a moment of the layer."""
 
     moment: Moment
     size_bytes: Polynomial

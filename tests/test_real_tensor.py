@@ -1,4 +1,4 @@
-"""Real: blocks cut among ranks, by DTensor and by slices of our own, equal single-device training; rungs (a) and (b)."""
+"""Real: blocks cut among ranks, natively and by slices of our own, equal single-device training; rungs (a) and (b)."""
 
 import json
 

@@ -63,7 +63,7 @@ def _suits_dtensor(block: nn.Module, cut: Cut) -> bool:
 def _distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeline: Timeline) -> None:
     """Cut a block natively, by torch.distributed.tensor.parallel.
 
-    DTensor cuts into runs of rows: those of query, key and value are first put in the order of the ranks that hold them.
+    DTensor cuts into runs of rows: those of query, key and value are first put in the order of the ranks that get them.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 

@@ -23,7 +23,8 @@ __all__ = ["trace", "trace_at"]
 
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5
-TRACED_UNITS = (1, 2)
+TRACED_UNITS = (2, 3)
+"""One alone may be of another kind: torch takes a dimension of one element as contiguous however it is laid out."""
 
 
 def trace(model: Model, *, where: str) -> Model:
@@ -75,10 +76,11 @@ def _layers(
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
     whole = grouped(fitted_layers(records, record_step(model, *checked, where=where), checked))
     units = fewest_units(model, where)
-    if units < max(TRACED_UNITS):
+    if units < 2:
         return whole, ()
+    traced = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     cut: dict[Shape, Record] = {
-        (*shape, held): record_step(model, *shape, held, where=where) for held in TRACED_UNITS for shape in shapes
+        (*shape, held): record_step(model, *shape, held, where=where) for held in traced for shape in shapes
     }
     last = (*checked, units)
     return whole, grouped(fitted_layers(cut, record_step(model, *last, where=where), last))

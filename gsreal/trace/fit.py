@@ -1,6 +1,6 @@
 """From what steps at several shapes showed to functions of batch size and sequence length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
@@ -67,7 +67,7 @@ def _recomputed(index: int, name: str, fit: Callable[[Callable[[Record], int], s
 
 
 def _parameters(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
-    first = next(iter(everything.values()))
+    (_, _, *held), first = next(iter(everything.items()))
     found = []
     for name, (layer, shape, born, ready) in first.parameters.items():
         if layer == index:
@@ -78,10 +78,15 @@ def _parameters(everything: dict[Shape, Record], index: int, module: str) -> tup
                 for dimension, size in enumerate(record.parameters[name][1])
                 if size != shape[dimension]
             }
-            # one dimension at most: blocks are cut so; the first record holds one unit of each
-            cut = differing.pop() if differing else None
-            found.append(Parameter(short, shape, _moment(born, index), _moment(ready, index), cut))
+            cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
+            sizes = _of_a_unit(shape, cut, held)
+            found.append(Parameter(short, sizes, _moment(born, index), _moment(ready, index), cut))
     return tuple(found)
+
+
+def _of_a_unit(shape: tuple[int, ...], cut: int | None, held: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with the size of one unit in the dimension that is cut, from that of those that are held."""
+    return tuple(size // sum(held) if dimension == cut else size for dimension, size in enumerate(shape))
 
 
 def _reductions(
@@ -90,10 +95,14 @@ def _reductions(
     moments = {tuple(at for at, _ in record.reductions.get(index, ())) for record in everything.values()}
     if len(moments) > 1:
         raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")
-    return tuple(
-        Reduction(_moment(at, index), fit(lambda r, n=number: r.reductions[index][n][1], "bytes of a sum over ranks"))
-        for number, at in enumerate(moments.pop())
-    )
+    found = []
+    for number, at in enumerate(moments.pop()):
+
+        def size(record: Record, number: int = number) -> int:
+            return record.reductions[index][number][1]
+
+        found.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks")))
+    return tuple(found)
 
 
 def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:

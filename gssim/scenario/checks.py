@@ -91,8 +91,8 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
             continue
         if layer.units < ranks:
             raise UserError(
-                f"{file}: plan: cuts the {layer.units} units of {layer.name} (heads or norm groups) among {ranks} ranks; "
-                f"allowed: at most {layer.units} ranks"
+                f"{file}: plan.tp = {ranks}: {layer.name} has but {layer.units} units (heads or norm groups) to be cut "
+                f"among them; allowed: at most {layer.units} ranks"
             )
         if policies.slices == "even" and layer.units % ranks:
             raise UserError(
