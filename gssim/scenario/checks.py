@@ -61,6 +61,11 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
 def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
     rules, total, ranks = scenario.plan.shares, scenario.workload.global_batch_size, policies.data_ranks
     cuts_unevenly = policies.slices == "shares"
+    if rules.shards != "even" and policies.gradients != "push" and not cuts_unevenly:
+        raise UserError(
+            f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
+            "allowed: 'even'"
+        )
     by_name = (("batch", rules.batch, ranks), ("shards", rules.shards, policies.tp if cuts_unevenly else ranks))
     for name, wanted, ranks in by_name:
         if isinstance(wanted, str):
@@ -71,11 +76,6 @@ def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
             raise UserError(f"{file}: plan.shares.{name} = {list(wanted)}: sums to {sum(wanted):.6g}, must sum to 1")
     _check_batch(rules.batch, total, policies.data_ranks, file)
     _check_micro_batches(scenario, file)
-    if rules.shards != "even" and policies.gradients != "push" and not cuts_unevenly:
-        raise UserError(
-            f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
-            "allowed: 'even'"
-        )
 
 
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
