@@ -1,6 +1,7 @@
 """Real: blocks cut among ranks, natively and by slices of our own, equal single-device training; rungs (a) and (b)."""
 
 import json
+from pathlib import Path
 
 import pytest
 from real_runs import predicted, run_cases, scenario_file, star
@@ -18,7 +19,29 @@ BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.t
 UNEVEN = {2: "plan.shares.shards=[0.7,0.3]", 3: "plan.shares.shards=[0.5,0.25,0.25]"}
 
 
-def cases_for(ranks: int) -> dict[str, dict[str, object]]:
+def tiny_gpt2(folder: Path) -> Path:
+    """Return the file of a small GPT-2 of Hugging Face's, traced at one sequence length."""
+    from gsreal.modelfile import Request, traced_model, write_model
+
+    settings = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 256, "use_cache": "false"}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    request = Request(
+        model="hf:gpt2",
+        arguments=tuple(f"{key}={value}" for key, value in (settings | dropouts).items()),
+        name="tiny-gpt2",
+        vocabulary=256,
+        maximum_sequence_length=64,
+        task="next-token",
+        image=None,
+        classes=0,
+        auto_class="AutoModelForCausalLM",
+        sequence_length=24,
+    )
+    write_model(folder / "tiny-gpt2.toml", traced_model(request))
+    return folder / "tiny-gpt2.toml"
+
+
+def cases_for(ranks: int, gpt2: Path) -> dict[str, dict[str, object]]:
     tensor, uneven = ["plan.method=tensor"], ["plan.method=gs_tp", UNEVEN[ranks]]
     found = {
         "gpt-uneven-sgd": [*GPT, *SGD, *uneven],
@@ -32,6 +55,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
             "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
             "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
             "resnet-even-sgd": ["workload.global_batch_size=12", *SGD, *tensor],
+            "gpt-hugging-face-adamw": [f"workload.model={gpt2}", *GPT, *ADAMW64, *uneven],
         }
     return {
         name: {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *overrides]}
@@ -43,7 +67,8 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    cases = cases_for(request.param)
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+    cases = cases_for(request.param, tiny_gpt2(folder))
     return cases, run_cases(folder, cases, ranks=request.param)
 
 
@@ -61,9 +86,12 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
 
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
-    """Kernel scratch is not known without a profile, so convolutions may hold more than predicted here."""
+    """Kernel scratch is not known without a profile, so convolutions may hold more than predicted here.
+
+    Hugging Face's GPT-2 holds 192 bytes a token less than traced where the peak is, cut or not (as under DDP).
+    """
     for name, case in world[0].items():
         peaks = {rank: entry.peak_allocated_bytes for entry in predicted(case).ranks for rank in entry.ranks}
         for rank, measured in enumerate(world[1][name]["peaks"]):
-            low, high = (0.7, 1.02) if "resnet" in name else (0.99, 1.01)
+            low, high = (0.9, 1.02) if "resnet" in name else (0.99, 1.03 if "hugging" in name else 1.01)
             assert low <= peaks[rank] / measured <= high, (name, rank, peaks[rank], measured)

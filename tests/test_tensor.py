@@ -71,7 +71,9 @@ def test_a_polynomial_in_units_survives_its_text_and_counts_once_for_each(whole,
     assert again.held(units).at(b=b, s=s) == polynomial.held(units).at(b=b, s=s) == value
 
 
-@pytest.mark.parametrize("text", ["{}.weight 8ux3 b1 b2", "{}.weight 3x8u b1 b2", "{}.bias 8u b0 end", "a scalar b0 b1"])
+@pytest.mark.parametrize(
+    "text", ["{}.weight 8ux3 b1 b2", "{}.weight 3x8u b1 b2", "{}.bias 8u b0 end", "a scalar b0 b1"]
+)
 def test_a_cut_parameter_survives_its_text(text):
     assert str(Parameter.parse(text)) == text
 
@@ -144,7 +146,9 @@ def test_a_block_saves_what_korthikanti_and_others_count(name, heads, ranks):
     keeps the logarithm of a sum for each row in place of 5as/(ht). Each norm keeps two statistics of each token.
     """
     model = load_model(MODELS / f"{name}.toml")
-    width = next(p.shape[0] for layer in model.layers for p in layer.parameters if p.name.endswith("attention.out.bias"))
+    width = next(
+        p.shape[0] for layer in model.layers for p in layer.parameters if p.name.endswith("attention.out.bias")
+    )
     value, b, s = 4, 3, 64
     for layer in held_model(model, (1 / ranks,) * ranks, 0).layers:
         if not layer.block:
