@@ -1,0 +1,41 @@
+"""A group of ranks, and where they are."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from gssim.collectives.stage import Hops
+from gssim.units import Ints
+
+made_once = lru_cache(maxsize=64)
+"""Hops of the groups of recent simulations are kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """A group and where its members are. Compared by identity: made once for a group."""
+
+    ranks: Ints
+    hosts: Ints
+    """Host of each member, as a number."""
+    shape: tuple[int, ...] = ()
+    """Of the torus that the group fills in row-major order; empty: it is none."""
+    multirail: bool = False
+    """Rings enter and leave a host by every one of its devices in turn (NCCL's channels), not by one alone."""
+    inside: Hops | None = None
+    """Rings inside the hosts, between positions, weights summing to 1 for each sender: where links between devices
+    make some orders better than others. Absent: in order of rank."""
+
+    @property
+    def count(self) -> int:
+        """How many members there are."""
+        return len(self.ranks)
+
+    @cached_property
+    def blocks(self) -> tuple[Ints, Ints]:
+        """First position and number of the members of each host, in order; one block each where hosts are mixed."""
+        starts = np.flatnonzero(np.r_[True, self.hosts[1:] != self.hosts[:-1]])
+        if len(starts) > len(np.unique(self.hosts)):
+            starts = np.arange(self.count)
+        return starts, np.diff(np.r_[starts, self.count])

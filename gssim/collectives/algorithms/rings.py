@@ -1,0 +1,131 @@
+"""Rings: every member passes on to the next what it got from the one before."""
+
+import numpy as np
+
+from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.communication import Communication
+from gssim.collectives.stage import Hops, Stage
+from gssim.units import Ints
+
+
+@made_once
+def ring_hops(members: Members, direction: int) -> Hops:
+    """Return a ring over all members, in rank order; with several rails, as many rings, each with its part.
+
+    Ring c enters host k by its device c-k, visits all devices in turn and leaves by the last one's rail, so that every
+    device of a host sends on every rail: each local hop carries all rings but those that leave there.
+    """
+    n = members.count
+    starts, sizes = members.blocks
+    if not members.multirail or len(starts) == n or (len(starts) == 1 and members.inside is None):
+        order = np.arange(n)
+        return Hops(members.ranks[order], members.ranks[(order + direction) % n], np.ones(n))
+    local = members.inside or _in_rank_order(starts, sizes)
+    rings = int(sizes.max())
+    exits, entries = _crossings(starts, sizes, rings)
+    stays = 1 - np.bincount(exits, minlength=n) / rings
+    source = np.r_[local.source, exits]
+    target = np.r_[local.target, entries]
+    weight = np.r_[local.weight * stays[local.source], np.full(len(exits), 1 / rings)]
+    if direction < 0:
+        source, target = target, source
+    return Hops(members.ranks[source], members.ranks[target], weight)
+
+
+def _in_rank_order(starts: Ints, sizes: Ints) -> Hops:
+    """Return a ring inside every host, between positions."""
+    block = np.repeat(np.arange(len(starts)), sizes)
+    source = np.flatnonzero(sizes[block] > 1)
+    inside = block[source]
+    target = starts[inside] + (source - starts[inside] + 1) % sizes[inside]
+    return Hops(source, target, np.ones(len(source)))
+
+
+def _crossings(starts: Ints, sizes: Ints, rings: int) -> tuple[Ints, Ints]:
+    """Return the positions at which every ring leaves a host, and at which it enters the next."""
+    none = np.zeros(0, np.int64)
+    if len(starts) == 1:
+        return none, none
+    hosts = np.repeat(np.arange(len(starts)), rings)
+    ring = np.tile(np.arange(rings), len(starts))
+    following = (hosts + 1) % len(starts)
+    turn = ring - hosts - 1
+    entering = turn % sizes[following]
+    if rings % sizes[0]:  # else rings that come back on another's rail would enter host 0 unevenly
+        entering = np.where(following == 0, ring % sizes[0], entering)
+    return starts[hosts] + turn % sizes[hosts], starts[following] + entering
+
+
+def _ring(members: Members, size_bytes: float, *, turns: int, reduces: bool = False) -> Stage:
+    """Return `turns` (1 or 2) rounds about the ring, each of n-1 steps with an n-th of the size.
+
+    gloo reduces towards lower ranks and gathers towards higher ones (backend-facts 1); NCCL's rings have one direction.
+    """
+    n = members.count
+    direction = -1 if reduces and not members.multirail else 1
+    return Stage(
+        ring_hops(members, direction),
+        turns * (n - 1) / n * size_bytes,
+        steps=turns * (n - 1),
+        reduced_bytes=(n - 1) / n * size_bytes if reduces else 0.0,
+    )
+
+
+def ring_all_reduce(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Reduce-scatter, then all-gather round the same ring (Patarasuk & Yuan 2009)."""
+    return (_ring(members, communication.size_bytes, turns=2, reduces=True),)
+
+
+def ring_reduce_scatter(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Each part goes once round the ring and is added to on its way."""
+    return (_ring(members, communication.size_bytes, turns=1, reduces=True),)
+
+
+def ring_all_gather(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Each part goes once round the ring."""
+    return (_ring(members, communication.size_bytes, turns=1),)
+
+
+def ring_all_to_all(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Every message is passed on by the neighbours between: n(n-1)/2 steps of an n-th of the size."""
+    n = members.count
+    steps = n * (n - 1) / 2
+    return (Stage(ring_hops(members, 1), steps / n * communication.size_bytes, steps=steps),)
+
+
+def store_and_forward(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Ring of unequal parts, each passed on once it has come whole: in step r, member i sends the part of member i-r.
+
+    What gsreal's ring of point-to-point messages does; a reduce-scatter is the same, backwards.
+    """
+    n = members.count
+    parts = np.array(communication.part_bytes, dtype=float)
+    backwards = communication.kind == "reduce-scatter-v"
+    positions = np.arange(n)
+    stages = []
+    for step in range(n - 1):
+        sent = parts[(positions + step + 1 if backwards else positions - step) % n]
+        senders = np.flatnonzero(sent)
+        targets = (senders + (-1 if backwards else 1)) % n
+        hops = Hops(members.ranks[senders], members.ranks[targets], sent[senders])
+        stages.append(Stage(hops, 1.0, coupled=False, reduced_bytes=float(sent.max()) if backwards else 0.0))
+    return tuple(stages)
+
+
+def pipelined_ring(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Ring of unequal parts in small pieces: every link carries all parts but its receiver's (D.1, v-variants)."""
+    parts = np.array(communication.part_bytes, dtype=float)
+    n = members.count
+    receivers = (np.arange(n) + 1) % n
+    carried = parts.sum() - parts[receivers]
+    some = np.flatnonzero(carried)
+    hops = Hops(members.ranks[some], members.ranks[receivers[some]], carried[some])
+    if communication.kind == "reduce-scatter-v":
+        hops = Hops(hops.target, hops.source, hops.weight)
+    reduced = float(carried.max()) if communication.kind == "reduce-scatter-v" else 0.0
+    return (Stage(hops, 1.0, steps=n - 1, reduced_bytes=reduced),)
+
+
+def in_switch(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """All-reduce inside the switch (NVLink SHARP): every device sends its tensor up, and its part of the sum to all."""
+    return (Stage(ring_hops(members, 1), (1 + 1 / members.count) * communication.size_bytes, steps=2),)

@@ -1,0 +1,112 @@
+"""Trees and chains: from a root to all, or from all to a root."""
+
+import math
+
+import numpy as np
+
+from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.communication import Communication
+from gssim.collectives.stage import Hops, Stage
+
+CHUNK_BYTES = 2**19
+"""Piece that a pipelined chain passes on before it has the next (NCCL's 512 KiB slices)."""
+
+
+def binomial(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Broadcast in which every holder sends to one more in each step; a reduce is the same, backwards."""
+    stages = [Stage(hops, communication.size_bytes) for hops in _binomial_hops(members)]
+    if communication.kind != "reduce":
+        return tuple(stages)
+    size = communication.size_bytes
+    backwards = [Stage(hops, size, reduced_bytes=size) for hops in _backwards(members)]
+    return tuple(backwards)
+
+
+@made_once
+def _binomial_hops(members: Members) -> tuple[Hops, ...]:
+    found, reach = [], 1
+    while reach < members.count:
+        senders = np.arange(min(reach, members.count - reach))
+        found.append(Hops(members.ranks[senders], members.ranks[senders + reach], np.ones(len(senders))))
+        reach *= 2
+    return tuple(found)
+
+
+@made_once
+def _backwards(members: Members) -> tuple[Hops, ...]:
+    return tuple(Hops(hops.target, hops.source, hops.weight) for hops in reversed(_binomial_hops(members)))
+
+
+def chain(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Broadcast (or reduce) along all members in chunks: each passes on what it has while more comes.
+
+    t = (n - 2 + k) * (latency + chunk / bandwidth), of k chunks (D.1, pipelined broadcast).
+    """
+    n, size = members.count, communication.size_bytes
+    chunks = max(1, math.ceil(size / CHUNK_BYTES))
+    steps = n - 2 + chunks
+    backwards = communication.kind == "reduce"
+    reduced = size if backwards else 0.0
+    stretch = steps / chunks
+    return (Stage(_chain_hops(members, backwards), size, steps=steps, stretch_ratio=stretch, reduced_bytes=reduced),)
+
+
+@made_once
+def _chain_hops(members: Members, backwards: bool) -> Hops:
+    first, second = members.ranks[:-1], members.ranks[1:]
+    source, target = (second, first) if backwards else (first, second)
+    return Hops(source, target, np.ones(len(first)))
+
+
+def double_tree(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """All-reduce up and down two binary trees at once, each with half: who is inside one tree is a leaf of the other.
+
+    Source: Sanders, Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"; within
+    a host the devices form a chain to the one that is in the tree, another one in each ring of rails, as in NCCL.
+    """
+    hops, depth = _tree_hops(members)
+    size = communication.size_bytes
+    return (Stage(hops, size, steps=2 * depth, reduced_bytes=2 * size),)
+
+
+def _parents(n: int) -> list[int]:
+    """Return the parent of each node of a binary tree whose odd nodes are leaves; -1 at the root, node 0."""
+    found = [-1]
+    for node in range(1, n):
+        bit = node & -node
+        up = (node ^ bit) | (bit << 1)
+        found.append(up if up < n else node ^ bit)
+    return found
+
+
+def tree_depth(n: int) -> int:
+    """Return how many hops the farthest node of the binary tree over n nodes is from its root.
+
+    >>> tree_depth(8), tree_depth(5), tree_depth(1)
+    (3, 3, 0)
+    """
+    return math.ceil(math.log2(n)) if n > 1 else 0
+
+
+@made_once
+def _tree_hops(members: Members) -> tuple[Hops, int]:
+    starts, sizes = members.blocks
+    hosts = len(starts)
+    parents = _parents(hosts)
+    mirrored = [hosts - 1 - i if hosts % 2 == 0 else (i + 1) % hosts for i in range(hosts)]
+    back = [mirrored.index(i) for i in range(hosts)] if hosts < 64 else list(np.argsort(mirrored))
+    edges = [(i, up) for i, up in enumerate(parents) if up >= 0]
+    edges += [(int(back[i]), int(back[up])) for i, up in edges]
+    rails = int(sizes.max()) if members.multirail and hosts > 1 else 1
+    pairs: list[tuple[int, int, float]] = []
+    for rail in range(rails):
+        heads = [int(start + rail % size) for start, size in zip(starts, sizes, strict=True)]
+        pairs += [(heads[i], heads[up], 0.5 / rails) for i, up in edges]
+        for start, size, head in zip(starts, sizes, heads, strict=True):
+            order = [int(start + (head - start + j) % size) for j in range(size)]
+            pairs += [(order[j + 1], order[j], 1 / rails) for j in range(size - 1)]
+    upwards = Hops.of([(int(members.ranks[a]), int(members.ranks[b]), w) for a, b, w in pairs])
+    both = Hops(
+        np.r_[upwards.source, upwards.target], np.r_[upwards.target, upwards.source], np.tile(upwards.weight, 2)
+    )
+    return both, tree_depth(hosts) + int(sizes.max()) - 1
