@@ -155,8 +155,8 @@ def slice_block(
         module = block.get_submodule(path)
         whole: nn.Parameter = getattr(module, name)
         own = nn.Parameter(part.of(whole.detach()), requires_grad=whole.requires_grad)
-        mark(own, part, group)
         module.register_parameter(name, own)
+        mark(module, name, part, group)
     cut.resize(block, len(held))
     for path in cut.columns:
         block.get_submodule(path).register_forward_pre_hook(partial(_shared_input, all_reduce))
@@ -165,21 +165,25 @@ def slice_block(
         module.forward = partial(_row_forward, module, all_reduce, ranks)
 
 
-def mark(parameter: Any, part: Slice, group: dist.ProcessGroup | None) -> None:
-    """Remember which part of a whole tensor a parameter is, and who has the others; see `whole_parameter`."""
-    parameter.gsreal_slice = (part, group)
+def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
+    """Remember which part of a whole tensor a module's parameter is, and who has the others; see `whole_parameter`."""
+    module.__dict__.setdefault("_gsreal_slices", {})[name] = (part, group)
 
 
-def whole_parameter(parameter: Any) -> Tensor | None:
-    """Return the whole tensor of a parameter that is cut, put together from all ranks of its group (a collective)."""
-    if not hasattr(parameter, "gsreal_slice"):
-        return None
-    part, group = parameter.gsreal_slice
-    own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    shape = list(own.shape)
-    shape[part.dimension] = part.size
-    whole = torch.zeros(shape, dtype=own.dtype, device=own.device)
-    part.put(own.detach(), whole)
+def whole_parameter(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter whole, put together from all ranks that hold parts of it (a collective where any do)."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    parameter: Any = getattr(owner, leaf)
+    held: Tensor = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
+    part, group = owner.__dict__.get("_gsreal_slices", {}).get(leaf, (None, None))
+    if part is None:
+        return held.clone()
+    if held.shape[part.dimension] == part.size and dist.get_world_size(group) > 1:  # a DTensor's, in the ranks' order
+        held = held.chunk(dist.get_world_size(group), part.dimension)[dist.get_rank(group)]
+    shape = [part.size if dimension == part.dimension else size for dimension, size in enumerate(held.shape)]
+    whole = torch.zeros(shape, dtype=held.dtype, device=held.device)
+    part.put(held, whole)
     dist.all_reduce(whole, group=group)
     return whole
 

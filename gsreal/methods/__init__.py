@@ -48,10 +48,5 @@ def _mesh(scenario: Scenario, device: torch.device) -> DeviceMesh:
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        tensor = whole_parameter(parameter)
-        if tensor is None:
-            tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name.removeprefix("module.")] = tensor.detach().clone()
-    return found
+    names = [name for name, _ in module.named_parameters()]
+    return {name.removeprefix("module."): whole_parameter(module, name) for name in names}

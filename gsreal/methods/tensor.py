@@ -75,7 +75,7 @@ def _distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timel
     parallelize_module(block, mesh, plan)
     cut.resize(block, len(held))
     for (path, name), part in slices.items():
-        mark(getattr(block.get_submodule(path), name), part, mesh.get_group())
+        mark(block.get_submodule(path), name, part, mesh.get_group())
 
 
 def _sort_by_ranks(module: nn.Module, ranks: int, parts: int) -> None:
