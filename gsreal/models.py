@@ -17,17 +17,17 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.head_width, self.causal = heads, width // heads, causal
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attended values, shaped as `x` (batch, sequence, width)."""
-        batch, sequence, width = x.shape
-        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads)
+        batch, sequence, _ = x.shape
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+        return self.out(y.transpose(1, 2).reshape(batch, sequence, self.heads * self.head_width))
 
 
 class TransformerBlock(nn.Module):

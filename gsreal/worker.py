@@ -150,12 +150,15 @@ class Feed:
         self.scenario, self.rank, self.device = scenario, rank, device
         sizes, mesh = scenario.data_batch_sizes, scenario.policies.mesh
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        self.rows = [rows[mesh.data_rank(i)] for i in range(scenario.ranks)]
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        # the ranks that hold parts of one replica take the same rows
+        self.rows = [parts[mesh.data_rank(each)] for each in range(scenario.ranks)]
         places = [mesh.place(i).pp for i in range(scenario.ranks)]
         self.counts = [place == mesh.pp - 1 for place in places]
         """Which ranks compute a loss: in a pipeline, those of the last stage."""
         self.reads = places[rank] == 0
+        self.copies = mesh.tp
+        """Ranks that compute the same loss: those that hold slices of one replica."""
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -178,11 +181,12 @@ class Feed:
         own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
         if own_inputs.is_floating_point():
             own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = Weights(tuple(n / sum(terms) for n in terms), self._micro_batch_weights(own_targets))
+        weights = tuple(n * self.copies / sum(terms) for n in terms)
+        found = Weights(weights, self._micro_batch_weights(own_targets))
         # a rank holds no more than its stage needs
         own_inputs = own_inputs if self.reads else own_inputs.new_empty(0)
         own_targets = own_targets if self.counts[self.rank] else own_targets.new_empty(0)
-        return own_inputs, own_targets, weights
+        return own_inputs, own_targets, found
 
     def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
         count = self.scenario.plan.micro_batches
@@ -208,7 +212,7 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         inputs, targets, weights = feed.at(step)
         loss = training.step(inputs, targets, weights, rank)
         if step >= run.warmup_steps:
-            own = weights.ranks[rank]
+            own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)

@@ -71,7 +71,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gradients": "local",
         "optimizer_state": "sharded",
     },
-    "gs_tp": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
+    "gs_tp": {
+        "parameters": "replicated",
+        "gradients": "local",
+        "optimizer_state": "replicated",
+        "slices": "shares",
+    },
     "gs_hier": {
         "parameters": "replicated",
         "gradients": "push",
@@ -101,6 +106,8 @@ RUNS_TODAY = frozenset(
     }
 )
 """(parameters, gradients, optimizer_state) that can be simulated; what cannot run for real yet, `gsreal` refuses."""
+NOT_YET = frozenset({"gs_wgrad"})
+"""Methods that cannot run."""
 
 
 @spec
@@ -189,6 +196,9 @@ class Policies:
     push_axis: str = field(default="dp_shard", repr=False)
     """The data axis along which gradients are pushed; along the other one they are reduce-scattered first. It follows
     from the method, which is why it is no part of a scenario's identity."""
+    slices: str = field(default="even", repr=False)
+    """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (The method tells it
+    already, so that it is no part of what identifies a scenario.)"""
 
     @property
     def mesh(self) -> Mesh:
@@ -229,7 +239,11 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = ()) -> Policies:
         axes |= _levels(plan, hosts)
     elif not sized and plan.method != "single":
         axes[DATA_AXIS.get(plan.method, "dp_shard")] = devices
-    return Policies(**policies | axes, push_axis=preset.get("push_axis", "dp_shard"))
+    return Policies(
+        **policies | axes,
+        push_axis=preset.get("push_axis", "dp_shard"),
+        slices=preset.get("slices", "even"),
+    )
 
 
 def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
@@ -264,9 +278,9 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    tensor = plan.method in ("tensor", "gs_tp") or plan.tp > 1
-    if combination not in RUNS_TODAY or policies.partition != "data" or tensor:
-        allowed = "single, ddp, zero1, zero2, zero3, fsdp, hsdp, pipeline, gs, gs_z3, gs_hier"
+    composed = policies.tp > 1 and (policies.data_ranks > 1 or policies.gradients != "local" or policies.pp > 1)
+    if combination not in RUNS_TODAY or policies.partition != "data" or composed:
+        allowed = ", ".join(name for name in PRESETS if name not in NOT_YET)
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(

@@ -1,6 +1,5 @@
 """Two levels of data parallelism (hsdp, gs_hier), and Gradient Sharding with parameters sharded at rest (gs_z3)."""
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,24 +11,17 @@ from strategies import (
     built,
     cluster_of,
     compositions,
-    device_type,
-    exponential_statistics,
     fabrics,
     link_type,
     loaded_of,
-    machine_of,
     scenario_of,
     star,
 )
-from test_folding import assert_folding_changes_nothing, of_ranks
+from test_folding import assert_folding_changes_nothing
 
 from gsreal.refusals import check_plan
 from gssim.cluster import Cluster
-from gssim.collectives import Communication, Hops
-from gssim.density import push_density
-from gssim.machine import Machine
 from gssim.plan import Plan, resolve
-from gssim.program import Lowering, Program, Task, lower
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulate import simulate
@@ -136,7 +128,7 @@ def grids(draw: st.DrawFn, *, methods: tuple[str, ...]) -> Scenario:
 
 
 @pytest.mark.parametrize("method", ["hsdp", "gs_hier", "gs_z3"])
-@settings(max_examples=int(__import__("os").environ.get("EX","60")))
+@settings(max_examples=int(__import__("os").environ.get("EX", "60")))
 @given(st.data())
 def test_folding_changes_nothing_whatever_the_cluster_and_plan(method, data):
     assert_folding_changes_nothing(data.draw(grids(methods=(method,))))

@@ -90,7 +90,15 @@ def _parts_of_the_model(scenario: Scenario, statistics: GradientStatistics | Non
     for place in range(mesh.pp):
         for part in range(mesh.tp):
             group = mesh.group(place * mesh.data_ranks * mesh.tp + part, *DATA_AXES)
-            yield Lowering(scenario, statistics, step, group, stages=stages[place :: mesh.pp], all_stages=stages)
+            yield Lowering(
+                scenario,
+                statistics,
+                step,
+                group,
+                stages=stages[place :: mesh.pp],
+                all_stages=stages,
+                tensor_part=part,
+            )
 
 
 def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:

@@ -17,7 +17,8 @@ from gssim.program.borders import Stage
 from gssim.program.division import Division, divide
 from gssim.scenario import Scenario, schedule_of, value_bytes
 from gssim.schedule import Action, schedule
-from gssim.units import Ints
+from gssim.slices import held_model
+from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
 
 
@@ -95,14 +96,23 @@ class Lowering:
     communications: dict[str, Communication] = field(default_factory=dict)
     found: dict[object, Any] = field(default_factory=dict)
     """What passes work out once for all ranks."""
+    tensor_part: int = 0
+    """Which part of each block they hold: their coordinate on the axis tp."""
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
-        """The unrolled model, or the stages' part of it, numbered from 0."""
+        """The unrolled model, or the part that stages have, numbered from 0; of cut blocks, the units that are held."""
+        if self.scenario.policies.tp > 1:
+            return unrolled(held_model(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
         if not self.stages:
-            return unrolled(self.scenario.workload.model)
+            return self.whole_layers
         held = [instance for stage in self.stages for instance in stage.layers]
         return tuple(replace(instance, index=i) for i, instance in enumerate(held))
+
+    @cached_property
+    def whole_layers(self) -> tuple[LayerInstance, ...]:
+        """The unrolled model as it is on one device."""
+        return unrolled(self.scenario.workload.model)
 
     @cached_property
     def recomputes(self) -> bool:
@@ -223,6 +233,11 @@ class Lowering:
         return value_bytes(self.scenario.workload)
 
     @cached_property
+    def traced_scale(self) -> float:
+        """Bytes of an element over those of the traced precision."""
+        return self.value_bytes / PRECISION_BYTES[self.scenario.workload.model.traced_precision]
+
+    @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradient buckets by PyTorch's rule, in the order in which they are complete.
 
@@ -296,8 +311,8 @@ class Lowering:
     @cached_property
     def _distinct_rows(self) -> list[int]:
         """First dimensions of all parameters: FSDP2 cuts them (torch.chunk)."""
-        layers = self.scenario.workload.model.layers
-        return sorted({p.shape[0] if p.shape else 1 for layer in layers for p in layer.parameters})
+        layers = {id(instance.layer): instance.layer for instance in self.layers}
+        return sorted({p.shape[0] if p.shape else 1 for layer in layers.values() for p in layer.parameters})
 
     def _held_rows(self, rows: int, positions: Ints) -> Ints:
         """Return how many of `rows` each rank holds."""

@@ -7,7 +7,6 @@ from gssim import collectives
 from gssim.collectives import Communication
 from gssim.memory import Footprint, input_bytes
 from gssim.program.borders import Stage
-from gssim.program.compute import scale_of
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
 from gssim.schedule import Action, Message
@@ -131,7 +130,7 @@ def _output_bytes(low: Lowering, stage: int, rank: int) -> float:
     """Return the size of a stage's output for one of a rank's micro-batches, which are equal."""
     size, _ = low.all_stages[stage].output
     samples = low.samples(rank, low.micro_batches[0])
-    return scale_of(low) * size.at(b=samples, s=low.scenario.workload.sequence_length or 1)
+    return low.traced_scale * size.at(b=samples, s=low.scenario.workload.sequence_length or 1)
 
 
 def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:

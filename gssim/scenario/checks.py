@@ -5,6 +5,7 @@ from gssim.plan import Plan, Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
 from gssim.scenario.stages import schedule_of, why_no_chain
 from gssim.schedule import refuse
+from gssim.slices import units_held
 from gssim.units import PRECISION_BYTES, UserError
 
 
@@ -21,6 +22,8 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
     _check_pipeline(scenario, policies, file)
+    if policies.tp > 1:
+        _check_slices(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -116,20 +119,51 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
 
 def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
     rules, total, ranks = scenario.plan.shares, scenario.workload.global_batch_size, policies.data_ranks
-    for name, wanted in (("batch", rules.batch), ("shards", rules.shards)):
+    cuts_unevenly = policies.slices == "shares"
+    if rules.shards != "even" and policies.gradients != "push" and not cuts_unevenly:
+        raise UserError(
+            f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
+            "allowed: 'even'"
+        )
+    by_name = (("batch", rules.batch, ranks), ("shards", rules.shards, policies.tp if cuts_unevenly else ranks))
+    for name, wanted, ranks in by_name:
         if isinstance(wanted, str):
             continue
         if len(wanted) != ranks:
             raise UserError(f"{file}: plan.shares.{name}: {len(wanted)} shares for {ranks} ranks; give one per rank")
         if abs(sum(wanted) - 1) > 1e-6:
             raise UserError(f"{file}: plan.shares.{name} = {list(wanted)}: sums to {sum(wanted):.6g}, must sum to 1")
-    _check_batch(rules.batch, total, ranks, file)
+    _check_batch(rules.batch, total, policies.data_ranks, file)
     _check_micro_batches(scenario, file)
-    if rules.shards != "even" and policies.gradients != "push":
+
+
+def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse blocks that cannot be cut, or not so: every rank holds one unit of each at least."""
+    layers, ranks = scenario.workload.model.sliced_layers, policies.tp
+    if not layers:
         raise UserError(
-            f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
-            "allowed: 'even'"
+            f"{file}: workload.model: does not say how its blocks are cut among {ranks} ranks; "
+            "trace it again with `gsreal trace` (of its kinds of blocks, gsreal.tensor_slices lists those that can be)"
         )
+    for layer in layers:
+        if layer.units is None:
+            continue
+        if layer.units < ranks:
+            raise UserError(
+                f"{file}: plan.tp = {ranks}: {layer.name} has but {layer.units} units (heads or norm groups) to be cut "
+                f"among them; allowed: at most {layer.units} ranks"
+            )
+        if policies.slices == "even" and layer.units % ranks:
+            raise UserError(
+                f"{file}: plan.tp = {ranks}: does not divide the {layer.units} units of {layer.name} "
+                "(heads or norm groups); allowed: a divisor, or method 'gs_tp'"
+            )
+        if min(units_held(layer.units, scenario.slice_shares)) < 1:
+            shares = [round(share, 4) for share in scenario.slice_shares]
+            raise UserError(
+                f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "
+                "(heads or norm groups); each rank needs one"
+            )
 
 
 def _check_micro_batches(scenario: Scenario, file: str) -> None:
