@@ -149,6 +149,7 @@ class Feed:
         self.scenario, self.rank, self.device = scenario, rank, device
         ends = [sum(scenario.batch_sizes[: i + 1]) for i in range(scenario.ranks)]
         self.rows = [slice(end - size, end) for end, size in zip(ends, scenario.batch_sizes, strict=True)]
+        self.source = data.open_source(scenario.workload)
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -163,15 +164,13 @@ class Feed:
         return inputs.to(self.device), targets.to(self.device), weights
 
     def _made(self, step: int) -> Batch:
-        workload = self.scenario.workload
-        inputs, targets = data.global_batch(workload, seed=self.scenario.run.seed, step=step)
-        terms = [data.loss_terms(targets[rows]) for rows in self.rows]
-        mine = self.rows[self.rank]
-        own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
-        if own_inputs.is_floating_point():
-            own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = [n / sum(terms) for n in terms]
-        return own_inputs, own_targets, weights
+        seed = self.scenario.run.seed
+        terms = self.source.loss_terms(seed=seed, step=step, rows=self.rows)
+        inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
+        inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
+        if inputs.is_floating_point():
+            inputs = inputs.to(DTYPES[self.scenario.workload.precision])
+        return inputs, targets, [n / sum(terms) for n in terms]
 
 
 def _sharding(training: Training) -> GradientSharding | None:
