@@ -47,8 +47,8 @@ class Sentences:
     def __init__(self, data: Glue, model: TokenInput, length: int, batch_size: int) -> None:
         self.length, self.batch_size = length, batch_size
         self.tokeniser: Tokeniser = tokeniser(data.tokenizer)
-        self.table = Table(Path(data.folder) / f"{data.split}.tsv", TASKS[data.task])
         self._check(data, model)
+        self.table = Table(Path(data.folder) / f"{data.split}.tsv", TASKS[data.task])
 
     def _check(self, data: Glue, model: TokenInput) -> None:
         classes = len(TASKS[data.task].labels)
@@ -87,7 +87,7 @@ class Table:
         self._places: tuple[int, ...] = ()
         begins, classes = self._scanned()
         if not begins:
-            raise UserError(f"workload.data: {path}: has no rows")
+            raise UserError(f"workload.data.folder: {path}: has no rows")
         self._begins: Ints = np.array(begins, dtype=np.int64)
         self.classes: Ints = np.array(classes, dtype=np.int64)
 
@@ -119,11 +119,9 @@ class Table:
                         classes.append(class_)
                     position += len(line)
         except FileNotFoundError:
-            raise UserError(
-                f"workload.data: {self.path}: no such file; a GLUE task is in files such as train.tsv"
-            ) from None
+            raise UserError(f"workload.data.folder: {self.path}: no such file of a GLUE task") from None
         except OSError as error:
-            raise UserError(f"workload.data: {self.path}: cannot be read: {error}") from None
+            raise UserError(f"workload.data.folder: {self.path}: cannot be read: {error}") from None
         return begins, classes
 
     def _header(self, first: bytes) -> tuple[int, int, int]:
@@ -135,7 +133,7 @@ class Table:
             missing = [each for each in wanted if each not in names]
             if missing:
                 raise UserError(
-                    f"workload.data: {self.path}: lacks the column '{missing[0]}'; has {', '.join(names)[:200]}"
+                    f"workload.data.folder: {self.path}: lacks the column '{missing[0]}'; has {', '.join(names)[:200]}"
                 )
             numbers = [names.index(str(each)) for each in wanted]
         *sentences, label = numbers
@@ -149,12 +147,12 @@ class Table:
         if self._columns.broken_rows or fields == [b""]:
             return None
         if len(fields) < width:
-            raise UserError(f"workload.data: {self.path}: line {number} has {len(fields)} columns, {width} are needed")
+            raise UserError(
+                f"workload.data.folder: {self.path}: line {number} has {len(fields)} columns, {width} are needed"
+            )
+        found = fields[label].decode("utf-8", errors="replace")[:40]
         allowed = ", ".join(each.decode() for each in self._columns.labels)
-        raise UserError(
-            f"workload.data: {self.path}: line {number}: the label is {fields[label].decode(errors='replace')[:40]!r}; "
-            f"allowed: {allowed}"
-        )
+        raise UserError(f"workload.data.folder: {self.path}: line {number}: the label is {found!r}; allowed: {allowed}")
 
 
 def _fields(line: bytes) -> list[bytes]:

@@ -1,5 +1,6 @@
 """Images in one folder a class, decoded when they are drawn."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ class Index:
         if empty:
             raise UserError(f"workload.data.folder = '{self.root}': the class '{empty[0]}' has no images")
         self._ends: Ints = np.cumsum([len(found) for found in names])
-        self._names = np.array([name.encode() for found in names for name in found])
+        self._names = np.array([os.fsencode(name) for found in names for name in found])
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -123,7 +124,7 @@ class Index:
     def path(self, sample: int) -> Path:
         """Return where an image is."""
         class_ = int(np.searchsorted(self._ends, sample, side="right"))
-        return self.root / self.classes[class_] / self._names[sample].decode()
+        return self.root / self.classes[class_] / os.fsdecode(self._names[sample])
 
 
 def _images_in(folder: Path) -> list[str]:
