@@ -11,8 +11,10 @@ from data_files import HEADERS, WORDS, glue_folder, glue_rows, word_tokeniser, w
 from numpy.random import default_rng
 
 from gsreal import data
+from gsreal.build import build_module, logits_of
 from gsreal.data.glue import TASKS
-from gssim.units import UserError
+from gssim.units import UserError, validated
+from gssim.workload import Module
 
 SINGLE = ("CoLA", "SST-2")
 
@@ -148,6 +150,36 @@ def test_faults_of_tokenisers_are_said_in_one_line(tmp_path, monkeypatch):
     assert "no tokenizer.json: " in refused(with_tokeniser(tmp_path / "broken.json"))
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     assert "pip install 'gssim[data]'" in refused(with_tokeniser(tmp_path / "broken.json"))
+
+
+MODELS = {
+    "ours": {"factory": "gsreal.models.bert_classifier", "arguments": {"width": 16, "heads": 2, "layers": 2}},
+    "bert": ("bert", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}),
+    "gpt2": ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_what_fills_sequences_up_changes_no_answer(name):
+    module = MODELS[name]
+    if isinstance(module, tuple):
+        pytest.importorskip("transformers")
+        config = {**module[1], "vocab_size": 256, "pad_token_id": 0, "num_labels": 2}
+        auto = "AutoModelForSequenceClassification"
+        module = {"hugging_face": {"model_type": module[0], "auto_class": auto, "config": config}}
+    torch.manual_seed(0)
+    built = build_module(validated(Module, module, file="made"), where="made").eval()
+    ids = torch.randint(1, 256, (3, 10))
+    ids[1, 6:] = 0
+    longer = torch.cat([ids, torch.zeros(3, 7, dtype=torch.int64)], dim=1)
+    with torch.no_grad():
+        short, long = logits_of(built(ids)), logits_of(built(longer))
+        ids[1, 3] += 1 if ids[1, 3] < 255 else -1
+        other = logits_of(built(ids))
+    assert short.shape == (3, 2)
+    assert torch.allclose(short, long, atol=1e-6)
+    assert not torch.allclose(short[1], other[1], atol=1e-6)
+    assert torch.allclose(short[0], other[0], atol=1e-6)
 
 
 def test_without_data_sequences_are_classified_by_the_module_that_they_are_from():
