@@ -159,6 +159,7 @@ class Feed:
         self.reads = places[rank] == 0
         self.copies = mesh.tp
         """Ranks that compute the same loss: those that hold slices of one replica."""
+        self.source = data.open_source(scenario.workload)
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -173,20 +174,19 @@ class Feed:
         return inputs.to(self.device), targets.to(self.device), weights
 
     def _made(self, step: int) -> Batch:
-        workload = self.scenario.workload
-        inputs, targets = data.global_batch(workload, seed=self.scenario.run.seed, step=step)
-        pairs = zip(self.rows, self.counts, strict=True)
-        terms = [data.loss_terms(targets[rows]) if counts else 0 for rows, counts in pairs]
-        mine = self.rows[self.rank]
-        own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
-        if own_inputs.is_floating_point():
-            own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = tuple(n * self.copies / sum(terms) for n in terms)
-        found = Weights(weights, self._micro_batch_weights(own_targets))
+        seed = self.scenario.run.seed
+        pairs = zip(self.source.loss_terms(seed=seed, step=step, rows=self.rows), self.counts, strict=True)
+        terms = [found if counts else 0 for found, counts in pairs]
+        inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
+        inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
+        if inputs.is_floating_point():
+            inputs = inputs.to(DTYPES[self.scenario.workload.precision])
+        ranks = tuple(n * self.copies / sum(terms) for n in terms)
+        weights = Weights(ranks, self._micro_batch_weights(targets))
         # a rank holds no more than its stage needs
-        own_inputs = own_inputs if self.reads else own_inputs.new_empty(0)
-        own_targets = own_targets if self.counts[self.rank] else own_targets.new_empty(0)
-        return own_inputs, own_targets, found
+        inputs = inputs if self.reads else inputs.new_empty(0)
+        targets = targets if self.counts[self.rank] else targets.new_empty(0)
+        return inputs, targets, weights
 
     def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
         count = self.scenario.plan.micro_batches

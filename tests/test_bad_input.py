@@ -128,7 +128,7 @@ MODEL_FAULTS = [
     (("16x4 b0 b3", "16y4 b0 b3"), "layers[0].parameters[0] = "),
     (("f0 b2@+1 activations 16*b*s", "f0 b2@+1 activation 16*b*s"), "has the category 'activation'; allowed: input, activations, temporaries"),
     (("f0 b2@+1 activations", "f0 b2@1 activations"), "'b2@1' is not a moment"),
-    (("vocabulary = 16", "vocabulary = 16, classes = 3"), "input.classes: unknown key; allowed: kind, vocabulary, task, maximum_sequence_length"),
+    (("vocabulary = 16", "vocabulary = 16, colours = 3"), "input.colours: unknown key; allowed: kind, vocabulary, task, maximum_sequence_length"),
     (("vocabulary = 16", "vocabulary = 0"), "input.vocabulary = 0: "),
     (('kind = "tokens"', 'kind = "sound"'), "input = "),
     (('factory = "nowhere.tiny"', ""), "exactly one of factory and hugging_face is needed"),

@@ -123,7 +123,10 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.value_bytes
         ),
         "input": input_bytes(
-            workload.model, batch_size=low.batch_sizes[rank], sequence_length=workload.sequence_length
+            workload.model,
+            batch_size=low.batch_sizes[rank],
+            sequence_length=workload.sequence_length,
+            value_bytes=low.value_bytes,
         ),
     }
     if policies.gradients == "all-reduce":

@@ -149,6 +149,7 @@ def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:
             workload.model,
             batch_size=low.batch_sizes[rank],
             sequence_length=workload.sequence_length,
+            value_bytes=low.value_bytes,
             inputs=0 in numbers,
             targets=last in numbers,
         ),

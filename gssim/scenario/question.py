@@ -137,6 +137,8 @@ class Scenario:
         for key in ("source", "name"):
             del workload["model"][key]
         del workload["model"]["sliced_layers"]  # follows from the module too
+        source = workload["model"]["input"]
+        workload["model"]["input"] = {key: value for key, value in source.items() if value is not None}
         for layer in workload["model"]["layers"]:
             for key in ("units", "reductions", "recompute_flop", "recompute_bytes", "recompute_operations"):
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
