@@ -32,6 +32,7 @@ Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
 GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push"]
 OptimizerPolicy = Literal["replicated", "sharded"]
+ExchangePolicy = Literal["point-to-point", "backend"]
 Shares = tuple[Annotated[float, Field(ge=0, le=1)], ...]
 
 MIB = 2**20
@@ -155,6 +156,10 @@ class Plan:
     first_bucket_bytes: PositiveBytes = DDP_FIRST_BUCKET_BYTES
     overlap: bool = True
     """Let communication hide behind compute where the method and backend can."""
+    exchange: ExchangePolicy | None = None
+    """What carries reduce-scatters, gathers and pushes: point-to-point messages, in rings and exchanges of our own, or
+    the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes) and
+    for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
     prefetch: Count | None = None
 
 
@@ -171,6 +176,8 @@ class Policies:
     dp_shard: int
     tp: int
     pp: int
+    exchange: str = field(default="backend", repr=False)
+    """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
 
     @property
     def ranks(self) -> int:
@@ -183,8 +190,18 @@ class Policies:
         return self.dp_replicate * self.dp_shard
 
 
-def resolve(plan: Plan, *, devices: int) -> Policies:
-    """Return the plan's policies: the method's presets, overridden by what the user set.
+def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
+    """Return what carries a method's gradients where the plan does not say.
+
+    >>> usual_exchange("reduce-scatter"), usual_exchange("reduce-scatter", backend="nccl"), usual_exchange("all-reduce")
+    ('point-to-point', 'backend', 'backend')
+    """
+    own = gradients == "push" or (gradients == "reduce-scatter" and backend == "gloo")
+    return "point-to-point" if own else "backend"
+
+
+def resolve(plan: Plan, *, devices: int, backend: str = "gloo") -> Policies:
+    """Return the plan's policies on a cluster: the method's presets, overridden by what the user set.
 
     Axes that the user does not size take all `devices` on the method's own axis; `single` takes one.
     """
@@ -193,6 +210,7 @@ def resolve(plan: Plan, *, devices: int) -> Policies:
         name: getattr(plan, name) or preset[name]
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
+    policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     axes = {
         "dp_replicate": plan.dp_replicate or 1,
         "dp_shard": plan.dp_shard or 1,

@@ -33,6 +33,14 @@ class Communication:
     data_dependent: bool = False
     root: int = 0
     """Position in the group of the root of a broadcast or reduce."""
+    carried_as: str = ""
+    """Kind by which its algorithm and costs are found, where that is another: an all-gather made of point-to-point
+    messages is an all-gather-v to the network, and a push by the backend's own call an all-to-all."""
+
+    @property
+    def carried_kind(self) -> str:
+        """Kind by which its algorithm and costs are found."""
+        return self.carried_as or self.kind
 
     @property
     def payload_bytes(self) -> float:

@@ -11,7 +11,7 @@ from gssim.memory import (
     optimizer_state_bytes,
     optimizer_temporary_bytes,
 )
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Bucket, Lowering
 from gssim.program.sharded import units
 from gssim.program.task import Task
 
@@ -62,12 +62,27 @@ def _broadcast(low: Lowering) -> list[Task]:
 
 def _publish(low: Lowering) -> list[Task]:
     """GS: updated parameters go round a ring into everybody's flat replica, bucket by bucket."""
+    by_messages = low.scenario.policies.exchange == "point-to-point"
     tasks = []
     for bucket in low.buckets:
         name = f"publish bucket {bucket.index}"
+        if not by_messages:
+            tasks += _broadcast_parts(low, bucket, name)
+            continue
         parts = tuple(n * low.value_bytes for n in shares.split(bucket.elements, low.shard_shares))
         low.communications[name] = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
         tasks.append(Task(name, "exposed_communication", communication=name))
+    return tasks
+
+
+def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
+    """GS by the backend's collectives: every owner broadcasts its part of a bucket; they are taken in that order."""
+    tasks = []
+    for rank, elements in enumerate(shares.split(bucket.elements, low.shard_shares)):
+        if elements:
+            part = f"{name} part {rank}"
+            low.communications[part] = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
+            tasks.append(Task(part, "exposed_communication", communication=part))
     return tasks
 
 

@@ -53,26 +53,60 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     name = f"push bucket {bucket.index}"
     matrix, entries = _push_matrix(low, bucket)
     dense = bucket.elements * low.value_bytes
-    low.communications[name] = Communication(
-        "all-to-all-v", low.group, (len(low.group) - 1) * dense, pair_bytes=matrix, data_dependent=thresholded
-    )
+    low.communications[name] = _exchange(low, (len(low.group) - 1) * dense, matrix, data_dependent=thresholded)
     sent_bytes, received_bytes = sum(matrix[rank]), sum(row[rank] for row in matrix)
     tasks = [_prepare(low, rank, bucket, list(zip(matrix[rank], entries[rank], strict=True)))]
     if thresholded:
         tasks += _count_exchange(low, bucket)
-    posting_s = collectives.posting_s(low.scenario.cluster, sent_bytes)
-    incoming = footprint([Event(0, received_bytes, "communication")])
-    tasks.append(Task(f"post {name}", "exposed_communication", duration_s=posting_s, need=incoming))
+    packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -dense, "buckets")
+    flat_bytes = 0.0 if _by_messages(low) else sent_bytes + received_bytes
+    incoming = [Event(0, received_bytes + flat_bytes, "communication")]
+    tasks.append(
+        Task(
+            f"post {name}",
+            "exposed_communication",
+            duration_s=_posting_s(low, rank, sent_bytes),
+            need=footprint(incoming if _by_messages(low) else [*incoming, packed]),
+        )
+    )
     stream = "communication" if low.scenario.plan.overlap else "compute"
     tasks.append(Task(name, "exposed_communication", stream, communication=name, after=(tasks[-1].label,)))
-    release = [Event(0, -received_bytes, "communication")]
-    release.append(Event(0, -sent_bytes, "communication") if thresholded else Event(0, -dense, "buckets"))
+    release = [Event(0, -received_bytes - flat_bytes, "communication")]
+    if _by_messages(low):
+        release.append(packed)
     if thresholded:
         add_s = costs.scatter_time_s(low.device(rank), received=sum(row[rank] for row in entries))
     else:
         add_s = costs.copy_time_s(low.device(rank), 1.5 * received_bytes)  # read both, write one
+    if flat_bytes:
+        add_s += costs.copy_time_s(low.device(rank), received_bytes)
     drain = Task(f"add bucket {bucket.index}", "compression", duration_s=add_s, after=(name,), need=footprint(release))
     return tasks, [drain]
+
+
+def _by_messages(low: Lowering) -> bool:
+    """Return whether gradients go as point-to-point messages; else by the backend's call, from and to a flat copy."""
+    return low.scenario.policies.exchange == "point-to-point"
+
+
+def _exchange(low: Lowering, size_bytes: float, matrix: "Matrix", *, data_dependent: bool = False) -> Communication:
+    """Return an exchange of what the matrix says."""
+    carried_as = "" if _by_messages(low) else "all-to-all"
+    return Communication(
+        "all-to-all-v",
+        low.group,
+        size_bytes,
+        pair_bytes=matrix,
+        data_dependent=data_dependent,
+        carried_as=carried_as,
+    )
+
+
+def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
+    """Return the time to hand messages over; the backend's call takes them from a flat copy, in its own thread."""
+    if _by_messages(low):
+        return collectives.posting_s(low.scenario.cluster, sent_bytes)
+    return costs.copy_time_s(low.device(rank), sent_bytes)
 
 
 def _prepare(low: Lowering, rank: int, bucket: Bucket, messages: Sequence[tuple[float, float]]) -> Task:
@@ -128,8 +162,8 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> list[Task]:
     row = (float(COUNT_BYTES),) * members
     matrix = tuple(tuple(0.0 if i == j else size for j, size in enumerate(row)) for i in range(members))
     size = members * (members - 1) * COUNT_BYTES
-    low.communications[name] = Communication("all-to-all-v", low.group, size, pair_bytes=matrix)
-    posting_s = collectives.posting_s(low.scenario.cluster, (members - 1) * COUNT_BYTES)
+    low.communications[name] = _exchange(low, size, matrix)
+    posting_s = _posting_s(low, 0, (members - 1) * COUNT_BYTES)
     post = Task(f"post {name}", "exposed_communication", duration_s=posting_s)
     return [post, Task(name, "exposed_communication", communication=name)]
 

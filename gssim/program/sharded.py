@@ -157,8 +157,14 @@ def _need(*events: Event) -> Footprint:
     return footprint(events)
 
 
+def _exchange(low: Lowering, kind: str, size_bytes: float) -> Communication:
+    """Return a collective of all ranks, carried out by the backend or by a ring of point-to-point messages."""
+    by_messages = low.scenario.policies.exchange == "point-to-point"
+    return Communication(kind, low.group, size_bytes, carried_as=f"{kind}-v" if by_messages else "")
+
+
 def _staging(low: Lowering, communication: Communication, position: int) -> list[Event]:
-    """Return what the backend holds while a collective runs, from `position` on."""
+    """Return what is held beside its tensors while a collective runs, from `position` on."""
     size = collectives.staging_bytes(communication, low.scenario.cluster.backend)
     return [Event(position, size, "communication"), Event(position + 1, -size, "communication")]
 
@@ -211,7 +217,7 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None) -
     )
     if unit.ranks == 1:
         return [copy]
-    communication = low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
+    communication = low.communications[name] = _exchange(low, "reduce-scatter", unit.padded_bytes)
     if overlaps:
         return [copy, Task(name, "exposed_communication", "communication", communication=name, after=(copy.label,))]
     need = _need(*_staging(low, communication, 0))
@@ -262,7 +268,7 @@ def _gather(low: Lowering, unit: Unit, phase: str, after: tuple[str, ...]) -> li
     if unit.ranks == 1:
         return []
     name = _gather_name(unit, phase)
-    communication = low.communications[name] = Communication("all-gather", low.group, unit.padded_bytes)
+    communication = low.communications[name] = _exchange(low, "all-gather", unit.padded_bytes)
     flat = Event(0, unit.flat_bytes, "communication")
     if _overlaps(low):
         return [

@@ -45,7 +45,7 @@ class Scenario:
     @property
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
-        return resolve(self.plan, devices=len(self.cluster.devices))
+        return resolve(self.plan, devices=len(self.cluster.devices), backend=self.cluster.backend)
 
     @property
     def ranks(self) -> int:
@@ -95,6 +95,7 @@ class Scenario:
             for key in ("recompute_flop", "recompute_bytes", "recompute_operations"):
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
+        del plan["exchange"]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
         question = {
             "workload": workload,
@@ -103,6 +104,9 @@ class Scenario:
             "cluster": _structure(self.cluster, self.ranks),
             "run": _adapter(Run).dump_python(self.run, mode="json"),
         }
+        policies = self.policies
+        if policies.exchange != ("point-to-point" if policies.gradients == "push" else "backend"):
+            question["exchange"] = policies.exchange  # results from before there was a choice keep their identity
         if self.network:
             question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)
