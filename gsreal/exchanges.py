@@ -161,9 +161,10 @@ def reduce_scatter_v(
 
     `flat` serves as working space: its content is lost.
     """
+    _check(op)
     with logical(_whole("reduce-scatter-v", flat, group)):
         _reduce_round_ring(own, flat, ranges, group)
-    _averaged(own, op, group)
+    _average(own, op, group)
 
 
 def reduce_scatter_tensor(own: Tensor, flat: Tensor, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
@@ -171,9 +172,10 @@ def reduce_scatter_tensor(own: Tensor, flat: Tensor, *, group: dist.ProcessGroup
 
     `flat` serves as working space: its content is lost. Among more than two ranks, takes a buffer of one part.
     """
+    _check(op)
     with logical(_whole("reduce-scatter", flat, group)):
         _reduce_round_ring(own.view(-1), flat.view(-1), _even(flat, group), group)
-    _averaged(own, op, group)
+    _average(own, op, group)
 
 
 def _whole(kind: str, flat: Tensor, group: dist.ProcessGroup) -> Logical:
@@ -191,12 +193,16 @@ def _even(flat: Tensor, group: dist.ProcessGroup) -> Ranges:
     return [(i * part, (i + 1) * part) for i in range(members)]
 
 
-def _averaged(own: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    """Make an average of a sum where `op` says so; raise ValueError for anything but sums and averages."""
+def _check(op: Any) -> None:
+    """Raise ValueError for anything but sums and averages."""
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"a ring of messages can sum and average, but not {op}")
+
+
+def _average(own: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """Make an average of a sum where `op` says so."""
     if op == dist.ReduceOp.AVG:
         own.div_(dist.get_world_size(group))
-    elif op != dist.ReduceOp.SUM:
-        raise ValueError(f"a ring of messages can sum and average, but not {op}")
 
 
 def _gather_round_ring(flat: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> None:

@@ -104,9 +104,8 @@ class Scenario:
             "cluster": _structure(self.cluster, self.ranks),
             "run": _adapter(Run).dump_python(self.run, mode="json"),
         }
-        policies = self.policies
-        if policies.exchange != ("point-to-point" if policies.gradients == "push" else "backend"):
-            question["exchange"] = policies.exchange  # results from before there was a choice keep their identity
+        if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
+            question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
         if self.network:
             question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)
