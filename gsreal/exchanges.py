@@ -73,17 +73,17 @@ def all_to_all_v(
     group: dist.ProcessGroup,
     declared_bytes: int,
     data_dependent: bool = False,
-    by_messages: bool = True,
+    point_to_point: bool = True,
 ) -> Pending:
     """Send `sends[i]` to the group's i-th rank and receive `receives[i]` from it; None and empty ones are left out.
 
-    Both ends must agree on every size. Returns at once; wait on what it returns. Without `by_messages`, the backend's
-    `all_to_all_single` carries them, from and to a flat copy.
+    Both ends must agree on every size. Returns at once; wait on what it returns. Where not `point_to_point`, the
+    backend's `all_to_all_single` carries them, from and to a flat copy.
     """
     rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
     others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
     with logical(Logical("all-to-all-v", tuple(sorted(ranks)), declared_bytes, data_dependent)):
-        if not by_messages:
+        if not point_to_point:
             return _all_to_all_single(sends, receives, group)
         incoming = [
             (ranks[i], tensor) for i in reversed(others) if (tensor := receives[i]) is not None and tensor.numel()

@@ -180,6 +180,11 @@ class Policies:
     """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
 
     @property
+    def point_to_point(self) -> bool:
+        """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
+        return self.exchange == "point-to-point"
+
+    @property
     def ranks(self) -> int:
         """Number of ranks: the product of the mesh axes."""
         return self.dp_replicate * self.dp_shard * self.tp * self.pp

@@ -69,13 +69,13 @@ def unevenly(group: Any, rank: int, ranks: int) -> Iterator[tuple[str, float]]:
         found[own] = whole[own]
         gather(found, ranges, group=group)
         yield gather.__name__, worst(whole, found)
-    for by_messages in (True, False):
+    for point_to_point in (True, False):
         sends = [torch.full((3 * other,), float(10 * rank + other)) for other in range(ranks)]
         receives = [torch.empty(3 * rank) for _ in range(ranks)]
         receives[rank] = sends[rank]
-        exchanges.all_to_all_v(sends, receives, group=group, declared_bytes=0, by_messages=by_messages).wait()
+        exchanges.all_to_all_v(sends, receives, group=group, declared_bytes=0, point_to_point=point_to_point).wait()
         expected = [torch.full((3 * rank,), float(10 * other + rank)) for other in range(ranks)]
-        yield f"all-to-all-v {by_messages}", max(map(worst, expected, receives))
+        yield f"all-to-all-v {point_to_point}", max(map(worst, expected, receives))
 
 
 def worst(theirs: torch.Tensor, ours: torch.Tensor) -> float:

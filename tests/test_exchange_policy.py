@@ -98,8 +98,8 @@ def test_the_same_collectives_happen_whatever_carries_them(method: str):
 
 def test_the_backend_publishes_a_bucket_by_a_broadcast_of_every_part():
     shards = {"shards": (0.75, 0.25, 0.0, 0.0)}
-    by_messages, by_backend = (entries(trained("gs", each, ranks=4, shares=shards)) for each in WAYS)
-    assert [(e.kind, e.bytes, e.count) for e in by_messages] == [("all-gather-v", 672, 1), ("all-to-all-v", 2016, 1)]
+    point_to_point, by_backend = (entries(trained("gs", each, ranks=4, shares=shards)) for each in WAYS)
+    assert [(e.kind, e.bytes, e.count) for e in point_to_point] == [("all-gather-v", 672, 1), ("all-to-all-v", 2016, 1)]
     assert [(e.kind, e.bytes, e.count) for e in by_backend] == [
         ("all-to-all-v", 2016, 1),
         ("broadcast", 168, 1),

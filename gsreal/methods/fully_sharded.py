@@ -24,14 +24,14 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-    by_messages = scenario.policies.exchange == "point-to-point"
+    point_to_point = scenario.policies.point_to_point
 
     class ObservedAllGather(DefaultAllGather):
         def __call__(
             self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
         ) -> dist.Work | None:
             with timeline.span("all-gather", "exposed_communication"):
-                if by_messages:
+                if point_to_point:
                     all_gather_into_tensor(output_tensor, input_tensor, group=group)
                     return None
                 return super().__call__(output_tensor, input_tensor, group, async_op)
@@ -41,7 +41,7 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
             self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
         ) -> dist.Work | None:
             with timeline.span("reduce-scatter", "exposed_communication"):
-                if by_messages:
+                if point_to_point:
                     reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
                     return None
                 return super().__call__(output_tensor, input_tensor, group, op, async_op)

@@ -62,11 +62,10 @@ def _broadcast(low: Lowering) -> list[Task]:
 
 def _publish(low: Lowering) -> list[Task]:
     """GS: updated parameters go round a ring into everybody's flat replica, bucket by bucket."""
-    by_messages = low.scenario.policies.exchange == "point-to-point"
     tasks = []
     for bucket in low.buckets:
         name = f"publish bucket {bucket.index}"
-        if not by_messages:
+        if not low.scenario.policies.point_to_point:
             tasks += _broadcast_parts(low, bucket, name)
             continue
         parts = tuple(n * low.value_bytes for n in shares.split(bucket.elements, low.shard_shares))

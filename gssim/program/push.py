@@ -59,39 +59,38 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     if thresholded:
         tasks += _count_exchange(low, bucket)
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -dense, "buckets")
-    flat_bytes = 0.0 if _by_messages(low) else sent_bytes + received_bytes
-    incoming = [Event(0, received_bytes + flat_bytes, "communication")]
-    tasks.append(
-        Task(
-            f"post {name}",
-            "exposed_communication",
-            duration_s=_posting_s(low, rank, sent_bytes),
-            need=footprint(incoming if _by_messages(low) else [*incoming, packed]),
-        )
-    )
+    posted, released = _exchange_events(low, packed, sent_bytes, received_bytes)
+    posting_s = _posting_s(low, rank, sent_bytes)
+    tasks.append(Task(f"post {name}", "exposed_communication", duration_s=posting_s, need=footprint(posted)))
     stream = "communication" if low.scenario.plan.overlap else "compute"
     tasks.append(Task(name, "exposed_communication", stream, communication=name, after=(tasks[-1].label,)))
-    release = [Event(0, -received_bytes - flat_bytes, "communication")]
-    if _by_messages(low):
-        release.append(packed)
     if thresholded:
         add_s = costs.scatter_time_s(low.device(rank), received=sum(row[rank] for row in entries))
     else:
         add_s = costs.copy_time_s(low.device(rank), 1.5 * received_bytes)  # read both, write one
-    if flat_bytes:
+    if not low.scenario.policies.point_to_point:
         add_s += costs.copy_time_s(low.device(rank), received_bytes)
-    drain = Task(f"add bucket {bucket.index}", "compression", duration_s=add_s, after=(name,), need=footprint(release))
+    drain = Task(f"add bucket {bucket.index}", "compression", duration_s=add_s, after=(name,), need=footprint(released))
     return tasks, [drain]
 
 
-def _by_messages(low: Lowering) -> bool:
-    """Return whether gradients go as point-to-point messages; else by the backend's call, from and to a flat copy."""
-    return low.scenario.policies.exchange == "point-to-point"
+def _exchange_events(
+    low: Lowering, packed: Event, sent_bytes: float, received_bytes: float
+) -> tuple[list[Event], list[Event]]:
+    """Return what is taken and given back when a push is posted, and when it has come and is added.
+
+    `packed` gives back what the messages are in. The backend's own call has them in a flat copy, and brings what comes
+    in another, until it is waited for.
+    """
+    if low.scenario.policies.point_to_point:
+        return [Event(0, received_bytes, "communication")], [Event(0, -received_bytes, "communication"), packed]
+    size = 2 * received_bytes + sent_bytes
+    return [Event(0, size, "communication"), packed], [Event(0, -size, "communication")]
 
 
 def _exchange(low: Lowering, size_bytes: float, matrix: "Matrix", *, data_dependent: bool = False) -> Communication:
     """Return an exchange of what the matrix says."""
-    carried_as = "" if _by_messages(low) else "all-to-all"
+    carried_as = "" if low.scenario.policies.point_to_point else "all-to-all"
     return Communication(
         "all-to-all-v",
         low.group,
@@ -104,7 +103,7 @@ def _exchange(low: Lowering, size_bytes: float, matrix: "Matrix", *, data_depend
 
 def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
     """Return the time to hand messages over; the backend's call takes them from a flat copy, in its own thread."""
-    if _by_messages(low):
+    if low.scenario.policies.point_to_point:
         return collectives.posting_s(low.scenario.cluster, sent_bytes)
     return costs.copy_time_s(low.device(rank), sent_bytes)
 

@@ -159,8 +159,8 @@ def _need(*events: Event) -> Footprint:
 
 def _exchange(low: Lowering, kind: str, size_bytes: float) -> Communication:
     """Return a collective of all ranks, carried out by the backend or by a ring of point-to-point messages."""
-    by_messages = low.scenario.policies.exchange == "point-to-point"
-    return Communication(kind, low.group, size_bytes, carried_as=f"{kind}-v" if by_messages else "")
+    point_to_point = low.scenario.policies.point_to_point
+    return Communication(kind, low.group, size_bytes, carried_as=f"{kind}-v" if point_to_point else "")
 
 
 def _staging(low: Lowering, communication: Communication, position: int) -> list[Event]:
