@@ -211,7 +211,7 @@ class Seen:
     size_bytes: int
     data_dependent: bool = False
     sent_bytes: float = 0
-    """By its point-to-point messages, where it is made of them."""
+    """By its point-to-point messages, or the one call of the backend, that carry it out."""
 
 
 KINDS = {
@@ -285,6 +285,8 @@ class CollectiveRecorder(TorchDispatchMode):
         sizes = [sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) for leaves in tensors]
         if name == "send":
             self._sent(sizes[0], _ends_of(args))
+        elif name == "alltoall_base_" and self._logical is not None:
+            self._logical.sent_bytes += sizes[1]
         elif name not in ("recv_", "recv_any_source_"):
             kind = KINDS.get(name, name)
             size = max(sizes) if kind in LARGER_SIDE else sizes[0]

@@ -34,6 +34,7 @@ Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
 GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push"]
 OptimizerPolicy = Literal["replicated", "sharded"]
+ExchangePolicy = Literal["point-to-point", "backend"]
 Shares = tuple[Annotated[float, Field(ge=0, le=1)], ...]
 
 MIB = 2**20
@@ -177,6 +178,10 @@ class Plan:
     first_bucket_bytes: PositiveBytes = DDP_FIRST_BUCKET_BYTES
     overlap: bool = True
     """Let communication hide behind compute where the method and backend can."""
+    exchange: ExchangePolicy | None = None
+    """What carries reduce-scatters, gathers and pushes: point-to-point messages, in rings and exchanges of our own, or
+    the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes) and
+    for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
     prefetch: Count | None = None
 
 
@@ -199,6 +204,13 @@ class Policies:
     slices: str = field(default="even", repr=False)
     """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (The method tells it
     already, so that it is no part of what identifies a scenario.)"""
+    exchange: str = field(default="backend", repr=False)
+    """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
+        return self.exchange == "point-to-point"
 
     @property
     def mesh(self) -> Mesh:
@@ -216,8 +228,18 @@ class Policies:
         return self.mesh.data_ranks
 
 
-def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = ()) -> Policies:
-    """Return the plan's policies: the method's presets, overridden by what the user set.
+def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
+    """Return what carries a method's gradients where the plan does not say.
+
+    >>> usual_exchange("reduce-scatter"), usual_exchange("reduce-scatter", backend="nccl"), usual_exchange("all-reduce")
+    ('point-to-point', 'backend', 'backend')
+    """
+    own = gradients == "push" or (gradients == "reduce-scatter" and backend == "gloo")
+    return "point-to-point" if own else "backend"
+
+
+def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str = "gloo") -> Policies:
+    """Return the plan's policies on a cluster: the method's presets, overridden by what the user set.
 
     Axes that the user does not size take all `devices` on the method's own axis; `single` takes one. Methods of two
     levels take the devices of a host on one axis and the hosts on the other; `hosts` names each device's. Raises
@@ -228,6 +250,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = ()) -> Policies:
         name: getattr(plan, name) or preset[name]
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
+    policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     axes = {
         "dp_replicate": plan.dp_replicate or 1,
         "dp_shard": plan.dp_shard or 1,

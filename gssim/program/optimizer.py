@@ -11,7 +11,7 @@ from gssim.memory import (
     optimizer_state_bytes,
     optimizer_temporary_bytes,
 )
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Bucket, Lowering
 from gssim.program.push import across
 from gssim.program.sharded import units
 from gssim.program.task import Task
@@ -70,16 +70,30 @@ def _publish(low: Lowering, rank: int) -> list[Task]:
     tasks = []
     for bucket in low.buckets:
         division = low.division(bucket)
+        label = f"publish bucket {bucket.index}"
+        if not low.policies.point_to_point:
+            tasks += _broadcast_parts(low, bucket, label)
+            continue
         if low.nodes > 1 or low.places == 1:
-            label = f"publish bucket {bucket.index}"
             parts = tuple(n * low.value_bytes for n in division.owned[low.place(rank)])
             name = across(low, bucket, rank, label, "all-gather-v", sum(parts), part_bytes=parts)
             tasks.append(Task(label, "exposed_communication", communication=name))
         if low.places > 1:
-            label = f"publish bucket {bucket.index} in the node"
+            label = f"{label} in the node"
             parts = tuple(n * low.value_bytes for n in division.places)
             low.communications[label] = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
             tasks.append(Task(label, "exposed_communication", communication=label))
+    return tasks
+
+
+def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
+    """GS by the backend's collectives: every owner broadcasts its part of a bucket; they are taken in that order."""
+    tasks = []
+    for rank, elements in enumerate(low.division(bucket).owned[0]):
+        if elements:
+            part = f"{name} part {rank}"
+            low.communications[part] = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
+            tasks.append(Task(part, "exposed_communication", communication=part))
     return tasks
 
 

@@ -104,23 +104,35 @@ def _push_bucket(
         return tasks, [Task(f"free bucket {bucket.index}", "compression", need=footprint(release))]
     label = f"push bucket {bucket.index}"
     size = (low.nodes - 1) * offered
-    name = across(low, bucket, rank, label, "all-to-all-v", size, pair_bytes=matrix, data_dependent=thresholded)
+    carried_as = _carried_as(low)
+    name = across(
+        low,
+        bucket,
+        rank,
+        label,
+        "all-to-all-v",
+        size,
+        pair_bytes=matrix,
+        data_dependent=thresholded,
+        carried_as=carried_as,
+    )
     sent_bytes, received_bytes = sum(matrix[own]), sum(row[own] for row in matrix)
     if thresholded:
         tasks += _count_exchange(low, bucket)
-    posting_s = collectives.posting_s(low.scenario.cluster, sent_bytes)
-    incoming = footprint([Event(0, received_bytes, "communication")])
-    tasks.append(Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=incoming))
+    packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
+    posted, released = _exchange_events(low, packed, sent_bytes, received_bytes)
+    posting_s = _posting_s(low, rank, sent_bytes)
+    tasks.append(Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=footprint(posted)))
     stream = "communication" if low.scenario.plan.overlap else "compute"
     tasks.append(Task(label, "exposed_communication", stream, communication=name, after=(tasks[-1].label,)))
-    release = [Event(0, -received_bytes, "communication")]
-    release.append(Event(0, -sent_bytes, "communication") if thresholded else Event(0, -offered, "buckets"))
     if thresholded:
         add_s = costs.scatter_time_s(low.device(rank), received=sum(row[own] for row in entries))
     else:
         add_s = costs.copy_time_s(low.device(rank), 1.5 * received_bytes)  # read both, write one
-    drain = Task(f"add bucket {bucket.index}", "compression", duration_s=add_s, after=(label,), need=footprint(release))
-    return tasks, [drain]
+    if not low.policies.point_to_point:
+        add_s += costs.copy_time_s(low.device(rank), received_bytes)
+    add = f"add bucket {bucket.index}"
+    return tasks, [Task(add, "compression", duration_s=add_s, after=(label,), need=footprint(released))]
 
 
 def across(low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size_bytes: float, **parts: Any) -> str:
@@ -135,6 +147,32 @@ def across(low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size
     group, *beside = (low.push_groups[each] for each in alike)
     low.communications[name] = Communication(kind, group, size_bytes, beside=tuple(beside), **parts)
     return name
+
+
+def _carried_as(low: Lowering) -> str:
+    """Return the kind of call that carries an uneven exchange, where it is not made of messages."""
+    return "" if low.policies.point_to_point else "all-to-all"
+
+
+def _exchange_events(
+    low: Lowering, packed: Event, sent_bytes: float, received_bytes: float
+) -> tuple[list[Event], list[Event]]:
+    """Return what is taken and given back when a push is posted, and when it has come and is added.
+
+    `packed` gives back what the messages are in. The backend's own call has them in a flat copy, and brings what comes
+    in another, until it is waited for.
+    """
+    if low.policies.point_to_point:
+        return [Event(0, received_bytes, "communication")], [Event(0, -received_bytes, "communication"), packed]
+    size = 2 * received_bytes + sent_bytes
+    return [Event(0, size, "communication"), packed], [Event(0, -size, "communication")]
+
+
+def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
+    """Return the time to hand messages over; the backend's call takes them from a flat copy, in its own thread."""
+    if low.policies.point_to_point:
+        return collectives.posting_s(low.scenario.cluster, sent_bytes)
+    return costs.copy_time_s(low.device(rank), sent_bytes)
 
 
 def _prepare(
@@ -208,9 +246,9 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> list[Task]:
     row = (float(COUNT_BYTES),) * members
     matrix = tuple(tuple(0.0 if i == j else size for j, size in enumerate(row)) for i in range(members))
     size = members * (members - 1) * COUNT_BYTES
-    axis = low.policies.push_axis
-    low.communications[name] = low.communication("all-to-all-v", axis, size, pair_bytes=matrix)
-    posting_s = collectives.posting_s(low.scenario.cluster, (members - 1) * COUNT_BYTES)
+    axis, carried_as = low.policies.push_axis, _carried_as(low)
+    low.communications[name] = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)
+    posting_s = _posting_s(low, low.group[0], (members - 1) * COUNT_BYTES)
     post = Task(f"post {name}", "exposed_communication", duration_s=posting_s)
     return [post, Task(name, "exposed_communication", communication=name)]
 

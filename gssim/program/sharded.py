@@ -158,8 +158,14 @@ def _need(*events: Event) -> Footprint:
     return footprint(events)
 
 
+def _exchange(low: Lowering, kind: str, size_bytes: float) -> Communication:
+    """Return a collective of those that share a unit, by the backend or by a ring of point-to-point messages."""
+    carried_as = f"{kind}-v" if low.policies.point_to_point else ""
+    return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
+
+
 def _staging(low: Lowering, communication: Communication, position: int) -> list[Event]:
-    """Return what the backend holds while a collective runs, from `position` on."""
+    """Return what is held beside its tensors while a collective runs, from `position` on."""
     size = collectives.staging_bytes(communication, low.scenario.cluster.backend)
     return [Event(position, size, "communication"), Event(position + 1, -size, "communication")]
 
@@ -244,7 +250,7 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     )
     tasks = [copy]
     if unit.ranks > 1:
-        communication = low.communications[name] = low.communication("reduce-scatter", "dp_shard", unit.padded_bytes)
+        communication = low.communications[name] = _exchange(low, "reduce-scatter", unit.padded_bytes)
         need = NOTHING if overlaps else _need(*_staging(low, communication, 0), added)
         tasks.append(_beside(name, copy.label, "communication", need) if overlaps else _blocking(name, need))
     if low.replicates:
@@ -309,7 +315,7 @@ def _gather(low: Lowering, unit: Unit, phase: str, after: tuple[str, ...]) -> li
     if unit.ranks == 1:
         return []
     name = _gather_name(unit, phase)
-    communication = low.communications[name] = low.communication("all-gather", "dp_shard", unit.padded_bytes)
+    communication = low.communications[name] = _exchange(low, "all-gather", unit.padded_bytes)
     flat = Event(0, unit.flat_bytes, "communication")
     if low.overlaps:
         return [

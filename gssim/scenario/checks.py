@@ -17,6 +17,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
     _check_push(scenario.plan, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
+    _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
@@ -33,6 +34,23 @@ def _check_conditions(scenario: Scenario, file: str) -> None:
         ends_of(applied(scenario.cluster.wiring, scenario.network), scenario.network)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+
+
+def _check_exchange(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse messages of our own where no collective is made of them, or the backend's rings are no worse."""
+    plan, backend = scenario.plan, scenario.cluster.backend
+    two_levels = policies.push_axis == "dp_replicate" or policies.parameters != "replicated"
+    if plan.exchange == "backend" and policies.gradients == "push" and two_levels:
+        raise UserError(
+            f"{file}: plan.exchange = 'backend': cannot run yet with method '{plan.method}'; allowed: 'point-to-point'"
+        )
+    if plan.exchange != "point-to-point":
+        return
+    asked = f"{file}: plan.exchange = 'point-to-point'"
+    if policies.gradients not in ("reduce-scatter", "push"):
+        raise UserError(f"{asked}: method '{plan.method}' has no exchange of its own; allowed: 'backend'")
+    if policies.gradients == "reduce-scatter" and backend == "nccl":
+        raise UserError(f"{asked}: nccl's own collectives are rings already; allowed with nccl: 'backend'")
 
 
 def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -46,9 +46,9 @@ class Scenario:
     @property
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
-        devices = self.cluster.devices
+        devices, backend = self.cluster.devices, self.cluster.backend
         hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
-        return resolve(self.plan, devices=len(devices), hosts=hosts)
+        return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
 
     @property
     def ranks(self) -> int:
@@ -143,6 +143,7 @@ class Scenario:
             for key in ("units", "reductions", "recompute_flop", "recompute_bytes", "recompute_operations"):
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
+        del plan["exchange"]
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
@@ -153,6 +154,8 @@ class Scenario:
             "cluster": _structure(self.cluster, self.ranks),
             "run": _adapter(Run).dump_python(self.run, mode="json"),
         }
+        if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
+            question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
         if self.network:
             question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)
