@@ -29,8 +29,8 @@ APPLY: dict[tuple[str, str], Apply] = {
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Return the module made ready for the scenario's plan on this rank."""
     policies = scenario.policies
-    if scenario.plan.recompute == "full":
-        checkpoint_blocks(scenario.workload.model, module)
+    if scenario.plan.recompute != "none":
+        checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
     apply = APPLY[policies.parameters, policies.gradients]
     return apply(scenario, module, timeline, device)
 

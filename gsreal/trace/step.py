@@ -88,7 +88,7 @@ def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Te
             keep.append(storage)  # so that no other storage takes its place
             record.saved[recorder.layer] += storage.nbytes()
         if recorder.layer not in record.output:  # its module has not returned
-            record.until_saved[recorder.layer] = recorder.work()
+            record.until_saved[recorder.layer] = recorder.again()
         return tensor
 
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)

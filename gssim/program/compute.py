@@ -113,7 +113,7 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
     """Return what checkpointing makes of a layer's buffers on the rank's device."""
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
     unscaled = round(state / _scale(low))  # bytes, whatever the precision
-    return partial(recomputed_buffers, random_state_bytes=unscaled)
+    return partial(recomputed_buffers, selective=low.selective, random_state_bytes=unscaled)
 
 
 def _named(task: Task, label: str) -> Task:
@@ -121,11 +121,19 @@ def _named(task: Task, label: str) -> Task:
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str) -> float:
-    samples = low.batch_sizes[rank]
-    return costs.layer_time_s(low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples)
+    return costs.layer_time_s(
+        low.device(rank),
+        low.scenario.workload,
+        instance.layer,
+        phase=phase,
+        batch_size=low.batch_sizes[rank],
+        selective=low.selective,
+    )
 
 
 def _scratch(low: Lowering, rank: int, instance: LayerInstance, phase: str, events: Sequence[Event]) -> float:
+    if phase == "r" and low.selective:
+        return 0.0  # the kernels that need scratch are those of compute-heavy operations
     workload, samples = low.scenario.workload, low.batch_sizes[rank]
     return scratch_bytes(low.device(rank), workload, instance, phase=phase, batch_size=samples, traced=events)
 

@@ -15,6 +15,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
+    _check_recompute(scenario, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -53,6 +54,17 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
             )
     if plan.publish.threshold is not None:
         raise UserError(f"{file}: plan.publish.threshold: method '{plan.method}' publishes no parameters")
+
+
+def _check_recompute(scenario: Scenario, file: str) -> None:
+    if scenario.plan.recompute != "selective":
+        return
+    for layer in scenario.workload.model.layers:
+        if layer.block and layer.selective_positions is None:
+            raise UserError(
+                f"{file}: plan.recompute = 'selective': the model file does not tell what the block '{layer.name}' "
+                "keeps: trace it again; nothing can be kept of a matrix product or convolution that is changed in place"
+            )
 
 
 def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -92,7 +92,7 @@ class Scenario:
         for key in ("source", "name"):
             del workload["model"][key]
         for layer in workload["model"]["layers"]:
-            for key in ("recompute_flop", "recompute_bytes", "recompute_operations"):
+            for key in [key for key in layer if key.startswith(("recompute_", "selective_"))]:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
