@@ -1,11 +1,12 @@
 """When the buffers of a checkpointed block live: its traced buffers, moved to where checkpointing puts them.
 
 [Note: checkpoint] What torch.utils.checkpoint does with use_reentrant=False (torch 2.13). In the forward, autograd
-saves placeholders instead of tensors, so nothing but the block's inputs is kept. The first of the block's backward
-nodes that needs a saved tensor runs the forward again, which stops once the last saved tensor is there (early_stop);
-each is then freed by the node that uses it, as without checkpointing. The inputs, and the state of the random numbers
-at the forward, are held by the placeholders: until the last of the block's nodes is done. The phase `r` is this second
-forward, with the positions of the first.
+saves placeholders instead of tensors, so nothing but the block's inputs is kept: all else goes with the last name for
+it, as a forward shows that is traced with nothing saved. The first of the block's backward nodes that needs a saved
+tensor runs the forward again, which stops once the last saved tensor is there (early_stop); each is then freed by the
+node that uses it, as without checkpointing. The inputs, and the state of the random numbers at the forward, are held by
+the placeholders: until the last of the block's nodes is done. The phase `r` is this second forward, with the positions
+of the first.
 
 [Note: selective] With create_selective_checkpoint_contexts, each output of a compute-heavy operation (matrix product,
 convolution, attention) is kept from the first forward, whether the backward needs it or not. The second forward takes
@@ -38,12 +39,13 @@ def recomputed_buffers(
     """
     found: list[Buffer] = []
     output = _own_output(layer) if layer.block else None
+    releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
     for buffer in layer.buffers:
         if layer.block and selective and _is_heavy(buffer, layer):
             found.append(replace(buffer, freed=_handed_over(buffer, layer, before), category="activations"))
         elif layer.block and _is_saved(buffer):
-            # in the first forward it goes with the last name for it, which no trace shows: at the end at the latest
-            end = _last_use(layer, after) if buffer is output else Moment("f", LAST)
+            # older model files do not tell when it goes in the first forward: at the end at the latest
+            end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
             found += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
         else:
             found.append(replace(buffer, freed=_moved(buffer.freed, layer, after)))

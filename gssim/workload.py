@@ -204,6 +204,8 @@ class Layer:
     recompute_operations: Count | None = None
     recompute_positions: Count | None = None
     """How many of the forward's positions that takes."""
+    recompute_releases: tuple[Count, ...] | None = None
+    """Where in a forward that saves nothing those buffers go which are kept for the layer's own backward, in order."""
     selective_flop: Quantity | None = None
     """Of that, what is run again where the outputs of compute-heavy operations are kept; absent: not known."""
     selective_bytes: Quantity | None = None

@@ -164,12 +164,12 @@ PLAN_FAULTS = [
     (("plan.method=gs", "plan.push.threshold=nan"), "plan.push.threshold = nan: "),
     (("plan.method=gs", "plan.push.kind=loud"), "plan.push.kind = 'loud': input should be 'absolute', 'relative' or 'target-density'"),
     (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
+    (("plan.recompute=selective",), "plan.recompute = 'selective': the model file does not tell what the block 'h' keeps: trace it again"),
     (('plan.bucket_bytes="25 MB/s"',), "plan.bucket_bytes = '25 MB/s': is in bytes/s, but bytes is needed"),
     (("plan.bucket_bytes=true",), "plan.bucket_bytes = True: "),
 ]  # fmt: skip
 
 NOT_YET = [
-    (("plan.recompute=selective",), "plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'"),
     (("plan.micro_batches=2",), "plan.micro_batches = 2: cannot run yet; allowed today: 1"),
     (("plan.schedule=1f1b",), "plan.schedule = '1f1b': cannot run yet; leave it out"),
     (("plan.stages=[1, 2]",), "plan.stages = (1, 2): cannot run yet"),

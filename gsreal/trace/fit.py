@@ -72,6 +72,12 @@ def _recomputed(
     found = cost("recompute", lambda again: again.work)
     counted = [-1, *first.counted[index]]
     found["recompute_positions"] = counted[found["recompute_operations"]] + 1
+    found["recompute_releases"] = tuple(
+        counted[-1] if alive.unsaved is None else alive.unsaved
+        for alive in first.alive
+        if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
+        if alive.freed[0] <= index
+    )
     if index not in first.overwritten:
         found |= cost("selective", lambda again: again.light)
         found["selective_positions"] = tuple(first.heavy[index])

@@ -28,6 +28,8 @@ class Alive:
     size_bytes: int
     born: tuple[int, str, int]
     freed: tuple[int, str, int] | None = None
+    unsaved: int | None = None
+    """Position of its own layer's forward at which it would go if autograd did not save it."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,7 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         """Return what both do."""
-        return Work(
-            self.flop + other.flop, self.bytes_moved + other.bytes_moved, self.operations + other.operations
-        )
+        return Work(self.flop + other.flop, self.bytes_moved + other.bytes_moved, self.operations + other.operations)
 
 
 @dataclass(frozen=True)

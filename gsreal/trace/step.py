@@ -1,5 +1,6 @@
 """One training step of a module under fake tensors, and what it showed."""
 
+from bisect import bisect_right
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,7 @@ def record_step(model: Model, batch_size: int, sequence_length: int | None, *, w
         _record_saved(record, module, inputs, targets)
         module.zero_grad(set_to_none=True)
         _record_operations(record, module, inputs, targets, where)
+        _record_unsaved(record, module, inputs, targets)
     return record
 
 
@@ -99,6 +101,21 @@ def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Te
         record.output[len(record.modules)] = loss.numel() * loss.element_size()
     for handle in handles:
         handle.remove()
+
+
+def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    """Book when what a forward makes would go if autograd saved nothing, as in the forward of a checkpointed block."""
+    seen = Record(record.modules, record.blocks)
+    hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
+    recorder = Recorder(seen, _known_storages(module, inputs, targets))
+    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+        loss_of(out(logits_of(module(inputs))), targets)
+    made = [alive for alive in record.alive if alive.born[1] == "f"]
+    for alive, again in zip(made, seen.alive, strict=True):
+        if again.freed is not None and again.freed[:2] == again.born[:2]:
+            layer, _, position = again.freed
+            # positions differ by views, operations do not
+            alive.unsaved = record.counted[layer][bisect_right(seen.counted[layer], position) - 1]
 
 
 def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
