@@ -54,10 +54,14 @@ def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
     forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations)
     if phase == "f":
         return forward
-    again = (layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations)
+    flop, moved_bytes, operations = layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations
     if selective:
-        again = (layer.selective_flop, layer.selective_bytes, layer.selective_operations)
-    return Work(*(whole if part is None else part for part, whole in zip(again, forward, strict=True)))
+        flop, moved_bytes, operations = layer.selective_flop, layer.selective_bytes, layer.selective_operations
+    return Work(
+        forward.flop if flop is None else flop,
+        forward.moved_bytes if moved_bytes is None else moved_bytes,
+        forward.operations if operations is None else operations,
+    )
 
 
 def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:
