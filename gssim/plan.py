@@ -166,7 +166,9 @@ class Plan:
     publish: Publish = field(default_factory=Publish)
     shares: ShareRules = field(default_factory=ShareRules)
     recompute: Literal["none", "selective", "full"] = "none"
-    """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing)."""
+    """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
+    `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and
+    only the others run again: torch's selective activation checkpointing."""
     micro_batches: PositiveInt = 1
     """Parts in which each rank takes its samples, one after another, before it updates (gradient accumulation)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
@@ -313,8 +315,6 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     today = Plan(method=plan.method)
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
-    if plan.recompute == "selective":
-        raise UserError(f"{file}: plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'")
     _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
     for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)

@@ -275,6 +275,16 @@ class Layer:
     """Of the forward, what checkpointing runs again: up to the last tensor that autograd saves; absent: all of it."""
     recompute_bytes: Quantity | None = None
     recompute_operations: Count | None = None
+    recompute_positions: Count | None = None
+    """How many of the forward's positions that takes."""
+    recompute_releases: tuple[Count, ...] | None = None
+    """Where in a forward that saves nothing those buffers go which are kept for the layer's own backward, in order."""
+    selective_flop: Quantity | None = None
+    """Of that, what is run again where the outputs of compute-heavy operations are kept; absent: not known."""
+    selective_bytes: Quantity | None = None
+    selective_operations: Count | None = None
+    selective_positions: tuple[Count, ...] | None = None
+    """Of the forward's compute-heavy operations: matrix products, convolutions, attention."""
     buffers: tuple[_text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     units: PositiveInt | None = None
     """Of a block that is cut: how many units there are of it; see [Note: units]."""

@@ -36,8 +36,8 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     policies = scenario.policies
     if policies.pp > 1:
         return pipeline_stages(scenario, module, timeline, device)
-    if scenario.plan.recompute == "full":
-        checkpoint_blocks(scenario.workload.model, module)
+    if scenario.plan.recompute != "none":
+        checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
     if policies.tp > 1:
         slice_blocks(scenario, module, timeline, _mesh(scenario, device)["tp"])
     apply = APPLY[policies.parameters, policies.gradients]

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from gsreal.layers import LOSS
-from gsreal.trace.recorder import Record, Work
+from gsreal.trace.recorder import Again, Record, Work
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
 
@@ -37,8 +37,7 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
             costs[f"{key}_flop"] = fit(lambda r, p=place: r.flop[p], f"{name}: FLOP")
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
         if name in first.blocks:
-            costs |= _recomputed(index, name, fit)
-            costs["recompute_operations"] = first.until_saved.get(index, Work()).operations
+            costs |= _recomputed(first, index, name, fit)
         layers.append(
             Layer(
                 name=name,
@@ -58,12 +57,34 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
     return layers
 
 
-def _recomputed(index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]) -> dict[str, Any]:
-    """Return what of a block's forward checkpointing runs again."""
-    return {
-        "recompute_flop": fit(lambda r: r.until_saved.get(index, Work()).flop, f"{name}: recomputed FLOP"),
-        "recompute_bytes": fit(lambda r: r.until_saved.get(index, Work()).bytes_moved, f"{name}: recomputed bytes"),
-    }
+def _recomputed(
+    first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
+) -> dict[str, Any]:
+    """Return what of a block's forward checkpointing runs again, and selective checkpointing; what the latter keeps."""
+
+    def cost(kind: str, read: Callable[[Again], Work]) -> dict[str, Any]:
+        def work(record: Record) -> Work:
+            return read(record.until_saved.get(index, Again()))
+
+        return {
+            f"{kind}_flop": fit(lambda r: work(r).flop, f"{name}: recomputed FLOP"),
+            f"{kind}_bytes": fit(lambda r: work(r).bytes_moved, f"{name}: recomputed bytes"),
+            f"{kind}_operations": work(first).operations,
+        }
+
+    found = cost("recompute", lambda again: again.work)
+    counted = [-1, *first.counted[index]]
+    found["recompute_positions"] = counted[found["recompute_operations"]] + 1
+    found["recompute_releases"] = tuple(
+        counted[-1] if alive.unsaved is None else alive.unsaved
+        for alive in first.alive
+        if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
+        if alive.freed[0] <= index
+    )
+    if index not in first.overwritten:
+        found |= cost("selective", lambda again: again.light)
+        found["selective_positions"] = tuple(first.heavy[index])
+    return found
 
 
 def _parameters(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:

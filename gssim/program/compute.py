@@ -119,7 +119,7 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
     """Return what checkpointing makes of a layer's buffers on the rank's device."""
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
     unscaled = round(state / low.traced_scale)  # bytes, whatever the precision
-    return partial(recomputed_buffers, random_state_bytes=unscaled)
+    return partial(recomputed_buffers, selective=low.selective, random_state_bytes=unscaled)
 
 
 def _named(task: Task, label: str) -> Task:
@@ -127,9 +127,14 @@ def _named(task: Task, label: str) -> Task:
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
-    whole = low.whole_layers[instance.index].layer
     return costs.layer_time_s(
-        low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples, whole=whole
+        low.device(rank),
+        low.scenario.workload,
+        instance.layer,
+        phase=phase,
+        batch_size=samples,
+        selective=low.selective,
+        whole=low.whole_layers[instance.index].layer,
     )
 
 
@@ -142,6 +147,8 @@ def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:
 def _scratch(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, events: Sequence[Event]
 ) -> float:
+    if phase == "r" and low.selective:
+        return 0.0  # the kernels that need scratch are those of compute-heavy operations
     workload = low.scenario.workload
     if instance.layer.reductions:
         return 0.0  # profiles are of whole blocks: what the kernels of a slice take for themselves is not known

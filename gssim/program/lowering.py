@@ -116,8 +116,13 @@ class Lowering:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether each block keeps only its input, and runs its forward again for its backward."""
-        return self.scenario.plan.recompute == "full"
+        """Whether each block runs its forward again for its backward, or those operations that cost little."""
+        return self.scenario.plan.recompute != "none"
+
+    @cached_property
+    def selective(self) -> bool:
+        """Whether each block keeps the outputs of its compute-heavy operations, and only its others run again."""
+        return self.scenario.plan.recompute == "selective"
 
     @cached_property
     def schedule(self) -> tuple[tuple[Action, ...], ...]:

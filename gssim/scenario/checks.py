@@ -25,6 +25,7 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_pipeline(scenario, policies, file)
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
+    _check_recompute(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -133,6 +134,19 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
             )
     if plan.publish.threshold is not None:
         raise UserError(f"{file}: plan.publish.threshold: method '{plan.method}' publishes no parameters")
+
+
+def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
+    if scenario.plan.recompute != "selective":
+        return
+    if policies.tp > 1:
+        raise UserError(f"{file}: plan.recompute = 'selective': cannot run with cut blocks yet; allowed: none, full")
+    for layer in scenario.workload.model.layers:
+        if layer.block and layer.selective_positions is None:
+            raise UserError(
+                f"{file}: plan.recompute = 'selective': the model file does not tell what the block '{layer.name}' "
+                "keeps: trace it again; nothing can be kept of a matrix product or convolution that is changed in place"
+            )
 
 
 def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -140,7 +140,8 @@ class Scenario:
         source = workload["model"]["input"]
         workload["model"]["input"] = {key: value for key, value in source.items() if value is not None}
         for layer in workload["model"]["layers"]:
-            for key in ("units", "reductions", "recompute_flop", "recompute_bytes", "recompute_operations"):
+            known = ("units", "reductions")
+            for key in [key for key in layer if key in known or key.startswith(("recompute_", "selective_"))]:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
         del plan["exchange"]
