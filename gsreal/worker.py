@@ -147,8 +147,11 @@ class Feed:
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.scenario, self.rank, self.device = scenario, rank, device
-        ends = [sum(scenario.batch_sizes[: i + 1]) for i in range(scenario.ranks)]
-        self.rows = [slice(end - size, end) for end, size in zip(ends, scenario.batch_sizes, strict=True)]
+        sizes = scenario.batch_sizes
+        ends = [sum(sizes[: i + 1]) for i in range(scenario.ranks)]
+        if scenario.policies.partition == "weight-gradient":
+            ends = list(sizes)  # all ranks take the same rows
+        self.rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:

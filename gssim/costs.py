@@ -14,18 +14,31 @@ INDEX_BYTES = 4
 """COO entries carry an int32 index relative to the owner's range."""
 
 
-def layer_time_s(device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int) -> float:
+def layer_time_s(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    *,
+    phase: str,
+    batch_size: int,
+    whole: Layer | None = None,
+) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
 
     `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed. A profile does not
-    tell how far that is: its forward is then shared out as the roofline's is. Assumes that nothing else runs on the
+    tell how far that is: its forward is then shared out as the roofline's is. `whole`: the layer of whose backward
+    that of `layer` is a part, if it is one; the profile is of the whole. Assumes that nothing else runs on the
     device; the machine slows it down while it communicates.
     """
     profile = layer_profile(device, workload, layer)
     if profile is None:
         return _layer_roofline_s(device, workload, layer, phase, batch_size)
     if phase == "b":
-        return profile.backward_s.at(batch_size)
+        backward_s = profile.backward_s.at(batch_size)
+        if whole is None or whole is layer:
+            return backward_s
+        part_s, whole_s = (_layer_roofline_s(device, workload, each, "b", batch_size) for each in (layer, whole))
+        return backward_s * part_s / whole_s if whole_s else backward_s
     forward_s = profile.forward_s.at(batch_size)
     if phase == "f" or _repeats_all(layer):
         return forward_s

@@ -89,6 +89,8 @@ RUNS_TODAY = frozenset(
     }
 )
 """(parameters, gradients, optimizer_state) that both executors can run."""
+DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
+"""The same, where `partition` is weight-gradient."""
 
 
 @spec
@@ -179,8 +181,8 @@ class Policies:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that take samples of their own."""
-        return self.dp_replicate * self.dp_shard
+        """Number of ranks that take samples of their own: one, for all, where they divide the weight gradients."""
+        return 1 if self.partition == "weight-gradient" else self.dp_replicate * self.dp_shard
 
 
 def resolve(plan: Plan, *, devices: int) -> Policies:
@@ -220,8 +222,9 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
     tensor_or_pipeline = plan.method in ("pipeline", "tensor", "gs_tp") or plan.tp > 1 or plan.pp > 1
     two_levels = plan.method in ("gs_hier", "hsdp")
-    if combination not in RUNS_TODAY or policies.partition != "data" or tensor_or_pipeline or two_levels:
-        allowed = "single, ddp, zero1, zero2, zero3, fsdp, gs"
+    runs = DIVIDES_WEIGHT_GRADIENTS if policies.partition == "weight-gradient" else RUNS_TODAY
+    if combination not in runs or tensor_or_pipeline or two_levels:
+        allowed = "single, ddp, zero1, zero2, zero3, fsdp, gs, gs_wgrad"
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.dp_replicate > 1 and policies.dp_shard > 1:
         raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")

@@ -85,3 +85,40 @@ def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
         found[part].append(position)
         heapq.heapreplace(heap, (held + sizes[position], part))
     return tuple(map(tuple, found))
+
+
+def contiguous(sizes: Sequence[int], wanted: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """Return half-open ranges of `sizes`, one a part and in order, of which the largest for its share is least.
+
+    `wanted`: the parts' shares, positive. Every part gets something: there must be as many sizes above 0 as parts.
+    Bisection over what a part may hold for its share; each part takes all that it may, which leaves the least to those
+    behind it.
+
+    >>> contiguous([4, 1, 1, 2], [0.5, 0.5])
+    ((0, 1), (1, 4))
+    """
+    low, high = 0.0, sum(sizes) / min(wanted)
+    best = _filled(sizes, wanted, high)
+    for _ in range(64):
+        middle = (low + high) / 2
+        found = _filled(sizes, wanted, middle)
+        low, high, best = (low, middle, found) if found else (middle, high, best)
+    assert best is not None  # the whole fits into any part
+    return best
+
+
+def _filled(sizes: Sequence[int], wanted: Sequence[float], limit: float) -> tuple[tuple[int, int], ...] | None:
+    """Return the ranges of parts that hold up to `limit` times their share, or None where that is too little."""
+    left = sum(1 for size in sizes if size)
+    found, place = [], 0
+    for part, share in enumerate(wanted):
+        first, held = place, 0
+        behind = len(wanted) - part - 1
+        while place < len(sizes) and held + sizes[place] <= limit * share and (left > behind or not sizes[place]):
+            held += sizes[place]
+            left -= bool(sizes[place])
+            place += 1
+        if not held:
+            return None
+        found.append((first, place))
+    return tuple(found) if place == len(sizes) else None

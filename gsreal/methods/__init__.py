@@ -12,6 +12,7 @@ from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.pushed import push_gradients
 from gsreal.methods.replicated import all_reduce_gradients, train_alone
 from gsreal.methods.training import Training
+from gsreal.methods.weight_gradient import train_owned_layers
 from gssim.scenario import Scenario
 
 __all__ = ["Training", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
@@ -24,6 +25,7 @@ APPLY: dict[tuple[str, str], Apply] = {
     ("sharded", "reduce-scatter"): fully_shard_parameters,
     ("replicated", "push"): push_gradients,
 }
+"""By parameters and gradients, where each rank has samples of its own."""
 
 
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -32,6 +34,8 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     if scenario.plan.recompute == "full":
         checkpoint_blocks(scenario.workload.model, module)
     apply = APPLY[policies.parameters, policies.gradients]
+    if policies.partition == "weight-gradient":
+        apply = train_owned_layers
     return apply(scenario, module, timeline, device)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsreal.trace.fit import NoPolynomialError, Shape, fitted_layers, grouped
+from gsreal.trace.parts import with_parts
 from gsreal.trace.recorder import Record
 from gsreal.trace.step import fake_module, record_step
 from gssim.units import UserError
@@ -36,6 +37,7 @@ def trace(model: Model, *, where: str) -> Model:
     checked = (CHECKED_BATCH_SIZE, check_length)
     try:
         layers = fitted_layers(records, record_step(model, *checked, where=where), checked)
+        layers = with_parts(model, layers, shapes, checked, where=where)
     except NoPolynomialError as error:
         raise UserError(
             f"{where}: {error}; give one sequence length with --sequence-length to trace it there alone"
@@ -57,6 +59,7 @@ def trace_at(model: Model, sequence_length: int, *, where: str) -> Model:
     checked = (CHECKED_BATCH_SIZE, sequence_length)
     try:
         layers = fitted_layers(records, record_step(model, *checked, where=where), checked)
+        layers = with_parts(model, layers, list(records), checked, where=where)
     except NoPolynomialError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(

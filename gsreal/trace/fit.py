@@ -26,7 +26,7 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
         raise NoPolynomialError("the operations depend on batch size or sequence length")
 
     def fit(read: Any, what: str) -> Polynomial:
-        return _polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
+        return fitted_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
 
     layers = []
     for index, name in enumerate([*first.modules, LOSS]):
@@ -43,12 +43,12 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
                 name=name,
                 modules=(name,) if index < len(first.modules) else (),
                 block=name in first.blocks,
-                parameters=_parameters(first, index, name),
+                parameters=parameters_of(first, index, name),
                 saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
                 backward_operations=first.operations[index, "b"],
-                buffers=_buffers(first, everything, checked, index, name),
+                buffers=fitted_buffers(everything, checked, index, name),
                 **costs,
             )
         )
@@ -63,7 +63,8 @@ def _recomputed(index: int, name: str, fit: Callable[[Callable[[Record], int], s
     }
 
 
-def _parameters(record: Record, index: int, module: str) -> tuple[Parameter, ...]:
+def parameters_of(record: Record, index: int, module: str) -> tuple[Parameter, ...]:
+    """Return the parameters that a layer is the first to use."""
     found = []
     for name, (layer, shape, born, ready) in record.parameters.items():
         if layer == index:
@@ -76,9 +77,11 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
     return Moment("end") if at is None else Moment(at[1], at[2], at[0] - layer)
 
 
-def _buffers(
-    first: Record, everything: dict[Shape, Record], checked: Shape, index: int, name: str
+def fitted_buffers(
+    everything: dict[Shape, Record], checked: Shape, index: int, name: str
 ) -> tuple[Buffer, ...]:
+    """Return the buffers that a layer makes, their sizes as functions of the shape."""
+    first = next(iter(everything.values()))
     found = []
     for number, alive in enumerate(first.alive):
         if alive.born[0] != index or (alive.freed == alive.born and alive.size_bytes == 0):
@@ -93,13 +96,13 @@ def _buffers(
                 born=_moment(alive.born, index),
                 freed=_moment(alive.freed, index),
                 category="activations" if kept else "temporaries",
-                size_bytes=_polynomial(sizes, checked, f"{name}: a buffer"),
+                size_bytes=fitted_polynomial(sizes, checked, f"{name}: a buffer"),
             )
         )
     return tuple(found)
 
 
-def _polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
+def fitted_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
     """Return the polynomial through all values but the checked one, which it must meet too."""
     shapes = [shape for shape in values if shape != checked]
     lengths = {s for _, s in shapes}

@@ -69,14 +69,15 @@ def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Ten
     return order
 
 
-def _known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+    """Return the storages that are there before a step, by address."""
     kept = [*module.parameters(), *module.buffers(), *tensors]
     return {tensor.untyped_storage()._cdata for tensor in kept}
 
 
 def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
-    known = _known_storages(module, inputs, targets)
+    known = known_storages(module, inputs, targets)
     seen: set[int] = set()
     keep = []
     recorder = Recorder(Record(record.modules, record.blocks), known)
@@ -116,7 +117,7 @@ def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
 
 def _record_operations(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str) -> None:
     """Book every operation and every storage of one forward and backward."""
-    known = _known_storages(module, inputs, targets)
+    known = known_storages(module, inputs, targets)
     recorder = Recorder(record, known)
     ready: dict[str, tuple[int, str, int]] = {}
     handles = []

@@ -50,7 +50,8 @@ def lower(
     alike: dict[tuple[object, ...], list[Task]] = {}
     ranks = []
     for rank in representatives:
-        key = (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], policies.gradients == "push" and rank)
+        own = low.owned_ranges[rank] if low.deals_out_layers else policies.gradients == "push" and rank
+        key = (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], own)
         if key not in alike:
             tasks = compute(low, rank, cut_at=cuts(low, policies.gradients))
             tasks = communicate[policies.gradients](low, rank, tasks)

@@ -54,10 +54,13 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
     """Return the forward of every layer and the backward in reverse, with their memory."""
     policies = low.scenario.policies
     freed_when_ready = policies.gradients in ("all-reduce", "push")
-    traced = _timeline(low, rank, as_traced)
-    timeline = _timeline(low, rank, _checkpointed(low, rank)) if low.recomputes else traced
+    own = low.layers_of(rank)
+    traced = _timeline(low, rank, low.layers, as_traced)
+    timeline = traced
+    if low.recomputes or own.layers is not low.layers:
+        timeline = _timeline(low, rank, own.layers, _checkpointed(low, rank) if low.recomputes else as_traced)
     always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=False)
-    gradients = gradient_events(low.layers, value_bytes=low.value_bytes, freed_when_ready=freed_when_ready)
+    gradients = gradient_events(own.layers, value_bytes=low.value_bytes, freed_when_ready=freed_when_ready)
     hook_s = low.device(rank).gradient_hook_s if freed_when_ready else 0.0
     once: dict[tuple[object, ...], list[Task]] = {}
 
@@ -77,10 +80,10 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
         return once[key]
 
     tasks = []
-    for instance in low.layers:
+    for instance in own.layers:
         (task,) = alike(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
         tasks.append(_named(task, f"forward {instance.module}"))
-    for instance in reversed(low.layers):
+    for instance in reversed(own.layers[own.deepest :]):
         if low.recomputes and instance.layer.block:
             (task,) = alike(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
             tasks.append(_named(task, recompute_label(instance)))
@@ -94,9 +97,9 @@ def compute(low: Lowering, rank: int, *, cut_at: dict[int, list[int]]) -> list[T
     return tasks
 
 
-def _timeline(low: Lowering, rank: int, lives: Lives) -> Timeline:
+def _timeline(low: Lowering, rank: int, layers: Sequence[LayerInstance], lives: Lives) -> Timeline:
     return activation_timeline(
-        low.layers,
+        layers,
         batch_size=low.batch_sizes[rank],
         sequence_length=low.scenario.workload.sequence_length or 1,
         scale=_scale(low),
@@ -121,8 +124,10 @@ def _named(task: Task, label: str) -> Task:
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str) -> float:
-    samples = low.batch_sizes[rank]
-    return costs.layer_time_s(low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples)
+    samples, whole = low.batch_sizes[rank], low.layers[instance.index].layer
+    return costs.layer_time_s(
+        low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples, whole=whole
+    )
 
 
 def _scratch(low: Lowering, rank: int, instance: LayerInstance, phase: str, events: Sequence[Event]) -> float:

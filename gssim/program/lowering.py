@@ -12,6 +12,7 @@ from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.plan import assign_buckets, bucket_limits
+from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.scenario import Scenario, value_bytes
 from gssim.units import Ints
 from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
@@ -106,6 +107,26 @@ class Lowering:
         """Which of `parameters`, by position, each rank updates where whole tensors are dealt out (ZeRO-1)."""
         return shares.greedy([parameter.elements for _, parameter in self.parameters], len(self.group))
 
+    @cached_property
+    def deals_out_layers(self) -> bool:
+        """Whether each rank gets the weight gradients of its own layers alone, and updates these."""
+        return self.scenario.policies.partition == "weight-gradient"
+
+    @cached_property
+    def owned_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The layers that each rank updates where layers are dealt out, as half-open ranges."""
+        return self.scenario.owned_layers
+
+    def layers_of(self, rank: int) -> OwnedLayers:
+        """Return the layers as a rank runs them: whole, unless others make some of the weight gradients."""
+        if not self.deals_out_layers:
+            return OwnedLayers(self.layers)
+        key = ("layers", self.owned_ranges[rank])
+        if key not in self.found:
+            self.found[key] = owned_layers(self.layers, frozenset(range(*self.owned_ranges[rank])))
+        found: OwnedLayers = self.found[key]
+        return found
+
     @property
     def deals_out_tensors(self) -> bool:
         """Whether gradients are all-reduced, but each tensor is updated by one rank alone (ZeRO-1)."""
@@ -131,6 +152,8 @@ class Lowering:
             owned = [self.owned_elements(rank) for rank in self.group]
             kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
             columns.append(np.array([kinds[sizes] for sizes in owned]))
+        if self.deals_out_layers:
+            columns.append(np.array([first for first, _ in self.owned_ranges]))
         if policies.parameters != "replicated":
             columns += [self._held_rows(rows, ranks) for rows in self._distinct_rows]
         code = np.zeros(len(ranks), np.int64)

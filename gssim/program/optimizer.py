@@ -38,7 +38,8 @@ def _published(low: Lowering) -> Sequence[Task]:
     """Return the tasks, the same on every rank, that bring what was updated to all replicas."""
     if "publish" not in low.found:
         pushes = low.scenario.policies.gradients == "push"
-        low.found["publish"] = _publish(low) if pushes else _broadcast(low) if low.deals_out_tensors else []
+        whole = _publish_layers(low) if low.deals_out_layers else []
+        low.found["publish"] = _publish(low) if pushes else _broadcast(low) if low.deals_out_tensors else whole
     tasks: Sequence[Task] = low.found["publish"]
     return tasks
 
@@ -71,6 +72,19 @@ def _publish(low: Lowering) -> list[Task]:
     return tasks
 
 
+def _publish_layers(low: Lowering) -> list[Task]:
+    """Weight gradients dealt out: everybody's updated layers go round a ring into the flat replica, all at once."""
+    name = "publish"
+    parts = tuple(float(sum(_elements(low, *layers)) * low.value_bytes) for layers in low.owned_ranges)
+    low.communications[name] = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
+    return [Task(name, "exposed_communication", communication=name)]
+
+
+def _elements(low: Lowering, first: int, last: int) -> list[int]:
+    """Return the elements of every parameter of a range of layers."""
+    return [parameter.elements for instance in low.layers[first:last] for parameter in instance.layer.parameters]
+
+
 def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates."""
     gradients = low.scenario.policies.gradients
@@ -80,6 +94,8 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
         return [elements for unit in units(low) for elements in unit.own_elements(rank)]
     if low.deals_out_tensors:
         return low.owned_elements(rank)
+    if low.deals_out_layers:
+        return _elements(low, *low.owned_ranges[rank])
     return [parameter.elements for _, parameter in low.parameters]
 
 

@@ -16,7 +16,9 @@ from gssim.plan import Plan, Policies, resolve
 from gssim.scenario.rates import sample_costs
 from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
-from gssim.workload import Workload
+from gssim.workload import Workload, unrolled
+
+PARTS_OF_A_LAYER = ("untrained_buffers", "frozen", "deepest")
 
 
 @spec
@@ -56,6 +58,8 @@ class Scenario:
     def batch_sizes(self) -> tuple[int, ...]:
         """Samples of each rank in one step."""
         wanted, total = self.plan.shares.batch, self.workload.global_batch_size
+        if self.policies.partition == "weight-gradient":  # the same samples everywhere
+            return (total,) * self.ranks
         if wanted == "throughput":
             costs = self._sample_costs()
             return shares.balance_batch(total, sample_s=[c[1] for c in costs], fixed_s=[c[0] for c in costs])
@@ -64,6 +68,32 @@ class Scenario:
     @property
     def shard_shares(self) -> tuple[float, ...]:
         """Fraction of the sharded state that each rank owns."""
+        if self.policies.partition == "weight-gradient":
+            sizes = [instance.layer.elements for instance in unrolled(self.workload.model)]
+            return tuple(sum(sizes[slice(*layers)]) / sum(sizes) for layers in self.owned_layers)
+        return self._wanted_shards
+
+    @property
+    def owned_layers(self) -> tuple[tuple[int, int], ...]:
+        """Half-open range of the layers whose weight gradients each rank makes, where these are dealt out.
+
+        Whole layers, in the model's order, as many as come nearest to the shares: a rank's backward ends at the first
+        of its own, so that only the rank that owns the model's first layers goes all the way down. Where shares follow
+        the devices' speeds these are the fastest's, else rank 0's.
+        """
+        ranks = range(self.ranks)
+        if self.plan.shares.shards == "compute":
+            costs = [each for _, each in self._sample_costs()]
+            order = sorted(ranks, key=lambda rank: costs[rank])
+        else:
+            order = list(ranks)
+        wanted = self._wanted_shards
+        sizes = [instance.layer.elements for instance in unrolled(self.workload.model)]
+        found = shares.contiguous(sizes, [wanted[rank] for rank in order])
+        return tuple(layers for _, layers in sorted(zip(order, found, strict=True)))
+
+    @property
+    def _wanted_shards(self) -> tuple[float, ...]:
         wanted = self.plan.shares.shards
         if wanted == "compute":
             costs = self._sample_costs()
@@ -92,10 +122,12 @@ class Scenario:
         for key in ("source", "name"):
             del workload["model"][key]
         for layer in workload["model"]["layers"]:
-            for key in ("recompute_flop", "recompute_bytes", "recompute_operations"):
+            for key in ("recompute_flop", "recompute_bytes", "recompute_operations", *PARTS_OF_A_LAYER):
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
+        if self.policies.partition == "weight-gradient":
+            plan["shares"]["layers"] = self.owned_layers
         question = {
             "workload": workload,
             "plan": plan,
