@@ -77,9 +77,7 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
     return Moment("end") if at is None else Moment(at[1], at[2], at[0] - layer)
 
 
-def fitted_buffers(
-    everything: dict[Shape, Record], checked: Shape, index: int, name: str
-) -> tuple[Buffer, ...]:
+def fitted_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
     """Return the buffers that a layer makes, their sizes as functions of the shape."""
     first = next(iter(everything.values()))
     found = []
@@ -134,9 +132,14 @@ def _solve(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction]
 
 
 def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
-    """Return layers with neighbours that differ only in their module put together."""
+    """Return layers with neighbours that differ only in their module put together.
+
+    Of what is left of them where others are frozen, only when buffers end in their neighbours differs, which is found
+    again from these.
+    """
+    nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
     groups = []
-    for _, members in groupby(layers, key=lambda layer: repr(replace(layer, name="", modules=()))):
+    for _, members in groupby(layers, key=lambda layer: repr(replace(layer, **nothing))):
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name

@@ -6,18 +6,18 @@ together for any run of layers that a rank owns is `gssim.program.owned`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsreal.build import example_batch, logits_of, loss_of
 from gsreal.layers import layer_boundaries
-from gsreal.trace.fit import NoPolynomialError, Shape, fitted_buffers, fitted_polynomial, grouped, parameters_of
+from gsreal.trace.fit import NoPolynomialError, Shape, fitted_buffers, fitted_polynomial, parameters_of
 from gsreal.trace.recorder import Record, Recorder
 from gsreal.trace.step import fake_module, known_storages
-from gssim.workload import Layer, Model, PartialBackward, handed_back, handed_on
+from gssim.workload import Layer, Model, Moment, PartialBackward, handed_back, handed_on
 
 Records = dict[Shape, Record]
 NOTHING, FIRST = -1, 0
@@ -45,41 +45,42 @@ def with_parts(
 
 
 def _is_chain(layers: Sequence[Layer]) -> bool:
-    """Return whether layers take only what the one before them made, and the first has parameters of its own.
+    """Return whether each layer uses what the one before it made, and parameters of its own, alone.
 
-    A parameter that two layers use is one layer's to train only where the other has none beside it.
+    The gradient of a parameter that two layers use (tied embeddings) would be a buffer between layers far apart.
     """
-    near = all(
-        abs(moment.layer_offset) <= 1
-        for layer in layers
-        if layer.modules
-        for buffer in layer.buffers
-        for moment in (buffer.born, buffer.freed)
-    )
-    tied = {
-        index + parameter.born.layer_offset
-        for index, layer in enumerate(layers)
-        for parameter in layer.parameters
-        if parameter.born.layer_offset
-    }
-    return near and bool(_untied(layers[0])) and not any(layers[index].parameters for index in tied)
+    buffers = [buffer for layer in layers if layer.modules for buffer in layer.buffers]
+    parameters = [parameter for layer in layers for parameter in layer.parameters]
+    moments = [moment for buffer in buffers for moment in (buffer.born, buffer.freed)]
+    near = all(abs(moment.layer_offset) <= 1 for moment in moments)
+    return near and bool(layers[0].parameters) and not any(p.born.layer_offset for p in parameters)
 
 
-def _untied(layer: Layer) -> list[str]:
-    """Return the names of a layer's parameters that no other layer uses."""
-    name = layer.modules[0] if layer.modules else layer.name
-    return [p.name.replace("{}", name) for p in layer.parameters if not p.born.layer_offset]
+def _parameter_names(layer: Layer) -> list[str]:
+    return [p.name.replace("{}", layer.modules[0] if layer.modules else layer.name) for p in layer.parameters]
 
 
 def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
-    """Return each layer that may be the deepest trained one -> the first of the layers that are like it."""
-    starts = accumulate((group.repeats for group in grouped(list(layers))), initial=0)
+    """Return each layer that may be the deepest trained one -> the first of the layers that do the same.
+
+    What lies beside it may differ: only where buffers end that are handed on to other layers tells of that.
+    """
+    found: dict[str, int] = {}
     return {
-        index: first
-        for first, last in pairwise(starts)
-        for index in range(first, last)
-        if index > 0 and _untied(layers[index])
+        index: found.setdefault(_what_it_does(layer), index)
+        for index, layer in enumerate(layers)
+        if index > 0 and layer.parameters
     }
+
+
+def _what_it_does(layer: Layer) -> str:
+    buffers = [
+        replace(buffer, freed=Moment(buffer.freed.phase, 0, buffer.freed.layer_offset))
+        if buffer.freed.layer_offset
+        else buffer
+        for buffer in layer.buffers
+    ]
+    return repr(replace(layer, name="", modules=(), buffers=tuple(buffers)))
 
 
 def _recorded(
@@ -87,19 +88,24 @@ def _recorded(
 ) -> dict[int, Record]:
     """Return what each of the steps shows at one shape."""
     found = {}
+    names = [layer.name for layer in layers if layer.modules]
     with FakeTensorMode(allow_non_fake_inputs=False):
         module = fake_module(model, where)
         module.train()
         inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])
         for step in steps:
-            trained = set(_untied(layers[step])) if step != NOTHING else set()
-            found[step] = _step(module, layers, trained, inputs, targets)
+            trained = set(_parameter_names(layers[step])) if step != NOTHING else set()
+            found[step] = record_trained(module, names, trained, inputs, targets)
     return found
 
 
-def _step(module: nn.Module, layers: Sequence[Layer], trained: set[str], inputs: Tensor, targets: Tensor) -> Record:
-    """Return what a step shows in which only the `trained` parameters are."""
-    names = [layer.name for layer in layers if layer.modules]
+def record_trained(
+    module: nn.Module, names: list[str], trained: AbstractSet[str], inputs: Tensor, targets: Tensor
+) -> Record:
+    """Return what a step shows in which only the `trained` parameters are; `names`: the modules at which layers begin.
+
+    To be called under fake tensors; it freezes the module's other parameters.
+    """
     record = Record(names, blocks=set())
     recorder = Recorder(record, known_storages(module, inputs, targets))
     ready: dict[str, tuple[int, str, int]] = {}

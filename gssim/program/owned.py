@@ -2,9 +2,10 @@
 
 [Note: roles] From the loss down, a layer's backward passes gradients on (`frozen`) or makes weight gradients as well
 (`whole`); that of the `deepest` owned layer makes weight gradients, but none for its input; below that there is no
-backward, and autograd keeps nothing (`untrained`). Each role is traced on its own. Where neighbours differ in role,
-two buffers end where the traces do not show them together: what a layer hands on to the next ends as the next's role
-has it, unless the layer's own backward needs it longer, and what it hands back to the one before as that one's has it.
+backward, and autograd keeps nothing (`untrained`). Each role is traced on its own. Two buffers end in a neighbour,
+whose role may be another than it was there: what a layer hands on to the next ends as the next's role has it, unless
+the layer's own backward needs it longer, and what it hands back to the one before as that one's has it. What ends in
+the forward of a later layer is held until that is over: the module's own variables and arguments refer to it.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from dataclasses import dataclass, replace
 from gssim.workload import Buffer, Layer, LayerInstance, Moment, PartialBackward, Polynomial, handed_back, handed_on
 
 NO_COST = Polynomial(((0, 0, 0),))
+LAST = 2**31
+"""Position after every other of a phase."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,9 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
 
 
 def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str]:
-    """Return every layer's role; see [Note: roles]. A tied parameter is trained wherever it is used."""
-    trained = {
-        instance.index + moment.layer_offset
-        for instance in layers
-        if instance.index in owned
-        for parameter in instance.layer.parameters
-        for moment in (parameter.born, parameter.ready)
-    }
-    deepest = min(trained)
-    roles = ["untrained" if at < deepest else "whole" if at in trained else "frozen" for at in range(len(layers))]
+    """Return every layer's role; see [Note: roles]."""
+    deepest = min(instance.index for instance in layers if instance.index in owned and instance.layer.parameters)
+    roles = ["untrained" if at < deepest else "whole" if at in owned else "frozen" for at in range(len(layers))]
     if deepest > 0:
         roles[deepest] = "deepest"
     return roles
@@ -64,19 +60,31 @@ def _as_run(beside: Sequence[Layer | None], around: tuple[str, str, str]) -> Lay
     """Return a layer in its role, given the layers before and after it and theirs."""
     before, layer, after = beside
     assert layer is not None
+    if set(around) <= {"whole", ""}:
+        return layer
     run = _in_role(layer, around[1])
     buffers = list(run.buffers)
     handed, back = handed_on(buffers), handed_back(buffers)
-    if handed and after and around[2] != around[1]:
-        freed = _input_freed(layer, after, around[2])
-        if freed:
-            kept = "activations" if freed.phase == "b" else "temporaries"
-            buffers[buffers.index(handed)] = replace(handed, freed=replace(freed, layer_offset=1), category=kept)
-    if back and before and around[0] != around[1]:
-        freed = _gradient_freed(layer, before, around[0])
-        if freed:
-            buffers[buffers.index(back)] = replace(back, freed=replace(freed, layer_offset=-1))
-    return replace(run, buffers=tuple(buffers))
+    if handed and after:
+        buffers[buffers.index(handed)] = _handed_to(handed, _input_freed(layer, after, around[2]))
+    if back and before and (freed := _gradient_freed(layer, before, around[0])):
+        buffers[buffers.index(back)] = replace(back, freed=replace(freed, layer_offset=-1))
+    return replace(run, buffers=tuple(map(_held_through, buffers)))
+
+
+def _handed_to(buffer: Buffer, freed: Moment | None) -> Buffer:
+    """Return what a layer hands on, freed by the next at a moment of its own (None: not sooner than it is held)."""
+    if freed is None:
+        return buffer
+    category = "activations" if freed.phase == "b" else "temporaries"
+    return replace(buffer, freed=replace(freed, layer_offset=1), category=category)
+
+
+def _held_through(buffer: Buffer) -> Buffer:
+    freed = buffer.freed
+    if freed.phase == "f" and freed.layer_offset > 0:
+        return replace(buffer, freed=replace(freed, position=LAST))
+    return buffer
 
 
 def _in_role(layer: Layer, role: str) -> Layer:
@@ -110,6 +118,8 @@ def _part(layer: Layer, role: str) -> PartialBackward:
 
 def _input_freed(layer: Layer, after: Layer, role: str) -> Moment | None:
     """Return when the layer `after`, in its role, lets go of what `layer` hands on to it."""
+    if role == "untrained":
+        return None
     if role != "whole":
         return _part(after, role).input_freed
     handed = handed_on(layer.buffers)

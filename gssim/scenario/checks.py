@@ -113,7 +113,8 @@ def _check_dealt_out_layers(scenario: Scenario, policies: Policies, file: str) -
     if any(layer.untrained_buffers is None for layer in model.layers):
         raise UserError(
             f"{file}: workload.model: '{model.name}' does not say what its layers cost where their parameters are "
-            "frozen; trace it again with `gsreal trace` (a layer may use only what the one before it made)"
+            "frozen; trace it again with `gsreal trace` (a layer may use only what the one before it made, and no "
+            "parameter of another's)"
         )
     owners = sum(layer.repeats for layer in model.layers if layer.elements)
     if policies.ranks > owners:
