@@ -1,6 +1,7 @@
 """Who gets how much: pure solvers over given numbers, used alike by the simulator and the real backend."""
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -91,34 +92,32 @@ def contiguous(sizes: Sequence[int], wanted: Sequence[float]) -> tuple[tuple[int
     """Return half-open ranges of `sizes`, one a part and in order, of which the largest for its share is least.
 
     `wanted`: the parts' shares, positive. Every part gets something: there must be as many sizes above 0 as parts.
-    Bisection over what a part may hold for its share; each part takes all that it may, which leaves the least to those
-    behind it.
+    Dynamic programming: the best of the first parts over the first sizes, for every number of both.
 
     >>> contiguous([4, 1, 1, 2], [0.5, 0.5])
     ((0, 1), (1, 4))
     """
-    low, high = 0.0, sum(sizes) / min(wanted)
-    best = _filled(sizes, wanted, high)
-    for _ in range(64):
-        middle = (low + high) / 2
-        found = _filled(sizes, wanted, middle)
-        low, high, best = (low, middle, found) if found else (middle, high, best)
-    assert best is not None  # the whole fits into any part
-    return best
+    ends = [0, *accumulate(sizes)]
+    worst = [0.0] + [math.inf] * len(sizes)
+    starts: list[list[int]] = []
+    for share in wanted:
+        found = [_last_start(ends, worst, last, share) for last in range(len(ends))]
+        worst = [value for value, _ in found]
+        starts.append([start for _, start in found])
+    ranges, last = [], len(sizes)
+    for chosen in reversed(starts):
+        ranges.append((chosen[last], last))
+        last = chosen[last]
+    return tuple(reversed(ranges))
 
 
-def _filled(sizes: Sequence[int], wanted: Sequence[float], limit: float) -> tuple[tuple[int, int], ...] | None:
-    """Return the ranges of parts that hold up to `limit` times their share, or None where that is too little."""
-    left = sum(1 for size in sizes if size)
-    found, place = [], 0
-    for part, share in enumerate(wanted):
-        first, held = place, 0
-        behind = len(wanted) - part - 1
-        while place < len(sizes) and held + sizes[place] <= limit * share and (left > behind or not sizes[place]):
-            held += sizes[place]
-            left -= bool(sizes[place])
-            place += 1
-        if not held:
-            return None
-        found.append((first, place))
-    return tuple(found) if place == len(sizes) else None
+def _last_start(ends: Sequence[int], worst: Sequence[float], last: int, share: float) -> tuple[float, int]:
+    """Return what the fullest part holds for its share where the last one ends at `last`, and where that begins."""
+    best, chosen = math.inf, 0
+    for start in range(last - 1, -1, -1):
+        held = (ends[last] - ends[start]) / share
+        if held >= best:
+            break
+        if held and max(held, worst[start]) < best:
+            best, chosen = max(held, worst[start]), start
+    return best, chosen

@@ -181,7 +181,6 @@ NOT_YET = [
     (("plan.method=pipeline",), "plan.method = 'pipeline': cannot run yet"),
     (("plan.method=tensor",), "plan.method = 'tensor': cannot run yet"),
     (("plan.method=gs_z3",), "plan.method = 'gs_z3': cannot run yet"),
-    (("plan.method=gs_wgrad",), "plan.method = 'gs_wgrad': cannot run yet"),
     (("plan.method=gs_tp",), "plan.method = 'gs_tp': cannot run yet"),
     (("plan.method=gs_hier",), "plan.method = 'gs_hier': cannot run yet"),
     (("plan.tp=2", "plan.dp_replicate=1"), "cannot run yet"),

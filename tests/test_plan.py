@@ -15,7 +15,7 @@ from gssim.plan import (
 )
 from gssim.units import UserError
 
-RUNNING = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "gs")
+RUNNING = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "gs", "gs_wgrad")
 
 
 def buckets(sizes, first=MIB, cap=25 * MIB):
