@@ -3,6 +3,7 @@
 import heapq
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 
@@ -88,13 +89,14 @@ def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def contiguous(sizes: Sequence[int], wanted: Sequence[float]) -> tuple[tuple[int, int], ...]:
+@lru_cache(maxsize=256)
+def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple[int, int], ...]:
     """Return half-open ranges of `sizes`, one a part and in order, of which the largest for its share is least.
 
     `wanted`: the parts' shares, positive. Every part gets something: there must be as many sizes above 0 as parts.
     Dynamic programming: the best of the first parts over the first sizes, for every number of both.
 
-    >>> contiguous([4, 1, 1, 2], [0.5, 0.5])
+    >>> contiguous((4, 1, 1, 2), (0.5, 0.5))
     ((0, 1), (1, 4))
     """
     ends = [0, *accumulate(sizes)]

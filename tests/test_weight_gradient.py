@@ -138,7 +138,7 @@ def sizes_and_shares(draw: st.DrawFn) -> tuple[list[int], list[float]]:
 @given(sizes_and_shares())
 def test_no_other_runs_of_layers_are_nearer_to_the_shares(given_):
     sizes, wanted = given_
-    found = shares.contiguous(sizes, wanted)
+    found = shares.contiguous(tuple(sizes), tuple(wanted))
     assert [found[0][0], *(last for _, last in found)] == [first for first, _ in found] + [len(sizes)]
 
     def worst(ranges):

@@ -135,7 +135,7 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     """Return layers with neighbours that differ only in their module put together.
 
     Of what is left of them where others are frozen, only when buffers end in their neighbours differs, which is found
-    again from these.
+    again from these. The second has all of it, the model's first layer has not.
     """
     nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
     groups = []
@@ -143,5 +143,5 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
-        groups.append(replace(run[0], name=name or run[0].name, modules=modules))
+        groups.append(replace(run[min(1, len(run) - 1)], name=name or run[0].name, modules=modules))
     return tuple(groups)

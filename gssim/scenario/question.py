@@ -78,8 +78,8 @@ class Scenario:
         """Half-open range of the layers whose weight gradients each rank makes, where these are dealt out.
 
         Whole layers, in the model's order, as many as come nearest to the shares: a rank's backward ends at the first
-        of its own, so that only the rank that owns the model's first layers goes all the way down. Where shares follow
-        the devices' speeds these are the fastest's, else rank 0's.
+        of its own, so that only the rank that owns the model's first layers goes all the way down; were tensors dealt
+        out here and there, all would. Where shares follow the devices' speeds these are the fastest's, else rank 0's.
         """
         ranks = range(self.ranks)
         if self.plan.shares.shards == "compute":
@@ -88,8 +88,8 @@ class Scenario:
         else:
             order = list(ranks)
         wanted = self._wanted_shards
-        sizes = [instance.layer.elements for instance in unrolled(self.workload.model)]
-        found = shares.contiguous(sizes, [wanted[rank] for rank in order])
+        sizes = tuple(instance.layer.elements for instance in unrolled(self.workload.model))
+        found = shares.contiguous(sizes, tuple(wanted[rank] for rank in order))
         return tuple(layers for _, layers in sorted(zip(order, found, strict=True)))
 
     @property
