@@ -31,8 +31,8 @@ def layer_time_s(
     `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed; `selective`: without
     its compute-heavy operations. A profile does not tell how much that is: its forward is then shared out as the
     roofline's is. Assumes that nothing else runs on the device; the machine slows it down while it communicates.
-    `whole`: the layer of which `layer` is a slice; a profile is of the whole one, and shared out as the roofline is
-    too.
+    `whole`: the layer of which `layer` is a slice, or whose backward it has a part of; a profile is of the whole one,
+    and shared out as the roofline is too.
     """
     if whole is not None and whole is not layer:
         measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)

@@ -107,8 +107,8 @@ RUNS_TODAY = frozenset(
     }
 )
 """(parameters, gradients, optimizer_state) that can be simulated; what cannot run for real yet, `gsreal` refuses."""
-NOT_YET = frozenset({"gs_wgrad"})
-"""Methods that cannot run."""
+DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
+"""The same, where `partition` is weight-gradient."""
 
 
 @spec
@@ -226,8 +226,12 @@ class Policies:
 
     @property
     def data_ranks(self) -> int:
-        """Number of parts into which the batch is divided."""
-        return self.mesh.data_ranks
+        """Number of parts into which the batch is divided: one, for all, where ranks divide the weight gradients."""
+        return 1 if self.partition == "weight-gradient" else self.mesh.data_ranks
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of these parts a rank takes."""
+        return 0 if self.partition == "weight-gradient" else self.mesh.data_rank(rank)
 
 
 def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
@@ -304,8 +308,9 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
     composed = policies.tp > 1 and (policies.data_ranks > 1 or policies.gradients != "local" or policies.pp > 1)
-    if combination not in RUNS_TODAY or policies.partition != "data" or composed:
-        allowed = ", ".join(name for name in PRESETS if name not in NOT_YET)
+    runs = DIVIDES_WEIGHT_GRADIENTS if policies.partition == "weight-gradient" else RUNS_TODAY
+    if combination not in runs or composed:
+        allowed = ", ".join(PRESETS)
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(

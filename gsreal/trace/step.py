@@ -109,14 +109,15 @@ def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Ten
     return order
 
 
-def _known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+    """Return the storages that are there before a step, by address."""
     kept = [*module.parameters(), *module.buffers(), *tensors]
     return {tensor.untyped_storage()._cdata for tensor in kept}
 
 
 def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
     """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
-    known = _known_storages(module, inputs, targets)
+    known = known_storages(module, inputs, targets)
     seen: set[int] = set()
     keep = []
     stand_in.recorder = recorder = Recorder(Record(record.modules, record.blocks), known)
@@ -145,7 +146,7 @@ def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: 
     """Book when what a forward makes would go if autograd saved nothing, as in the forward of a checkpointed block."""
     seen = Record(record.modules, record.blocks)
     hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
-    stand_in.recorder = recorder = Recorder(seen, _known_storages(module, inputs, targets))
+    stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
     with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
         loss_of(out(logits_of(module(inputs))), targets)
     made = [alive for alive in record.alive if alive.born[1] == "f"]
@@ -173,7 +174,7 @@ def _record_operations(
     record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _StandIn
 ) -> None:
     """Book every operation and every storage of one forward and backward."""
-    known = _known_storages(module, inputs, targets)
+    known = known_storages(module, inputs, targets)
     stand_in.recorder = recorder = Recorder(record, known)
     ready: dict[str, tuple[int, str, int]] = {}
     handles = []
