@@ -292,7 +292,10 @@ class Workload:
     global_batch_size: PositiveInt
     sequence_length: PositiveInt | None = None
     precision: Precision = "fp32"
-    optimizer: Literal["sgd", "sgd-momentum", "adamw"] = "adamw"
+    """`bf16`: parameters, activations and gradients in bf16, and an fp32 master copy that the optimizer updates."""
+    optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
+    optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
+    """Which of torch's: `default` is foreach on CUDA and for-loop on a CPU; they differ in memory and time."""
     learning_rate: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: NonNegativeFloat = 0.0

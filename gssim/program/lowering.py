@@ -12,7 +12,7 @@ from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.plan import assign_buckets, bucket_limits
-from gssim.scenario import Scenario, value_bytes
+from gssim.scenario import Scenario, has_master_copy, master_bytes, value_bytes
 from gssim.units import Ints
 from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
 
@@ -83,8 +83,18 @@ class Lowering:
 
     @cached_property
     def value_bytes(self) -> int:
-        """Bytes of one element."""
+        """Bytes of one element of what is trained with: parameters, activations, gradients, messages."""
         return value_bytes(self.scenario.workload)
+
+    @cached_property
+    def master_bytes(self) -> int:
+        """Bytes of one element of what the optimizer updates, and of its state."""
+        return master_bytes(self.scenario.workload)
+
+    @cached_property
+    def has_master_copy(self) -> bool:
+        """Whether these differ."""
+        return has_master_copy(self.scenario.workload)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:

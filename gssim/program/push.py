@@ -65,8 +65,13 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     tasks.append(Task(f"post {name}", "exposed_communication", duration_s=posting_s, need=incoming))
     stream = "communication" if low.scenario.plan.overlap else "compute"
     tasks.append(Task(name, "exposed_communication", stream, communication=name, after=(tasks[-1].label,)))
-    release = [Event(0, -received_bytes, "communication")]
-    release.append(Event(0, -sent_bytes, "communication") if thresholded else Event(0, -dense, "buckets"))
+    cast = _largest_cast(low, bucket, rank, [row[rank] for row in entries])
+    release = [
+        Event(0, cast, "temporaries"),
+        Event(1, -cast, "temporaries"),
+        Event(2, -received_bytes, "communication"),
+    ]
+    release.append(Event(2, -sent_bytes, "communication") if thresholded else Event(2, -dense, "buckets"))
     if thresholded:
         add_s = costs.scatter_time_s(low.device(rank), received=sum(row[rank] for row in entries))
     else:
@@ -75,11 +80,20 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     return tasks, [drain]
 
 
+def _largest_cast(low: Lowering, bucket: Bucket, rank: int, entries: Sequence[float]) -> float:
+    """Return the bytes of the largest contribution in the owner's precision, which it is added in, if it is another."""
+    if not low.has_master_copy:
+        return 0.0
+    own = shares.split(bucket.elements, low.shard_shares)[rank]
+    others = [sent for sender, sent in enumerate(entries) if sender != rank]
+    return low.master_bytes * max((own if _is_dense(low, own, sent) else sent for sent in others), default=0)
+
+
 def _prepare(low: Lowering, rank: int, bucket: Bucket, messages: Sequence[tuple[float, float]]) -> Task:
     """Return the task that takes the own gradient and thresholds and packs the rest."""
     device = low.device(rank)
     own = shares.split(bucket.elements, low.shard_shares)[rank]
-    duration_s = costs.copy_time_s(device, own * low.value_bytes)
+    duration_s = costs.copy_time_s(device, own * low.master_bytes)
     if low.scenario.plan.push.threshold is not None:
         sent = sum(entries for _, entries in messages)
         duration_s += costs.threshold_time_s(device, elements=bucket.elements - own, sent=sent)
@@ -94,7 +108,7 @@ def _prepare_need(low: Lowering, rank: int, bucket: Bucket, messages: Sequence[t
     `messages`: (bytes, entries) for each owner.
     """
     sizes = shares.split(bucket.elements, low.shard_shares)
-    events = [Event(0, float(sizes[rank] * low.value_bytes), "gradients")]
+    events = [Event(0, float(sizes[rank] * low.master_bytes), "gradients")]
     if low.scenario.plan.push.threshold is None:
         return footprint(events)
     for owner, (message_bytes, entries) in enumerate(messages):

@@ -37,6 +37,8 @@ class Tensors:
     parameters: tuple[Parameter, ...]
     ranks: int
     value_bytes: int
+    master_bytes: int
+    """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the precision of the optimizer."""
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:
@@ -53,6 +55,11 @@ class Tensors:
     def padded_bytes(self) -> int:
         """Bytes of the gathered parameters: each padded in its first dimension to a multiple of the ranks."""
         return self.ranks * sum(self.shard_elements) * self.value_bytes
+
+    @cached_property
+    def shard_bytes(self) -> int:
+        """Bytes of the parameters, or of their gradients, that one rank keeps, padding included."""
+        return sum(self.shard_elements) * self.master_bytes
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -102,6 +109,21 @@ class Unit:
         return self.padded_bytes if self.ranks > 1 else 0
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of the parameters, or of their gradients, that one rank keeps."""
+        return self.tensors.shard_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one rank's part of what travels."""
+        return self.padded_bytes // self.ranks
+
+    @property
+    def casts(self) -> bool:
+        """Whether what travels is of another precision than what is kept."""
+        return self.tensors.value_bytes != self.tensors.master_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of the unsharded gradients."""
         return self.tensors.gradient_bytes
@@ -118,18 +140,26 @@ class Unit:
 
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    ranks, value_bytes = len(low.group), low.value_bytes
+    ranks, sizes = len(low.group), (low.value_bytes, low.master_bytes)
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     whole = tuple(parameter for instance in root for parameter in instance.layer.parameters)
-    found = [Unit("root", root, Tensors(whole, ranks, value_bytes))] if whole else []
+    found = [Unit("root", root, Tensors(whole, ranks, *sizes))] if whole else []
     repeated: dict[int, Tensors] = {}
     for instance in low.layers:
         layer = instance.layer
         if layer.block and layer.parameters:
             if id(layer) not in repeated:
-                repeated[id(layer)] = Tensors(layer.parameters, ranks, value_bytes)
+                repeated[id(layer)] = Tensors(layer.parameters, ranks, *sizes)
             found.append(Unit(instance.module, (instance,), repeated[id(layer)]))
     return tuple(found)
+
+
+def owned_rows(low: Lowering, rank: int) -> list[int]:
+    """Return the elements that `rank` keeps of each parameter, in the model's order, which is the optimizer's."""
+    own: dict[int, int] = {}
+    for unit in units(low):
+        own |= zip(map(id, unit.parameters), unit.own_elements(rank), strict=True)
+    return [own[id(parameter)] for _, parameter in low.parameters]
 
 
 Places = Mapping[str, Sequence[Task]]
@@ -206,16 +236,38 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None) -
             Event(1, -before.padded_bytes if before else 0, "communication"),
             Event(2, unit.padded_bytes, "communication"),
             Event(3, -unit.gradient_bytes, "gradients"),
-            Event(4, unit.padded_bytes / unit.ranks, "gradients"),
+            Event(4, unit.chunk_bytes, "communication" if unit.casts else "gradients"),
         ),
     )
+    cast = _cast(low, rank, unit, f"cast {name}", "backward")
     if unit.ranks == 1:
-        return [copy]
+        return [copy, *cast]
     communication = low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
     if overlaps:
-        return [copy, Task(name, "exposed_communication", "communication", communication=name, after=(copy.label,))]
+        reduce = Task(name, "exposed_communication", "communication", communication=name, after=(copy.label,))
+        return [copy, reduce, *cast]
     need = _need(*_staging(low, communication, 0))
-    return [copy, Task(name, "exposed_communication", communication=name, need=need)]
+    return [copy, Task(name, "exposed_communication", communication=name, need=need), *cast]
+
+
+def _cast(low: Lowering, rank: int, unit: Unit, name: str, phase: str) -> list[Task]:
+    """Return the cast of what was reduced to the precision of the shard (foreach_reduce), if it is another.
+
+    Where collectives overlap, it runs behind the collective and beside the compute, but its memory is taken, and the
+    reduced gradients' given back, when the host issues both.
+    """
+    if not unit.casts:
+        return []
+    need = _need(Event(0, unit.shard_bytes, "gradients"), Event(1, -unit.chunk_bytes, "communication"))
+    duration_s = costs.master_copy_time_s(
+        low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
+    )
+    if not _overlaps(low):
+        return [Task(name, phase, duration_s=duration_s, need=need)]
+    return [
+        Task(f"issue {name}", phase, need=need),
+        Task(name, phase, "communication", duration_s=duration_s),
+    ]
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -257,20 +309,29 @@ def _gather_name(unit: Unit, phase: str) -> str:
     return f"all-gather {unit.name}" + (" backward" if phase == "backward" else "")
 
 
-def _gather(low: Lowering, unit: Unit, phase: str, after: tuple[str, ...]) -> list[Task]:
-    """Return the gather of a unit into a flat buffer that it leaves behind; `after` is what it waits for on nccl."""
+def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, ...]) -> list[Task]:
+    """Return the gather of a unit into a flat buffer that it leaves behind; `after` is what it waits for on nccl.
+
+    A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued).
+    """
     if unit.ranks == 1:
         return []
     name = _gather_name(unit, phase)
     communication = low.communications[name] = Communication("all-gather", low.group, unit.padded_bytes)
-    flat = Event(0, unit.flat_bytes, "communication")
+    copy_bytes = unit.chunk_bytes if unit.casts else 0
+    flat = [Event(0, copy_bytes, "communication"), Event(1, unit.flat_bytes, "communication")]
+    cast_s = costs.master_copy_time_s(
+        low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
+    )
     if _overlaps(low):
-        return [
-            Task(f"issue {name}", phase, need=_need(flat)),
-            Task(name, "exposed_communication", "communication", communication=name, after=after),
-        ]
-    need = _need(flat, *_staging(low, communication, 1))
-    return [Task(name, "exposed_communication", communication=name, need=need)]
+        issued = _need(*flat, Event(2, -copy_bytes, "communication"))
+        tasks = [Task(f"issue {name}", phase, need=issued)]
+        if unit.casts:
+            tasks.append(Task(f"cast {name}", phase, "communication", duration_s=cast_s, after=after))
+        return [*tasks, Task(name, "exposed_communication", "communication", communication=name, after=after)]
+    need = _need(*flat, *_staging(low, communication, 2), Event(3, -copy_bytes, "communication"))
+    tasks = [Task(f"cast {name}", phase, duration_s=cast_s)] if unit.casts else []
+    return [*tasks, Task(name, "exposed_communication", communication=name, need=need)]
 
 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
@@ -283,8 +344,18 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
             low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
         after=(name,) if _overlaps(low) else (),
-        need=_need(Event(0, unit.padded_bytes, "gathered_parameters"), Event(1, -freed_bytes, "communication")),
+        need=_need(
+            Event(0, unit.padded_bytes, "gathered_parameters"),
+            *_alone(unit),
+            Event(2, -freed_bytes, "communication"),
+        ),
     )
+
+
+def _alone(unit: Unit) -> list[Event]:
+    """Return what a rank alone holds while it copies parameters of another precision: its last one's cast."""
+    size = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
+    return [Event(0, size, "communication"), Event(1, -size, "communication")]
 
 
 def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:
@@ -301,7 +372,7 @@ def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:
         copy = _copy_out(low, rank, unit, "forward", held)
         first = low.layers[0] if unit.is_root else unit.layers[0]
         start = () if number else (FORWARD_BEGIN,)
-        before[f"forward {first.module}"] += [*_gather(low, unit, "forward", after or start), copy]
+        before[f"forward {first.module}"] += [*_gather(low, rank, unit, "forward", after or start), copy]
         held = unit.flat_bytes
     end = Task("forward end", "forward", need=_need(Event(0, -held, "communication")))
     before[f"forward {low.layers[-1].module}"].append(end)
@@ -320,11 +391,11 @@ def _gather_backward(low: Lowering, rank: int) -> dict[str, list[Task]]:
         return before
     last_copy = (f"copy out {_gather_name(blocks[0], 'forward')}",)
     issuer = low.layers[-2] if found[0].is_root else blocks[0].layers[0]
-    before[backward_begin(low, issuer)] += _gather(low, blocks[0], "backward", last_copy)
+    before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0], "backward", last_copy)
     for number, unit in enumerate(blocks):
         copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
         new = [copy]
         if number + 1 < len(blocks):
-            new += _gather(low, blocks[number + 1], "backward", (copy.label,))
+            new += _gather(low, rank, blocks[number + 1], "backward", (copy.label,))
         before[backward_begin(low, unit.layers[0])] += new
     return before
