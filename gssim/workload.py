@@ -268,6 +268,8 @@ class Model:
     module: Module
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
     traced_precision: Precision = "fp32"
+    """Bytes are of this precision, and scaled to a workload's; whole numbers, masks and sums that are kept in fp32 are
+    scaled with them, so that a trace in the workload's own precision is the more exact one."""
     traced_batch_sizes: tuple[PositiveInt, ...]
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     exact_sequence: bool = True

@@ -1,14 +1,17 @@
 """One training step of a module under fake tensors, and what it showed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from gsreal.build import build_module, example_batch, first_line, logits_of, loss_of
+from gsreal.build import DTYPES, build_module, example_batch, first_line, logits_of, loss_of
 from gsreal.layers import layer_boundaries, layer_modules
 from gsreal.trace.recorder import Record, Recorder
 from gssim.units import UserError
@@ -21,9 +24,20 @@ def fake_module(model: Model, where: str) -> nn.Module:
         return build_module(model.module, where=where)
 
 
+@contextmanager
+def traced_precision(model: Model) -> Iterator[None]:
+    """Let modules and images be made in the precision that the model is traced in, while the context lasts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[model.traced_precision])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def record_step(model: Model, batch_size: int, sequence_length: int | None, *, where: str) -> Record:
     """Return what one training step at this shape does, layer by layer."""
-    with FakeTensorMode(allow_non_fake_inputs=False):
+    with FakeTensorMode(allow_non_fake_inputs=False), traced_precision(model):
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)

@@ -66,12 +66,10 @@ def _push_bucket(low: Lowering, rank: int, bucket: Bucket) -> tuple[list[Task], 
     stream = "communication" if low.scenario.plan.overlap else "compute"
     tasks.append(Task(name, "exposed_communication", stream, communication=name, after=(tasks[-1].label,)))
     cast = _largest_cast(low, bucket, rank, [row[rank] for row in entries])
-    release = [
-        Event(0, cast, "temporaries"),
-        Event(1, -cast, "temporaries"),
-        Event(2, -received_bytes, "communication"),
-    ]
-    release.append(Event(2, -sent_bytes, "communication") if thresholded else Event(2, -dense, "buckets"))
+    # what was sent is given back once the messages are done, what was received once it is added
+    release = [Event(0, -sent_bytes, "communication") if thresholded else Event(0, -dense, "buckets")]
+    release += [Event(1, cast, "temporaries"), Event(2, -cast, "temporaries")]
+    release.append(Event(3, -received_bytes, "communication"))
     if thresholded:
         add_s = costs.scatter_time_s(low.device(rank), received=sum(row[rank] for row in entries))
     else:
