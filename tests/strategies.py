@@ -150,7 +150,7 @@ def device_type(**changes: Any) -> dict[str, Any]:
     return {
         "kind": "cpu",
         "memory_bytes": 2**30,
-        "peak_flop_per_s": {"fp32": 1e9, "fp64": 5e8},
+        "peak_flop_per_s": {"fp32": 1e9, "fp64": 5e8, "bf16": 2e9},
         "memory_bandwidth_bytes_per_s": 1e9,
         "source": "assumed",
     } | changes
