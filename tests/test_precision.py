@@ -12,6 +12,7 @@ from strategies import device_type, loaded_of, machine_of, scenario_of, scenario
 
 from gssim import costs
 from gssim.cluster import DeviceType
+from gssim.program import lower
 from gssim.result import CATEGORIES
 from gssim.scenario import Scenario, has_master_copy, master_bytes, value_bytes
 from gssim.simulate import simulate
@@ -92,8 +93,8 @@ def test_a_thresholded_push_sends_2_bytes_and_an_index_for_each_entry():
 
 def test_one_device_by_hand():
     # at the loss's backward: all activations and the logits' gradient, 16 + 2*16 + 64 + 64 bytes a token in fp32
-    activations, gradient, tokens = (3 * 16 + 2 * 64) * 8 + 4, 64 * 8, 2 * 8 * 8
-    assert peak_of(tiny("single", "bf16")) == {
+    activations, gradient, tokens = (3 * 16 + 2 * 64) * 32 + 4, 64 * 32, 2 * 8 * 32
+    assert peak_of(tiny("single", "bf16", global_batch_size=8)) == {
         "parameters": 2 * ELEMENTS,
         "master_copy": 4 * ELEMENTS,
         "optimizer": 8 * ELEMENTS + 6 * 4,
@@ -112,7 +113,7 @@ def test_few_samples_peak_where_the_gradients_are_cast_for_the_optimizer():
 
 def test_zero1_keeps_a_master_copy_of_what_it_updates_alone():
     scenario = tiny("zero1", "bf16")
-    machine, program = machine_of(scenario)
+    program = lower(scenario)
     assert program.persistent[0]["master_copy"] == 4 * ELEMENTS / 2
     assert program.persistent[0]["buckets"] == program.persistent[0]["parameters"] == 2 * ELEMENTS
 
@@ -128,7 +129,7 @@ def test_owners_of_gs_hold_master_copy_and_gradients_by_their_shares():
     plan = {"shares": {"shards": (0.75, 0.25)}}
     workload = {"global_batch_size": 2, "sequence_length": 1, "optimizer": "sgd"}
     for rank, share in ((0, 0.75), (1, 0.25)):
-        machine, program = machine_of(tiny("gs", "bf16", plan=plan, **workload), unfolded=True)
+        program = lower(tiny("gs", "bf16", plan=plan, **workload), unfolded=True)
         assert program.persistent[rank]["master_copy"] == 4 * share * ELEMENTS
         kept = {task.label: dict(task.need.kept).get("gradients", 0.0) for task in program.tasks[rank]}
         assert kept["threshold bucket 0"] == -kept["optimizer"] == 4 * share * ELEMENTS
