@@ -290,7 +290,7 @@ def test_a_real_run_in_bf16_does_and_holds_what_is_predicted(runs: dict, name: s
     # oneDNN copies matrices in bf16 to its own layout, which only a profile tells: it shows where blocks run again
     low = 0.96 if "recompute" in name else 0.985
     for rank, measured in enumerate(seen["peaks"]):
-        assert low <= peaks[rank] / measured <= 1.002, (rank, peaks[rank], measured)
+        assert low <= peaks[rank] / measured <= 1.01, (rank, peaks[rank], measured)
 
 
 @pytest.mark.real
