@@ -12,6 +12,7 @@ from gssim.memory import activation_timeline
 from gssim.program import lower
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.scenario import Scenario, load_model
+from gssim.units import UserError
 from gssim.workload import Layer, Model, Module, Moment, Parameter, Polynomial, TokenInput, unrolled
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,6 +272,24 @@ def test_our_layer_keeps_32sbh_for_it_drops_nothing_out_and_keeps_no_square(h: i
     assert sum(kept.values()) == 32 * h + 4 * a + 8
     saved = block_of(traced("gsreal.models.gpt", width=h, heads=a)).saved_bytes
     assert saved.at(b=3, s=40) == sum(kept.values()) * 3 * 40
+
+
+def test_a_precision_that_nobody_has_is_not_traced_in():
+    request = Request(
+        model="gsreal.models.gpt",
+        arguments=(),
+        name="traced",
+        vocabulary=64,
+        maximum_sequence_length=64,
+        task="next-token",
+        image=None,
+        classes=0,
+        auto_class="",
+        sequence_length=None,
+        precision="fp16",
+    )
+    with pytest.raises(UserError, match="--precision fp16: allowed: fp32, bf16, fp64"):
+        traced_model(request)
 
 
 @pytest.mark.parametrize("name", ["gpt-byte-1m", "gpt-byte-10m", "gpt3-6.7b", "gpt3-175b"])
