@@ -325,10 +325,9 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, 
     )
     if _overlaps(low):
         issued = _need(*flat, Event(2, -copy_bytes, "communication"))
-        tasks = [Task(f"issue {name}", phase, need=issued)]
-        if unit.casts:
-            tasks.append(Task(f"cast {name}", phase, "communication", duration_s=cast_s, after=after))
-        return [*tasks, Task(name, "exposed_communication", "communication", communication=name, after=after)]
+        cast = [Task(f"cast {name}", phase, "communication", duration_s=cast_s, after=after)] if unit.casts else []
+        gather = Task(name, "exposed_communication", "communication", communication=name, after=after)
+        return [Task(f"issue {name}", phase, need=issued), *cast, gather]
     need = _need(*flat, *_staging(low, communication, 2), Event(3, -copy_bytes, "communication"))
     tasks = [Task(f"cast {name}", phase, duration_s=cast_s)] if unit.casts else []
     return [*tasks, Task(name, "exposed_communication", communication=name, need=need)]
