@@ -118,7 +118,7 @@ def test_every_rank_knows_all_parts_of_the_loss_terms(name):
     for _, _, weights in feeds:
         assert weights.ranks == pytest.approx([n / sum(terms) for n in terms])
         assert sum(weights.ranks) == pytest.approx(1)
-    assert (feeds[0][2] == pytest.approx([0.75, 0.25])) == (name == GPT)
+    assert (feeds[0][2].ranks == pytest.approx([0.75, 0.25])) == (name == GPT)
 
 
 def test_images_come_in_the_workloads_precision_and_token_ids_stay_whole():
