@@ -88,9 +88,11 @@ class _Ways:
         self._chosen: dict[Any, Scheduled] = {}
         self._spread: dict[tuple[int, Groups], tuple[Hops, Hops]] = {}
 
-    def of(self, label: str, communication: Communication) -> Scheduled:
-        """Return the way for all groups of a collective, which are alike."""
-        key = (label, communication.group)
+    def of(self, communication: Communication) -> Scheduled:
+        """Return the way for all groups of a collective, which are alike; equal collectives share it."""
+        each = communication
+        parts = (id(each.pair_bytes) if each.pair_bytes else None, each.part_bytes)  # matrices are shared, and large
+        key = (each.kind, each.group, each.size_bytes, each.root, *parts)
         if key not in self._chosen:
             alone = replace(communication, beside=())
             self._chosen[key] = self.choice.best(self.scheduler.candidates(alone))
@@ -115,7 +117,7 @@ def _meetings(program: Program, classes: Classes, ways: _Ways) -> dict[str, tupl
         if groups not in parts:
             parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
         each = [(replace(communication, group=part[0], beside=part[1:]), members) for part, members in parts[groups]]
-        found[label] = tuple(Meeting(part, ways.of(label, part), members) for part, members in each)
+        found[label] = tuple(Meeting(part, ways.of(part), members) for part, members in each)
     return found
 
 
