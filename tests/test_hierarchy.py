@@ -13,6 +13,7 @@ from strategies import (
     built,
     cluster_of,
     compositions,
+    device_type,
     exponential_statistics,
     fabrics,
     link_type,
@@ -362,6 +363,18 @@ def test_a_rank_holds_its_share_of_everything_and_gathered_the_root_and_blocks_i
         assert most_held(tasks, "gathered_parameters") == 4 * (ROOT + blocks * BLOCK)
         update = next(i for i, task in enumerate(tasks) if task.label == "optimizer")
         assert held_after(tasks[:update])["gradients"] == 4 * share * ELEMENTS
+
+
+def test_in_bf16_an_owner_keeps_a_master_copy_of_its_shard_and_adds_up_in_its_precision():
+    types = {"fast": device_type(peak_flop_per_s={"fp32": 1e9, "bf16": 2e9})}
+    program = lower(scenario_of(star(4, types=types), {"method": "gs_z3"}, optimizer="adamw", precision="bf16"))
+    (held,), (tasks,) = program.persistent, program.tasks
+    assert held["parameters"] == 2 * ELEMENTS / 4
+    assert held["master_copy"] == 4 * ELEMENTS / 4
+    assert held["optimizer"] == 8 * ELEMENTS / 4 + 3 * 4
+    assert most_held(tasks, "gathered_parameters") == 2 * (ROOT + BLOCK)
+    update = next(i for i, task in enumerate(tasks) if task.label == "optimizer")
+    assert held_after(tasks[:update])["gradients"] == 4 * ELEMENTS / 4
 
 
 def test_parameters_that_are_kept_are_gathered_once():

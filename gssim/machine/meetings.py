@@ -90,11 +90,9 @@ class _Ways:
 
     def of(self, communication: Communication) -> Scheduled:
         """Return the way for all groups of a collective, which are alike; equal collectives share it."""
-        each = communication
-        parts = (id(each.pair_bytes) if each.pair_bytes else None, each.part_bytes)  # matrices are shared, and large
-        key = (each.kind, each.group, each.size_bytes, each.root, *parts)
+        alone = replace(communication, beside=())
+        key = (replace(alone, pair_bytes=()), id(alone.pair_bytes))  # matrices are shared, and large
         if key not in self._chosen:
-            alone = replace(communication, beside=())
             self._chosen[key] = self.choice.best(self.scheduler.candidates(alone))
         chosen = self._chosen[key]
         if not communication.beside:
