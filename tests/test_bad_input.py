@@ -186,6 +186,8 @@ NOT_YET = [
     (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
     (("plan.method=tensor",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
     (("plan.method=gs_tp",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
+    (("plan.method=gs_z3", "plan.exchange=backend"), "plan.exchange = 'backend': cannot run yet with method 'gs_z3'; allowed"),
+    (("plan.method=gs_hier", "plan.exchange=backend"), "plan.exchange = 'backend': cannot run yet with method 'gs_hier'; allowed"),
     (("plan.method=gs_hier", "plan.parameters=sharded"), "plan.parameters = 'sharded': cannot run yet with method 'gs_hier'"),
     (("plan.tp=2", "plan.dp_replicate=1"), "cannot run yet"),
     (("plan.parameters=gathered",), "cannot run yet"),

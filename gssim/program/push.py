@@ -273,7 +273,8 @@ Matrix = tuple[tuple[float, ...], ...]
 
 def _push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
     """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
-    key = ("push", bucket.index, place, micro_batch if low.scenario.plan.push.threshold else None)
+    unique = bool(low.scenario.plan.push.threshold)
+    key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
     if key not in low.found:
         low.found[key] = _new_push_matrix(low, bucket, micro_batch, place)
     found: tuple[Matrix, Matrix] = low.found[key]
