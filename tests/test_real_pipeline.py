@@ -27,17 +27,29 @@ CASES: dict[int, dict[str, list[str]]] = {
         "gpipe-sgd": [*GPT, *SGD, *SCHEDULES["gpipe"], *FOUR],
         "1f1b-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *SIX, "plan.stages=[2,5]"],
         "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *FOUR],
-        "gpipe-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["gpipe"], *FOUR],
-        "1f1b-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.stages=[7,1]"],
-        "1f1b-recompute-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
-        "interleaved-recompute-bert-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *FOUR, "plan.recompute=full"],
-        "1f1b-resnet-recompute-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
         "1f1b-bert-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR],
+        "gpipe-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["gpipe"], *FOUR],
+        "1f1b-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.stages=[7,1]"],  # the mean, not the image
+        "1f1b-recompute-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
+        "interleaved-bert-recompute-adamw": [*GPT, *ADAMW64, *SCHEDULES["interleaved"], *FOUR, "plan.recompute=full"],
+        "gpipe-resnet-recompute-sgd": [*DIGITS, *SGD, *SCHEDULES["gpipe"], *FOUR, "plan.recompute=full"],
+    },
+    3: {
+        "1f1b-bert-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *FOUR],
+        "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *SIX],
     },
     4: {
-        "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, *FOUR[:0], "plan.micro_batches=3", "plan.bucket_bytes=300000"],
+        "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
+        "interleaved-ddp-bert-adamw": [
+            *GPT,
+            *ADAMW64,
+            *REPLICATED,
+            "plan.schedule=interleaved",
+            "plan.micro_batches=3",
+            "plan.stages=[1,2,3,1]",
+            "plan.shares.batch=[0.75,0.25]",
+        ],
     },
-    3: {"1f1b-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR]},
 }
 
 

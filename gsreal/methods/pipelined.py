@@ -29,6 +29,11 @@ class ObservedStage(PipelineStage):
         """Note what goes on from now on; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
         self.timeline, self.last_gradient = timeline, last_gradient
 
+    def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
+        """Try out shapes, before the first step: without DDP, which would then expect gradients in any backward."""
+        inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        return inner(*args, **settings)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **settings: Any) -> Any:
         """Run the forward of a micro-batch."""
         with self.timeline.span(f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}", "forward"):
