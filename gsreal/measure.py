@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -210,7 +211,7 @@ class Seen:
     size_bytes: int
     data_dependent: bool = False
     sent_bytes: float = 0
-    """By its point-to-point messages, where it is made of them."""
+    """By its point-to-point messages, or the one call of the backend, that carry it out."""
 
 
 KINDS = {
@@ -227,6 +228,14 @@ KINDS = {
     "scatter_": "scatter",
     "barrier": "barrier",
 }
+FUNCTIONAL_KINDS = {
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast": "broadcast",
+}
+"""torch's functional collectives, which DTensor uses: they call the process group beneath the dispatcher."""
 LARGER_SIDE = ("all-gather", "reduce-scatter", "gather", "scatter", "all-to-all")
 """Kinds whose size is that of the larger of their two tensors: output or input."""
 
@@ -256,15 +265,28 @@ class CollectiveRecorder(TorchDispatchMode):
         self.seen.append(self._logical)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it will come back with what it does on this rank
         if func.namespace == "c10d":
             self._record(func._schema.name.removeprefix("c10d::"), args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self._record_functional(func._schema.name.removeprefix("_c10d_functional::"), args, result)
+        return result
+
+    def _record_functional(self, name: str, args: Sequence[Any], result: Any) -> None:
+        if name not in FUNCTIONAL_KINDS:
+            return  # waiting, and wrapping what is waited for
+        sizes = [sum(t.numel() * t.element_size() for t in tree_leaves(each)) for each in (args[0], result)]
+        self.seen.append(Seen(FUNCTIONAL_KINDS[name], _functional_group(args), max(sizes)))
 
     def _record(self, name: str, args: Sequence[Any]) -> None:
         tensors = [tree_leaves(arg) for arg in args]
         sizes = [sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) for leaves in tensors]
         if name == "send":
             self._sent(sizes[0], _ends_of(args))
+        elif name == "alltoall_base_" and self._logical is not None:
+            self._logical.sent_bytes += sizes[1]
         elif name not in ("recv_", "recv_any_source_"):
             kind = KINDS.get(name, name)
             size = max(sizes) if kind in LARGER_SIDE else sizes[0]
@@ -295,6 +317,14 @@ def _process_group(args: Sequence[Any]) -> dist.ProcessGroup | None:
             with suppress(RuntimeError):
                 return dist.ProcessGroup.unbox(arg)
     return None
+
+
+def _functional_group(args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks of the group that a functional collective names, or hands over."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group = args[-1] if not isinstance(args[-1], str) else _resolve_process_group(args[-1])  # type: ignore[arg-type]
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 @dataclass

@@ -17,17 +17,17 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.head_width, self.causal = heads, width // heads, causal
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the attended values, shaped as `x` (batch, sequence, width)."""
-        batch, sequence, width = x.shape
-        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the attended values, shaped as `x` (batch, sequence, width); `mask` is added to the scores."""
+        batch, sequence, _ = x.shape
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).reshape(batch, sequence, self.heads * self.head_width))
 
 
 class TransformerBlock(nn.Module):
@@ -45,12 +45,12 @@ class TransformerBlock(nn.Module):
     def _perceptron(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, shaped as `x` (batch, sequence, width)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the block's output, shaped as `x` (batch, sequence, width); `mask` is added to attention's scores."""
         if self.norm_first:
-            x = x + self.attention(self.attention_norm(x))
+            x = x + self.attention(self.attention_norm(x), mask)
             return x + self._perceptron(self.perceptron_norm(x))
-        x = self.attention_norm(x + self.attention(x))
+        x = self.attention_norm(x + self.attention(x, mask))
         return self.perceptron_norm(x + self._perceptron(x))
 
 
@@ -103,6 +103,42 @@ def _keep_blocks(blocks: nn.ModuleList, names: Collection[str]) -> None:
     for number in range(len(blocks)):
         if f"blocks.{number}" not in names:
             blocks[number] = nn.Identity()
+
+
+class SequenceClassifier(nn.Module):
+    """A BERT encoder with BERT's head for classes of whole sequences: a dense layer with tanh on the first token.
+
+    Tokens that are `padding` are attended to by none.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        maximum_length: int,
+        width: int,
+        heads: int,
+        layers: int,
+        classes: int,
+        padding: int,
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(maximum_length, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=False) for _ in range(layers))
+        self.pooler = nn.Linear(width, width)
+        self.head = nn.Linear(width, classes)
+        self.apply(_initialise)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (batch, classes) for token ids (batch, sequence)."""
+        x = self.norm(self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        hidden = torch.zeros_like(ids, dtype=x.dtype).masked_fill(ids == self.padding, -torch.inf)[:, None, None]
+        for block in self.blocks:
+            x = block(x, hidden)
+        return self.head(torch.tanh(self.pooler(x[:, 0])))
 
 
 def _initialise(module: nn.Module) -> None:
@@ -187,6 +223,28 @@ def bert(*, vocabulary: int = 257, maximum_length: int = 256, width: int, heads:
     """Return a BERT encoder with a masked-token head: bidirectional attention, layer norm after; id 256 is the mask."""
     return Transformer(
         vocabulary=vocabulary, maximum_length=maximum_length, width=width, heads=heads, layers=layers, causal=False
+    )
+
+
+def bert_classifier(
+    *,
+    vocabulary: int = 256,
+    maximum_length: int = 256,
+    width: int,
+    heads: int,
+    layers: int,
+    classes: int = 2,
+    padding: int = 0,
+) -> nn.Module:
+    """Return a BERT encoder that classifies sequences (GLUE); `padding` is the token that fills them up."""
+    return SequenceClassifier(
+        vocabulary=vocabulary,
+        maximum_length=maximum_length,
+        width=width,
+        heads=heads,
+        layers=layers,
+        classes=classes,
+        padding=padding,
     )
 
 

@@ -150,12 +150,16 @@ class Feed:
         self.scenario, self.rank, self.device = scenario, rank, device
         sizes, mesh = scenario.data_batch_sizes, scenario.policies.mesh
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        self.rows = [rows[mesh.data_rank(i)] for i in range(scenario.ranks)]
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        # the ranks that hold parts of one replica take the same rows
+        self.rows = [parts[mesh.data_rank(each)] for each in range(scenario.ranks)]
         places = [mesh.place(i).pp for i in range(scenario.ranks)]
         self.counts = [place == mesh.pp - 1 for place in places]
         """Which ranks compute a loss: in a pipeline, those of the last stage."""
         self.reads = places[rank] == 0
+        self.copies = mesh.tp
+        """Ranks that compute the same loss: those that hold slices of one replica."""
+        self.source = data.open_source(scenario.workload)
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -170,19 +174,19 @@ class Feed:
         return inputs.to(self.device), targets.to(self.device), weights
 
     def _made(self, step: int) -> Batch:
-        workload = self.scenario.workload
-        inputs, targets = data.global_batch(workload, seed=self.scenario.run.seed, step=step)
-        pairs = zip(self.rows, self.counts, strict=True)
-        terms = [data.loss_terms(targets[rows]) if counts else 0 for rows, counts in pairs]
-        mine = self.rows[self.rank]
-        own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
-        if own_inputs.is_floating_point():
-            own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = Weights(tuple(n / sum(terms) for n in terms), self._micro_batch_weights(own_targets))
+        seed = self.scenario.run.seed
+        pairs = zip(self.source.loss_terms(seed=seed, step=step, rows=self.rows), self.counts, strict=True)
+        terms = [found if counts else 0 for found, counts in pairs]
+        inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
+        inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
+        if inputs.is_floating_point():
+            inputs = inputs.to(DTYPES[self.scenario.workload.precision])
+        ranks = tuple(n * self.copies / sum(terms) for n in terms)
+        weights = Weights(ranks, self._micro_batch_weights(targets))
         # a rank holds no more than its stage needs
-        own_inputs = own_inputs if self.reads else own_inputs.new_empty(0)
-        own_targets = own_targets if self.counts[self.rank] else own_targets.new_empty(0)
-        return own_inputs, own_targets, weights
+        inputs = inputs if self.reads else inputs.new_empty(0)
+        targets = targets if self.counts[self.rank] else targets.new_empty(0)
+        return inputs, targets, weights
 
     def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
         count = self.scenario.plan.micro_batches
@@ -208,7 +212,7 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         inputs, targets, weights = feed.at(step)
         loss = training.step(inputs, targets, weights, rank)
         if step >= run.warmup_steps:
-            own = weights.ranks[rank]
+            own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)

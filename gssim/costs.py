@@ -14,13 +14,22 @@ INDEX_BYTES = 4
 """COO entries carry an int32 index relative to the owner's range."""
 
 
-def layer_time_s(device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int) -> float:
+def layer_time_s(
+    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int, whole: Layer | None = None
+) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
 
     `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed. A profile does not
     tell how far that is: its forward is then shared out as the roofline's is. Assumes that nothing else runs on the
-    device; the machine slows it down while it communicates.
+    device; the machine slows it down while it communicates. `whole`: the layer of which `layer` is a slice; a profile
+    is of the whole one, and shared out as the roofline is too.
     """
+    if whole is not None and whole is not layer:
+        if layer_profile(device, workload, whole) is None:
+            return _layer_roofline_s(device, workload, layer, phase, batch_size)
+        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size)
+        own_s, whole_s = (_layer_roofline_s(device, workload, each, phase, batch_size) for each in (layer, whole))
+        return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
     if profile is None:
         return _layer_roofline_s(device, workload, layer, phase, batch_size)

@@ -48,14 +48,14 @@ def _saved(layer: Layer) -> list[Buffer]:
     return [buffer for buffer in layer.buffers if _is_saved(buffer)]
 
 
-def _stop(layer: Layer) -> int:
+def last_saved(layer: Layer) -> int:
     """Return the position at which the second forward stops: where the last saved buffer is made."""
     return max((buffer.born.position for buffer in _saved(layer)), default=-1)
 
 
 def _made_again(buffer: Buffer, layer: Layer) -> Iterator[Buffer]:
     """Give what a second forward makes of a buffer that it does not keep: the same, until it stops."""
-    stop = _stop(layer)
+    stop = last_saved(layer)
     if buffer.born.phase == "f" and buffer.born.position <= stop:
         inside = buffer.freed.phase == "f" and buffer.freed.layer_offset == 0 and buffer.freed.position <= stop
         freed = Moment("r", buffer.freed.position if inside else LAST)

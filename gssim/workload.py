@@ -3,6 +3,11 @@
 [Note: moments] A moment is a place in one training step: `f3` is the 4th operation of the layer's own forward, `b7`
 the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. Buffers
 are born and freed at moments, so memory can be replayed for any plan without the module.
+
+[Note: units] A block that can be cut among ranks (tensor parallelism) is cut in units: an attention head with its part
+of the perceptron's columns, or a norm group's channels. The layers of `Model.sliced_layers` are traced with their
+blocks cut: each quantity is a polynomial in b and s for what every rank has, and another that counts once for each of
+the u units that the rank holds. `gssim.slices` makes layers as above of them.
 """
 
 import re
@@ -13,16 +18,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from gssim.data import Data, Glue, ImageFolder, TextFolder
 from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Precision, spec
 
-_TERM = re.compile(r"^(-?\d+)((?:\*[bs](?:\^[12])?)*)$")
+_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|u))*)$")
+Terms = tuple[tuple[int, int, int], ...]
+"""(Coefficient, power of b, power of s)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
     """A whole quantity as a function of batch size b and sequence length s: terms (coefficient, power of b, of s)."""
 
-    terms: tuple[tuple[int, int, int], ...]
+    terms: Terms
+    unit_terms: Terms = ()
+    """What counts once for each unit u that a rank holds; see [Note: units]."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
@@ -35,27 +45,46 @@ class Polynomial:
             return text
         if isinstance(text, bool) or not isinstance(text, (int, str)):
             raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
-        terms = []
+        terms: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
         for term in str(text).replace(" ", "").split("+"):
             match = _TERM.match(term)
             if match is None:
                 raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
-            powers = {"b": 0, "s": 0}
+            powers = {"b": 0, "s": 0, "u": 0}
             for factor in match.group(2).split("*")[1:]:
                 powers[factor[0]] += int(factor[2:] or 1)
-            if max(powers.values()) > 2:
-                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2")
-            terms.append((int(match.group(1)), powers["b"], powers["s"]))
-        return cls(tuple(terms))
+            if max(powers.values()) > 2 or powers["u"] > 1:
+                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2, u up to 1")
+            terms[powers["u"] == 1].append((int(match.group(1)), powers["b"], powers["s"]))
+        return cls(tuple(terms[False]), tuple(terms[True]))
 
     def at(self, *, b: int, s: int) -> int:
-        """Return the value at batch size `b` and sequence length `s`."""
+        """Return the value at batch size `b` and sequence length `s`; what counts by units is left out."""
         return sum(c * b**i * s**j for c, i, j in self.terms)
+
+    def held(self, units: int) -> "Polynomial":
+        """Return the polynomial where a rank holds so many units.
+
+        >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
+        '14*b + 4*s'
+        """
+        if not self.unit_terms:
+            return self
+        sums: dict[tuple[int, int], int] = {}
+        for factor, terms in ((1, self.terms), (units, self.unit_terms)):
+            for c, i, j in terms:
+                sums[i, j] = sums.get((i, j), 0) + factor * c
+        return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         powers = ("", "*{0}", "*{0}^2")
-        return " + ".join(f"{c}{powers[i].format('b')}{powers[j].format('s')}" for c, i, j in self.terms) or "0"
+        found = [
+            f"{c}{powers[i].format('b')}{powers[j].format('s')}{unit}"
+            for terms, unit in ((self.terms, ""), (self.unit_terms, "*u"))
+            for c, i, j in terms
+        ]
+        return " + ".join(found) or "0"
 
 
 Quantity = Annotated[
@@ -129,7 +158,7 @@ class Buffer:
 
 BUFFER_CATEGORIES = ("input", "activations", "temporaries")
 
-_PARAMETER = re.compile(r"^(\S+) ((?:\d+(?:x\d+)*)|scalar) (\S+) (\S+)$")
+_PARAMETER = re.compile(r"^(\S+) ((?:\d+u?(?:x\d+u?)*)|scalar) (\S+) (\S+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +172,8 @@ class Parameter:
     shape: tuple[int, ...]
     born: Moment
     ready: Moment
+    cut: int | None = None
+    """The dimension in which it is cut, whose size in `shape` is that of one unit; see [Note: units]."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
@@ -157,12 +188,28 @@ class Parameter:
         if match is None:
             raise ValueError('must be "NAME SHAPE BORN READY", such as "{}.weight 4x3 b1 b2"')
         name, shape, born, ready = match.groups()
-        sizes = () if shape == "scalar" else tuple(int(size) for size in shape.split("x"))
-        return cls(name, sizes, Moment.parse(born), Moment.parse(ready))
+        sizes = [] if shape == "scalar" else shape.split("x")
+        cut = [dimension for dimension, size in enumerate(sizes) if size.endswith("u")]
+        if len(cut) > 1:
+            raise ValueError(f"has the shape {shape}; one dimension at most is cut in units (u)")
+        whole = tuple(int(size.rstrip("u")) for size in sizes)
+        return cls(name, whole, Moment.parse(born), Moment.parse(ready), cut[0] if cut else None)
+
+    def held(self, units: int) -> "Parameter":
+        """Return the parameter where a rank holds so many units of its layer.
+
+        >>> str(Parameter.parse("{}.weight 8ux3 b1 b2").held(2))
+        '{}.weight 16x3 b1 b2'
+        """
+        if self.cut is None:
+            return self
+        sizes = (size * units if dimension == self.cut else size for dimension, size in enumerate(self.shape))
+        return Parameter(self.name, tuple(sizes), self.born, self.ready)
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
-        return f"{self.name} {'x'.join(map(str, self.shape)) or 'scalar'} {self.born} {self.ready}"
+        sizes = [f"{size}u" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
+        return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}"
 
     @property
     def elements(self) -> int:
@@ -171,6 +218,32 @@ class Parameter:
         for size in self.shape:
             product *= size
         return product
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A sum over the ranks that share a cut block: an all-reduce of so many bytes right after a moment of the layer."""
+
+    moment: Moment
+    size_bytes: Polynomial
+
+    @classmethod
+    def parse(cls, text: object) -> "Reduction":
+        """Return the reduction that `text` spells.
+
+        >>> str(Reduction.parse("f5 64*b*s"))
+        'f5 64*b*s'
+        """
+        if isinstance(text, Reduction):
+            return text
+        if not isinstance(text, str) or len(text.split(maxsplit=1)) != 2:
+            raise ValueError('must be "MOMENT BYTES", such as "f5 64*b*s"')
+        moment, size = text.split(maxsplit=1)
+        return cls(Moment.parse(moment), Polynomial.parse(size))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return f"{self.moment} {self.size_bytes}"
 
 
 def _text_of(cls: Any) -> Any:
@@ -203,6 +276,10 @@ class Layer:
     recompute_bytes: Quantity | None = None
     recompute_operations: Count | None = None
     buffers: tuple[_text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    units: PositiveInt | None = None
+    """Of a block that is cut: how many units there are of it; see [Note: units]."""
+    reductions: tuple[_text_of(Reduction), ...] = ()  # type: ignore[valid-type]
+    """Of a block that is cut: the sums over ranks, in the order of their moments."""
 
     @property
     def repeats(self) -> int:
@@ -245,8 +322,22 @@ class TokenInput:
 
     kind: Literal["tokens"]
     vocabulary: PositiveInt
-    task: Literal["next-token", "masked-token"] = "next-token"
+    task: Literal["next-token", "masked-token", "sequence-classification"] = "next-token"
     maximum_sequence_length: PositiveInt
+    classes: PositiveInt | None = None
+    """Of sequence classification, and of it alone."""
+    padding: Count | None = None
+    """Sequence classification: the token that fills sequences up, which the model leaves out; absent: it attends to
+    all tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse classes without a task that has them, and the other way round."""
+        if (self.task == "sequence-classification") != (self.classes is not None):
+            raise ValueError(f"classes = {self.classes}: needed with task = 'sequence-classification', and only there")
+        if self.padding is not None and self.classes is None:
+            raise ValueError(f"padding = {self.padding}: only sequences to be classified are filled up")
+        if self.padding is not None and self.padding >= self.vocabulary:
+            raise ValueError(f"padding = {self.padding}: is no token of the vocabulary of {self.vocabulary}")
 
 
 @spec
@@ -275,6 +366,8 @@ class Model:
     buffer_bytes: tuple[Count, ...] = ()
     """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward."""
     layers: tuple[Layer, ...]
+    sliced_layers: tuple[Layer, ...] = ()
+    """The layers with their blocks cut among ranks, see [Note: units]; empty: not known how to cut them."""
 
     @property
     def elements(self) -> int:
@@ -296,12 +389,14 @@ class Workload:
     learning_rate: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: NonNegativeFloat = 0.0
-    data: Literal["auto", "stdlib-bytes", "digits"] = "auto"
+    data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that the model cannot take."""
+        """Refuse shapes and data that the model cannot take."""
         source = self.model.input
+        if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
+            raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
         if isinstance(source, ImageInput):
             if self.sequence_length is not None:
                 raise ValueError("sequence_length: a model of images takes none")
@@ -317,6 +412,16 @@ class Workload:
                 f"sequence_length = {self.sequence_length}: the model was traced only at "
                 f"{', '.join(map(str, self.model.traced_sequence_lengths))}"
             )
+
+
+def _task_of(data: ImageFolder | Glue | TextFolder, source: TokenInput | ImageInput) -> str:
+    """Return the task that the data are for; text serves two."""
+    if isinstance(data, TextFolder):
+        return source.task if source.task in TEXT_TASKS else " or ".join(TEXT_TASKS)
+    return "classification" if isinstance(data, ImageFolder) else "sequence-classification"
+
+
+TEXT_TASKS = ("next-token", "masked-token")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import checkpoint_blocks
@@ -12,7 +13,10 @@ from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.pushed import push_gradients
 from gsreal.methods.replicated import all_reduce_gradients, train_alone
+from gsreal.methods.tensor import slice_blocks
 from gsreal.methods.training import Training, Weights
+from gsreal.tensor_slices import whole_parameter
+from gssim.mesh import AXES
 from gssim.scenario import Scenario
 
 __all__ = ["Training", "Weights", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
@@ -34,16 +38,20 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         return pipeline_stages(scenario, module, timeline, device)
     if scenario.plan.recompute == "full":
         checkpoint_blocks(scenario.workload.model, module)
+    if policies.tp > 1:
+        slice_blocks(scenario, module, timeline, _mesh(scenario, device)["tp"])
     apply = APPLY[policies.parameters, policies.gradients]
     return apply(scenario, module, timeline, device)
+
+
+def _mesh(scenario: Scenario, device: torch.device) -> DeviceMesh:
+    """Return the ranks on the plan's axes."""
+    return init_device_mesh(device.type, scenario.policies.mesh.sizes, mesh_dim_names=AXES)
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter whole, by name; those of other ranks are gathered (a collective)."""
     if isinstance(module, StageModules):
         return module.of_all_stages()
-    found = {}
-    for name, parameter in module.named_parameters():
-        tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name.removeprefix("module.")] = tensor.detach().clone()
-    return found
+    names = [name for name, _ in module.named_parameters()]
+    return {name.removeprefix("module."): whole_parameter(module, name) for name in names}

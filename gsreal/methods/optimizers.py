@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gssim.workload import Workload
 
@@ -24,6 +25,11 @@ def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.o
 def make_optimizer(
     workload: Workload, parameters: Sequence[nn.Parameter] | Any, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the parameters."""
+    """Return the workload's optimizer over the parameters.
+
+    DTensors and others are groups of their own: torch's optimizers that take all tensors together refuse a mixture.
+    """
     kind, settings = optimizer_of(workload, device)
-    return kind(parameters, **settings)
+    parameters = list(parameters)
+    kinds = [[p for p in parameters if isinstance(p, DTensor) is native] for native in (True, False)]
+    return kind([{"params": each} for each in kinds if each], **settings)

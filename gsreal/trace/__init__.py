@@ -1,7 +1,8 @@
 """Any `nn.Module` or Hugging Face config -> a model file, under fake tensors: no weights, no GPU.
 
 One training step runs per traced shape. What is recorded per layer is exact for these shapes; as a function of batch
-size b and sequence length s it is a polynomial (up to b*s^2), fitted over six shapes and checked at a seventh.
+size b and sequence length s it is a polynomial (up to b*s^2), fitted over six shapes and checked at a seventh. Where
+it is known how to cut the model's blocks among ranks, steps with cut blocks are traced as well, see [Note: units].
 """
 
 from collections import defaultdict
@@ -14,14 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsreal.trace.fit import NoPolynomialError, Shape, fitted_layers, grouped
 from gsreal.trace.recorder import Record
-from gsreal.trace.step import fake_module, record_step
+from gsreal.trace.step import fake_module, fewest_units, record_step
 from gssim.units import UserError
-from gssim.workload import Model, TokenInput
+from gssim.workload import Layer, Model, TokenInput
 
 __all__ = ["trace", "trace_at"]
 
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5
+TRACED_UNITS = (2, 3)
+"""One alone may be of another kind: torch takes a dimension of one element as contiguous however it is laid out."""
 
 
 def trace(model: Model, *, where: str) -> Model:
@@ -30,19 +33,17 @@ def trace(model: Model, *, where: str) -> Model:
     Raises UserError where the module cannot be built, or where its cost is no polynomial in the batch size.
     """
     lengths = _sequence_lengths(model)
-    shapes = list(product(TRACED_BATCH_SIZES, lengths))
-    records = {shape: record_step(model, *shape, where=where) for shape in shapes}
-    check_length = _checked_length(model, lengths)
-    checked = (CHECKED_BATCH_SIZE, check_length)
+    checked = (CHECKED_BATCH_SIZE, _checked_length(model, lengths))
     try:
-        layers = fitted_layers(records, record_step(model, *checked, where=where), checked)
+        layers, sliced = _layers(model, lengths, checked, where)
     except NoPolynomialError as error:
         raise UserError(
             f"{where}: {error}; give one sequence length with --sequence-length to trace it there alone"
         ) from None
     return replace(
         model,
-        layers=grouped(layers),
+        layers=layers,
+        sliced_layers=sliced,
         buffer_bytes=_buffer_bytes(model, where),
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=tuple(s for s in lengths if s is not None),
@@ -51,22 +52,38 @@ def trace(model: Model, *, where: str) -> Model:
 
 def trace_at(model: Model, sequence_length: int, *, where: str) -> Model:
     """Return `model` traced at one sequence length only: its quantities depend on the batch size alone."""
-    records: dict[Shape, Record] = {
-        (b, sequence_length): record_step(model, b, sequence_length, where=where) for b in TRACED_BATCH_SIZES
-    }
     checked = (CHECKED_BATCH_SIZE, sequence_length)
     try:
-        layers = fitted_layers(records, record_step(model, *checked, where=where), checked)
+        layers, sliced = _layers(model, (sequence_length,), checked, where)
     except NoPolynomialError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(
         model,
-        layers=grouped(layers),
+        layers=layers,
+        sliced_layers=sliced,
         buffer_bytes=_buffer_bytes(model, where),
         exact_sequence=False,
         traced_batch_sizes=TRACED_BATCH_SIZES,
         traced_sequence_lengths=(sequence_length,),
     )
+
+
+def _layers(
+    model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
+) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    """Return the model's layers, whole, and with their blocks cut (none where these cannot be)."""
+    shapes = list(product(TRACED_BATCH_SIZES, lengths))
+    records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
+    whole = grouped(fitted_layers(records, record_step(model, *checked, where=where), checked))
+    units = fewest_units(model, where)
+    if units < 2:
+        return whole, ()
+    traced = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
+    cut: dict[Shape, Record] = {
+        (*shape, held): record_step(model, *shape, held, where=where) for held in traced for shape in shapes
+    }
+    last = (*checked, units)
+    return whole, grouped(fitted_layers(cut, record_step(model, *last, where=where), last))
 
 
 def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:

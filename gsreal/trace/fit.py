@@ -1,6 +1,6 @@
 """From what steps at several shapes showed to functions of batch size and sequence length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
@@ -8,14 +8,15 @@ from typing import Any
 
 from gsreal.layers import LOSS
 from gsreal.trace.recorder import Record, Work
-from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial
+from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
 
 class NoPolynomialError(Exception):
     """A quantity that is no polynomial in batch size and sequence length."""
 
 
-Shape = tuple[int, int | None]
+Shape = tuple[int, int | None] | tuple[int, int | None, int]
+"""Batch size, sequence length, and where blocks are cut the units of each that are held."""
 
 
 def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
@@ -43,12 +44,14 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
                 name=name,
                 modules=(name,) if index < len(first.modules) else (),
                 block=name in first.blocks,
-                parameters=_parameters(first, index, name),
+                parameters=_parameters(everything, index, name),
                 saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
                 backward_operations=first.operations[index, "b"],
                 buffers=_buffers(first, everything, checked, index, name),
+                units=first.units.get(index),
+                reductions=_reductions(everything, index, fit),
                 **costs,
             )
         )
@@ -63,12 +66,42 @@ def _recomputed(index: int, name: str, fit: Callable[[Callable[[Record], int], s
     }
 
 
-def _parameters(record: Record, index: int, module: str) -> tuple[Parameter, ...]:
+def _parameters(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+    (_, _, *held), first = next(iter(everything.items()))
     found = []
-    for name, (layer, shape, born, ready) in record.parameters.items():
+    for name, (layer, shape, born, ready) in first.parameters.items():
         if layer == index:
             short = "{}" + name[len(module) :] if name.startswith(module + ".") else name
-            found.append(Parameter(short, shape, _moment(born, index), _moment(ready, index)))
+            differing = {
+                dimension
+                for record in everything.values()
+                for dimension, size in enumerate(record.parameters[name][1])
+                if size != shape[dimension]
+            }
+            cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
+            sizes = _of_a_unit(shape, cut, held)
+            found.append(Parameter(short, sizes, _moment(born, index), _moment(ready, index), cut))
+    return tuple(found)
+
+
+def _of_a_unit(shape: tuple[int, ...], cut: int | None, held: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with the size of one unit in the dimension that is cut, from that of those that are held."""
+    return tuple(size // sum(held) if dimension == cut else size for dimension, size in enumerate(shape))
+
+
+def _reductions(
+    everything: dict[Shape, Record], index: int, fit: Callable[[Callable[[Record], int], str], Polynomial]
+) -> tuple[Reduction, ...]:
+    moments = {tuple(at for at, _ in record.reductions.get(index, ())) for record in everything.values()}
+    if len(moments) > 1:
+        raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")
+    found = []
+    for number, at in enumerate(moments.pop()):
+
+        def size(record: Record, number: int = number) -> int:
+            return record.reductions[index][number][1]
+
+        found.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks")))
     return tuple(found)
 
 
@@ -102,15 +135,19 @@ def _buffers(
 def _polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
     """Return the polynomial through all values but the checked one, which it must meet too."""
     shapes = [shape for shape in values if shape != checked]
-    lengths = {s for _, s in shapes}
-    powers = [(i, j) for j in range(len(lengths)) for i in (0, 1)]
-    rows = [[Fraction(b**i * (s or 1) ** j) for i, j in powers] for b, s in shapes]
+    lengths = {shape[1] for shape in shapes}
+    held = (0, 1) if len(checked) > 2 else (0,)
+    powers = [(i, j, k) for k in held for j in range(len(lengths)) for i in (0, 1)]
+    rows = [[Fraction(b**i * (s or 1) ** j * (sum(u) ** k)) for i, j, k in powers] for b, s, *u in shapes]
     solution = _solve(rows, [Fraction(values[shape]) for shape in shapes])
     if any(c.denominator != 1 for c in solution):
         raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
-    terms = tuple((int(c), i, j) for c, (i, j) in zip(solution, powers, strict=True) if c)
-    fitted = Polynomial(terms or ((0, 0, 0),))  # what "0" is parsed to
-    if fitted.at(b=checked[0], s=checked[1] or 1) != values[checked]:
+    terms, unit_terms = (
+        tuple((int(c), i, j) for c, (i, j, k) in zip(solution, powers, strict=True) if c and k == by_unit)
+        for by_unit in (0, 1)
+    )
+    fitted = Polynomial(terms if terms or unit_terms else ((0, 0, 0),), unit_terms)  # what "0" is parsed to
+    if fitted.held(sum(checked[2:])).at(b=checked[0], s=checked[1] or 1) != values[checked]:
         raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
     return fitted
 

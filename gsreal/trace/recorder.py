@@ -55,6 +55,10 @@ class Record:
         default_factory=dict
     )
     """Name -> (layer of first use, shape, gradient born, gradient ready)."""
+    units: dict[int, int] = field(default_factory=dict)
+    """Of blocks that are cut: into how many units they can be."""
+    reductions: dict[int, list[tuple[tuple[int, str, int], int]]] = field(default_factory=lambda: defaultdict(list))
+    """Of blocks that are cut: moment and bytes of every sum over the ranks."""
 
 
 class Recorder(TorchDispatchMode):
@@ -115,6 +119,12 @@ class Recorder(TorchDispatchMode):
         moved = {id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}
         self.record.bytes_moved[place] += sum(moved.values())
         self.record.operations[place] += 1
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Stand in for a sum over ranks: what torch's functional all-reduce does on its own rank, which is a copy."""
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        self.record.reductions[self.layer].append((self.now(), copy.numel() * copy.element_size()))
+        return copy
 
     def _born(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

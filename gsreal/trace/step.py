@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from gsreal.build import build_module, example_batch, first_line, logits_of, loss_of
 from gsreal.layers import layer_boundaries, layer_modules
+from gsreal.tensor_slices import cut_of, slice_block
 from gsreal.trace.recorder import Record, Recorder
 from gssim.units import UserError
 from gssim.workload import Model
@@ -21,19 +22,56 @@ def fake_module(model: Model, where: str) -> nn.Module:
         return build_module(model.module, where=where)
 
 
-def record_step(model: Model, batch_size: int, sequence_length: int | None, *, where: str) -> Record:
-    """Return what one training step at this shape does, layer by layer."""
+def record_step(
+    model: Model, batch_size: int, sequence_length: int | None, units: int | None = None, *, where: str
+) -> Record:
+    """Return what one training step at this shape does, layer by layer.
+
+    `units`: each block is cut, and these are what is left of it here.
+    """
     with FakeTensorMode(allow_non_fake_inputs=False):
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)
+        stand_in = _StandIn()
+        cut = _cut_blocks(module, chosen, units, stand_in) if units else {}
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
         modules = _executed(module, list(chosen), inputs, targets, where)
         record = Record(modules, blocks={name for name in modules if chosen[name]})
-        _record_saved(record, module, inputs, targets)
+        record.units = {layer: cut[name] for layer, name in enumerate(modules) if name in cut}
+        _record_saved(record, module, inputs, targets, stand_in)
         module.zero_grad(set_to_none=True)
-        _record_operations(record, module, inputs, targets, where)
+        _record_operations(record, module, inputs, targets, where, stand_in)
     return record
+
+
+class _StandIn:
+    """Stands in for the sums over ranks: whichever recorder is at work notes them."""
+
+    recorder: Recorder | None = None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.recorder.reduce(tensor) if self.recorder else tensor.clone()
+
+
+def _cut_blocks(module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _StandIn) -> dict[str, int]:
+    """Leave so many units of each block; return of how many units each was."""
+    found = {}
+    for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
+        cut = cut_of(block)
+        if cut is not None:
+            found[name] = cut.units(block)
+            slice_block(block, range(units), stand_in, ranks=2)  # their number makes no difference to one rank
+    return found
+
+
+def fewest_units(model: Model, where: str) -> int:
+    """Return into how many units the model's blocks can be cut, the least of all; 0 where one cannot be."""
+    with FakeTensorMode():
+        module = fake_module(model, where)
+        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
+        cuts = [cut_of(block) for block in blocks]
+        return min((cut.units(block) if cut else 0 for cut, block in zip(cuts, blocks, strict=True)), default=0)
 
 
 def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, where: str) -> list[str]:
@@ -74,12 +112,12 @@ def _known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in kept}
 
 
-def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
     """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
     known = _known_storages(module, inputs, targets)
     seen: set[int] = set()
     keep = []
-    recorder = Recorder(Record(record.modules, record.blocks), known)
+    stand_in.recorder = recorder = Recorder(Record(record.modules, record.blocks), known)
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -114,10 +152,12 @@ def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
     return [inner[name].register_forward_hook(after(i)) for i, name in enumerate(record.modules)]
 
 
-def _record_operations(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str) -> None:
+def _record_operations(
+    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _StandIn
+) -> None:
     """Book every operation and every storage of one forward and backward."""
     known = _known_storages(module, inputs, targets)
-    recorder = Recorder(record, known)
+    stand_in.recorder = recorder = Recorder(record, known)
     ready: dict[str, tuple[int, str, int]] = {}
     handles = []
     for name, parameter in module.named_parameters():

@@ -15,6 +15,7 @@ from gssim.gradients import GradientStatistics
 from gssim.mesh import DATA_AXES
 from gssim.program.borders import stages_of
 from gssim.program.compute import compute
+from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.optimizer import optimize, persistent
 from gssim.program.pipeline import held_by_stages, pipeline
@@ -35,17 +36,23 @@ __all__ = ["Bucket", "Lowering", "Program", "Task", "Unit", "lower", "units"]
 
 
 Pass = Callable[[Lowering, int, list[Task], MicroBatch], list[Task]]
-COMMUNICATE: dict[str, Pass] = {
-    "local": keep_gradients,
-    "all-reduce": all_reduce_gradients,
-    "reduce-scatter": reduce_scatter_gradients,
-    "push": push_gradients,
+COMMUNICATE: dict[tuple[str, bool], Pass] = {
+    ("local", False): keep_gradients,
+    ("all-reduce", False): all_reduce_gradients,
+    ("reduce-scatter", True): reduce_scatter_gradients,
+    ("push", False): push_gradients,
+    ("push", True): push_units,
 }
-HOLD: dict[str, Callable[[Lowering, int, list[Task]], list[Task]]] = {
-    "replicated": keep_parameters,
-    "gathered": gather_parameters,
-    "sharded": gather_parameters_twice,
+"""By what happens to gradients, and whether parameters are sharded."""
+HOLD: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] = {
+    ("replicated", False): keep_parameters,
+    ("replicated", True): keep_parameters,
+    ("gathered", False): gather_parameters,
+    ("gathered", True): gather_flat_parameters,
+    ("sharded", False): gather_parameters_twice,
+    ("sharded", True): gather_flat_parameters_twice,
 }
+"""By how parameters are held, and whether gradients are pushed."""
 
 
 def lower(
@@ -83,7 +90,15 @@ def _parts_of_the_model(scenario: Scenario, statistics: GradientStatistics | Non
     for place in range(mesh.pp):
         for part in range(mesh.tp):
             group = mesh.group(place * mesh.data_ranks * mesh.tp + part, *DATA_AXES)
-            yield Lowering(scenario, statistics, step, group, stages=stages[place :: mesh.pp], all_stages=stages)
+            yield Lowering(
+                scenario,
+                statistics,
+                step,
+                group,
+                stages=stages[place :: mesh.pp],
+                all_stages=stages,
+                tensor_part=part,
+            )
 
 
 def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:
@@ -108,15 +123,16 @@ def _micro_batch(
     low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: dict[tuple[object, ...], list[Task]]
 ) -> list[Task]:
     """Return a micro-batch of a rank's step: the passes, one after another."""
-    kind = _kind(low, rank)
+    policies, kind = low.scenario.policies, _kind(low, rank)
     whole = (kind, micro_batch)
     if whole not in alike:
-        policies = low.scenario.policies
-        key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves)
+        pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
+        alone = pushes and low.scenario.plan.push.threshold and micro_batch.index  # what is sent differs
+        key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
         if key not in alike:
             found = compute(low, rank, micro_batch)
-            found = COMMUNICATE[policies.gradients](low, rank, found, micro_batch)
-            alike[key] = HOLD[policies.parameters](low, rank, found)
+            found = COMMUNICATE[policies.gradients, sharded](low, rank, found, micro_batch)
+            alike[key] = HOLD[policies.parameters, pushes](low, rank, found)
         alike[whole] = _suffixed(low, alike[key], micro_batch.suffix)
     return alike[whole]
 

@@ -17,13 +17,13 @@ from gssim.memory import (
 )
 from gssim.program.borders import stage_timeline
 from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.slices import cut_after, reduced
 from gssim.program.task import Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
-from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance
 
-PHASE_NAMES = {"f": "forward", "r": "backward"}
-"""The phase of a step in which a layer's forward runs: the first time, and again."""
+PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
+"""The phase of a step in which a layer's forward runs, the first time and again, and its backward."""
 
 
 def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
@@ -38,17 +38,23 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
 
 def _leaves_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
     """Return whether gradients are copied into buckets, and given back, as soon as they are ready."""
-    return micro_batch.leaves and low.scenario.policies.gradients in ("all-reduce", "push")
+    policies = low.policies
+    return micro_batch.leaves and policies.parameters == "replicated" and policies.gradients in ("all-reduce", "push")
 
 
 def backward_label(layer: LayerInstance, part: int) -> str:
     """Return the label of a part of a layer's backward; a layer that is not cut has part 0 alone."""
-    return f"backward {layer.module}" + (f" part {part}" if part else "")
+    return _label("b", layer, part)
 
 
 def recompute_label(layer: LayerInstance) -> str:
     """Return the label of a checkpointed layer's forward where it is run again for the backward."""
-    return f"recompute {layer.module}"
+    return _label("r", layer, 0)
+
+
+def _label(phase: str, layer: LayerInstance, part: int) -> str:
+    name = {"f": "forward", "r": "recompute", "b": "backward"}[phase]
+    return f"{name} {layer.module}" + (f" part {part}" if part else "")
 
 
 def backward_begin(low: Lowering, layer: LayerInstance) -> str:
@@ -74,55 +80,45 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
     def alike(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
         """Return the tasks of a layer's phase; those of a layer with the very same events are made once."""
-        cut = tuple(cut_at.get(instance.index, ())) if phase == "b" else ()
+        cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *cut_after(instance.layer, phase))
         key = (phase, id(instance.layer), cut, *map(id, events))
         if key not in once:
             scratch = _scratch(low, rank, instance, phase, samples, kept)
             duration_s = _layer_s(low, rank, instance, phase, samples)
-            if phase != "b":
-                need = with_scratch(footprint(events), scratch)
-                once[key] = [Task("", PHASE_NAMES[phase], duration_s=duration_s, need=need)]
-            else:
+            if phase == "b":
                 duration_s += hook_s * len(instance.layer.parameters)
                 duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
-                once[key] = _parts(instance, events, scratch, duration_s, cut)
-        return once[key]
+            once[key] = _parts(phase, events, scratch, duration_s, cut)
+        found = [_named(task, _label(phase, instance, part)) for part, task in enumerate(once[key])]
+        return reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
 
     tasks = []
     for instance in low.layers:
-        (task,) = alike(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
-        tasks.append(_named(task, f"forward {instance.module}"))
+        tasks += alike(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
     for instance in reversed(low.layers):
         if low.recomputes and instance.layer.block:
-            (task,) = alike(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
-            tasks.append(_named(task, recompute_label(instance)))
+            tasks += alike(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
         place = (instance.index, "b")
         events = [*timeline.at(*place), *gradients.get(place, ())]
         kept = [*traced.at(*place), *always_kept.get(place, ())]
-        parts = alike(instance, "b", events, kept)
-        tasks.extend(_named(task, backward_label(instance, part)) for part, task in enumerate(parts))
+        tasks += alike(instance, "b", events, kept)
     end = footprint(timeline.end)
     tasks.append(Task("backward end", "backward", need=end))
     return tasks
 
 
 def _timeline(low: Lowering, samples: int, lives: Lives) -> Timeline:
-    length, scale = low.scenario.workload.sequence_length or 1, scale_of(low)
+    length, scale = low.scenario.workload.sequence_length or 1, low.traced_scale
     if not low.stages:
         return activation_timeline(low.layers, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
     (stage,) = low.stages
     return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
 
 
-def scale_of(low: Lowering) -> float:
-    """Return the bytes of an element over those of the traced precision."""
-    return low.value_bytes / PRECISION_BYTES[low.scenario.workload.model.traced_precision]
-
-
 def _checkpointed(low: Lowering, rank: int) -> Lives:
     """Return what checkpointing makes of a layer's buffers on the rank's device."""
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
-    unscaled = round(state / scale_of(low))  # bytes, whatever the precision
+    unscaled = round(state / low.traced_scale)  # bytes, whatever the precision
     return partial(recomputed_buffers, random_state_bytes=unscaled)
 
 
@@ -131,7 +127,10 @@ def _named(task: Task, label: str) -> Task:
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
-    return costs.layer_time_s(low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples)
+    whole = low.whole_layers[instance.index].layer
+    return costs.layer_time_s(
+        low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples, whole=whole
+    )
 
 
 def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:
@@ -144,24 +143,29 @@ def _scratch(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, events: Sequence[Event]
 ) -> float:
     workload = low.scenario.workload
+    if instance.layer.reductions:
+        return 0.0  # profiles are of whole blocks: what the kernels of a slice take for themselves is not known
     return scratch_bytes(low.device(rank), workload, instance, phase=phase, batch_size=samples, traced=events)
 
 
-def _parts(
-    instance: LayerInstance, events: Sequence[Event], scratch: float, duration_s: float, cuts: Sequence[int]
-) -> list[Task]:
-    """Return a layer's backward cut after the given positions; time is shared out by operations."""
+def _ends(events: Sequence[Event], cuts: Sequence[int]) -> list[int]:
+    """Return the last position of each part of a phase that is cut after the given positions."""
     last = max((event.position for event in events), default=0)
-    ends = sorted({min(cut, last) for cut in cuts} | {last})
+    return sorted({min(cut, last) for cut in cuts} | {last})
+
+
+def _parts(phase: str, events: Sequence[Event], scratch: float, duration_s: float, cuts: Sequence[int]) -> list[Task]:
+    """Return a layer's phase cut after the given positions; time is shared out by operations."""
+    ends = _ends(events, cuts)
     parts = []
     before = -1
-    for part, end in enumerate(ends):
+    for end in ends:
         inside = [event for event in events if before < event.position <= end]
         parts.append(
             Task(
-                backward_label(instance, part),
-                "backward",
-                duration_s=duration_s * (end - before) / (last + 1),
+                "",
+                PHASE_NAMES[phase],
+                duration_s=duration_s * (end - before) / (ends[-1] + 1) if len(ends) > 1 else duration_s,
                 need=with_scratch(footprint(inside), scratch),
             )
         )
@@ -173,7 +177,8 @@ def part_at(low: Lowering, tasks: Sequence[Task], place: tuple[int, int]) -> int
     """Return the index of the task in which the backward reaches `place` (layer, position)."""
     layer, position = place
     instance = low.layers[layer]
-    cuts = sorted({bucket.complete[1] for bucket in low.buckets if bucket.complete[0] == layer})
+    cuts = {bucket.complete[1] for bucket in low.buckets if bucket.complete[0] == layer}
+    cuts |= set(cut_after(instance.layer, "b"))
     part = sum(1 for cut in cuts if cut < position)
     labels = [task.label for task in tasks]
     while backward_label(instance, part) not in labels:

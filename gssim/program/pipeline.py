@@ -7,7 +7,6 @@ from gssim import collectives
 from gssim.collectives import Communication
 from gssim.memory import Footprint, input_bytes
 from gssim.program.borders import Stage
-from gssim.program.compute import scale_of
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
 from gssim.schedule import Action, Message
@@ -132,11 +131,10 @@ class _Writer:
 
 def _output_bytes(low: Lowering, rank: int) -> Sequence[float]:
     """Return the size of every stage's output for one of a rank's micro-batches."""
-    samples, scale = low.samples(rank, low.micro_batches[0]), scale_of(low)
+    samples, length = low.samples(rank, low.micro_batches[0]), low.scenario.workload.sequence_length or 1
     key = ("output bytes", samples)
     if key not in low.found:
-        length = low.scenario.workload.sequence_length or 1
-        low.found[key] = [scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
+        low.found[key] = [low.traced_scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
     found: Sequence[float] = low.found[key]
     return found
 
@@ -158,6 +156,7 @@ def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:
             workload.model,
             batch_size=low.batch_sizes[rank],
             sequence_length=workload.sequence_length,
+            value_bytes=low.value_bytes,
             inputs=0 in numbers,
             targets=last in numbers,
         ),

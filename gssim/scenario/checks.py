@@ -5,19 +5,26 @@ from gssim.plan import Plan, Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
 from gssim.scenario.stages import schedule_of, why_no_chain
 from gssim.schedule import refuse
+from gssim.slices import units_held
 from gssim.units import PRECISION_BYTES, UserError
 
 
 def check(scenario: Scenario, *, file: str) -> None:
     """Raise UserError where workload, plan and cluster do not go together."""
-    policies = scenario.policies
+    try:
+        policies = scenario.policies
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     _check_push(scenario.plan, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
+    _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
     _check_pipeline(scenario, policies, file)
+    if policies.tp > 1:
+        _check_slices(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -29,15 +36,33 @@ def _check_conditions(scenario: Scenario, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
 
 
+def _check_exchange(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse messages of our own where no collective is made of them, or the backend's rings are no worse."""
+    plan, backend = scenario.plan, scenario.cluster.backend
+    two_levels = policies.push_axis == "dp_replicate" or policies.parameters != "replicated"
+    if plan.exchange == "backend" and policies.gradients == "push" and two_levels:
+        raise UserError(
+            f"{file}: plan.exchange = 'backend': cannot run yet with method '{plan.method}'; allowed: 'point-to-point'"
+        )
+    if plan.exchange != "point-to-point":
+        return
+    asked = f"{file}: plan.exchange = 'point-to-point'"
+    if policies.gradients not in ("reduce-scatter", "push"):
+        raise UserError(f"{asked}: method '{plan.method}' has no exchange of its own; allowed: 'backend'")
+    if policies.gradients == "reduce-scatter" and backend == "nccl":
+        raise UserError(f"{asked}: nccl's own collectives are rings already; allowed with nccl: 'backend'")
+
+
 def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
     devices = len(scenario.cluster.devices)
     if policies.ranks > devices:
         raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
-    axis = {"all-reduce": "dp_replicate", "reduce-scatter": "dp_shard", "push": "dp_shard"}.get(policies.gradients)
+    both = policies.gradients == "reduce-scatter" or policies.push_axis == "dp_replicate"
+    axis = {"all-reduce": "dp_replicate", "push": "dp_shard"}.get(policies.gradients)
     for name in ("dp_replicate", "dp_shard"):
-        if axis and name != axis and getattr(policies, name) > 1:
+        if axis and not both and name != axis and getattr(policies, name) > 1:
             raise UserError(
                 f"{file}: plan.{name} = {getattr(policies, name)}: method '{scenario.plan.method}' uses {axis}"
             )
@@ -112,20 +137,51 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
 
 def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
     rules, total, ranks = scenario.plan.shares, scenario.workload.global_batch_size, policies.data_ranks
-    for name, wanted in (("batch", rules.batch), ("shards", rules.shards)):
+    cuts_unevenly = policies.slices == "shares"
+    if rules.shards != "even" and policies.gradients != "push" and not cuts_unevenly:
+        raise UserError(
+            f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
+            "allowed: 'even'"
+        )
+    by_name = (("batch", rules.batch, ranks), ("shards", rules.shards, policies.tp if cuts_unevenly else ranks))
+    for name, wanted, ranks in by_name:
         if isinstance(wanted, str):
             continue
         if len(wanted) != ranks:
             raise UserError(f"{file}: plan.shares.{name}: {len(wanted)} shares for {ranks} ranks; give one per rank")
         if abs(sum(wanted) - 1) > 1e-6:
             raise UserError(f"{file}: plan.shares.{name} = {list(wanted)}: sums to {sum(wanted):.6g}, must sum to 1")
-    _check_batch(rules.batch, total, ranks, file)
+    _check_batch(rules.batch, total, policies.data_ranks, file)
     _check_micro_batches(scenario, file)
-    if rules.shards != "even" and policies.gradients != "push":
+
+
+def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse blocks that cannot be cut, or not so: every rank holds one unit of each at least."""
+    layers, ranks = scenario.workload.model.sliced_layers, policies.tp
+    if not layers:
         raise UserError(
-            f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
-            "allowed: 'even'"
+            f"{file}: workload.model: does not say how its blocks are cut among {ranks} ranks; "
+            "trace it again with `gsreal trace` (of its kinds of blocks, gsreal.tensor_slices lists those that can be)"
         )
+    for layer in layers:
+        if layer.units is None:
+            continue
+        if layer.units < ranks:
+            raise UserError(
+                f"{file}: plan.tp = {ranks}: {layer.name} has but {layer.units} units (heads or norm groups) to be cut "
+                f"among them; allowed: at most {layer.units} ranks"
+            )
+        if policies.slices == "even" and layer.units % ranks:
+            raise UserError(
+                f"{file}: plan.tp = {ranks}: does not divide the {layer.units} units of {layer.name} "
+                "(heads or norm groups); allowed: a divisor, or method 'gs_tp'"
+            )
+        if min(units_held(layer.units, scenario.slice_shares)) < 1:
+            shares = [round(share, 4) for share in scenario.slice_shares]
+            raise UserError(
+                f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "
+                "(heads or norm groups); each rank needs one"
+            )
 
 
 def _check_micro_batches(scenario: Scenario, file: str) -> None:

@@ -12,7 +12,7 @@ from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import Plan, Policies, resolve
+from gssim.plan import TWO_LEVELS, Plan, Policies, resolve
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -46,7 +46,9 @@ class Scenario:
     @property
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
-        return resolve(self.plan, devices=len(self.cluster.devices))
+        devices, backend = self.cluster.devices, self.cluster.backend
+        hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
+        return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
 
     @property
     def ranks(self) -> int:
@@ -73,8 +75,15 @@ class Scenario:
 
     @property
     def shard_shares(self) -> tuple[float, ...]:
-        """Fraction of the sharded state that each rank owns, among those that hold the same part of the model."""
+        """Fraction of the sharded state that each rank owns, among those that hold the same part of the model.
+
+        Where blocks are cut among ranks: each one's fraction of them.
+        """
         wanted, mesh = self.plan.shares.shards, self.policies.mesh
+        if mesh.tp == mesh.ranks > 1:
+            return self.slice_shares
+        if self.policies.slices == "shares":  # they say how blocks are cut
+            return shares.even(mesh.data_ranks) * mesh.tp
         if wanted == "compute":
             costs = self._sample_costs()
             return shares.proportional([1 / each for _, each in costs])
@@ -95,6 +104,16 @@ class Scenario:
             types[mesh.place(rank).pp].append(self.cluster.type_of(rank))
         samples = max(1, max(self.data_batch_sizes) // self.plan.micro_batches)
         return cut_layers(self.plan, self.workload, types, samples=samples)
+
+    @property
+    def slice_shares(self) -> tuple[float, ...]:
+        """Share of each rank of a tensor group, by position, in the blocks that they cut among them."""
+        wanted, policies = self.plan.shares.shards, self.policies
+        if policies.slices != "shares" or wanted == "even":
+            return shares.even(policies.tp)
+        if isinstance(wanted, str):
+            return shares.proportional([1 / each for _, each in self._sample_costs()[: policies.tp]])
+        return shares.proportional(wanted)
 
     def _sample_costs(self) -> list[tuple[float, float]]:
         """Return (fixed_s, sample_s) of each rank."""
@@ -117,10 +136,14 @@ class Scenario:
             del workload[key]
         for key in ("source", "name"):
             del workload["model"][key]
+        del workload["model"]["sliced_layers"]  # follows from the module too
+        source = workload["model"]["input"]
+        workload["model"]["input"] = {key: value for key, value in source.items() if value is not None}
         for layer in workload["model"]["layers"]:
-            for key in ("recompute_flop", "recompute_bytes", "recompute_operations"):
+            for key in ("units", "reductions", "recompute_flop", "recompute_bytes", "recompute_operations"):
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
+        del plan["exchange"]
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
@@ -131,6 +154,8 @@ class Scenario:
             "cluster": _structure(self.cluster, self.ranks),
             "run": _adapter(Run).dump_python(self.run, mode="json"),
         }
+        if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
+            question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
         if self.network:
             question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)

@@ -1,0 +1,97 @@
+"""Real: blocks cut among ranks, natively and by slices of our own, equal single-device training; rungs (a) and (b)."""
+
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import predicted, run_cases, scenario_file, star
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
+"""Design section 10, relative to the largest parameter."""
+BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
+UNEVEN = {2: "plan.shares.shards=[0.7,0.3]", 3: "plan.shares.shards=[0.5,0.25,0.25]"}
+
+
+def tiny_gpt2(folder: Path) -> Path:
+    """Return the file of a small GPT-2 of Hugging Face's, traced at one sequence length."""
+    from gsreal.modelfile import Request, traced_model, write_model
+
+    settings = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 256, "use_cache": "false"}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    request = Request(
+        model="hf:gpt2",
+        arguments=tuple(f"{key}={value}" for key, value in (settings | dropouts).items()),
+        name="tiny-gpt2",
+        vocabulary=256,
+        maximum_sequence_length=64,
+        task="next-token",
+        image=None,
+        classes=0,
+        auto_class="AutoModelForCausalLM",
+        sequence_length=24,
+    )
+    write_model(folder / "tiny-gpt2.toml", traced_model(request))
+    return folder / "tiny-gpt2.toml"
+
+
+def cases_for(ranks: int, gpt2: Path) -> dict[str, dict[str, object]]:
+    tensor, uneven = ["plan.method=tensor"], ["plan.method=gs_tp", UNEVEN[ranks]]
+    found = {
+        "gpt-uneven-sgd": [*GPT, *SGD, *uneven],
+        "gpt-uneven-adamw": [*GPT, *ADAMW64, *uneven],
+        "bert-uneven-recompute-sgd": [*GPT, *SGD, *uneven, "plan.recompute=full"],
+        "resnet-uneven-sgd": ["workload.global_batch_size=12", *SGD, *uneven],
+    }
+    if ranks == 2:
+        found |= {
+            "gpt-even-sgd": [*GPT, *SGD, *tensor],
+            "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
+            "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
+            "resnet-even-sgd": ["workload.global_batch_size=12", *SGD, *tensor],
+            "gpt-hugging-face-adamw": [f"workload.model={gpt2}", *GPT, *ADAMW64, *uneven],
+        }
+    return {
+        name: {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *overrides]}
+        for name, overrides in found.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
+    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+    cases = cases_for(request.param, tiny_gpt2(folder))
+    return cases, run_cases(folder, cases, ranks=request.param)
+
+
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        assert seen["largest_parameter"] > 0.05
+        assert seen["difference"] <= TOLERANCE[name.split("-")[-1]] * seen["largest_parameter"], name
+        assert seen["replicas_equal"], name
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    """Kernel scratch is not known without a profile, so convolutions may hold more than predicted here.
+
+    Hugging Face's GPT-2 holds 192 bytes a token less than traced where the peak is, cut or not (as under DDP).
+    """
+    for name, case in world[0].items():
+        peaks = {rank: entry.peak_allocated_bytes for entry in predicted(case).ranks for rank in entry.ranks}
+        for rank, measured in enumerate(world[1][name]["peaks"]):
+            low, high = (0.9, 1.02) if "resnet" in name else (0.99, 1.03 if "hugging" in name else 1.01)
+            assert low <= peaks[rank] / measured <= high, (name, rank, peaks[rank], measured)

@@ -1,0 +1,304 @@
+"""Laws and closed forms: blocks cut among ranks, evenly or not; published forms of memory and communication."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import MODEL_TOML, device_type, loaded_of, scenario_of, star
+
+from gssim.cluster import Curve, LayerProfile, Profile
+from gssim.costs import layer_time_s
+from gssim.plan import Plan, resolve
+from gssim.program import lower
+from gssim.scenario import Scenario, load_model
+from gssim.simulate import simulate
+from gssim.slices import held_model, units_held
+from gssim.units import UserError, validated
+from gssim.workload import Layer, Model, Parameter, Polynomial, Reduction
+
+# The tiny model's blocks in four units: weights are cut in their rows, the bias is whole; two sums over ranks in the
+# forward, one in the backward, whose positions are those of buffers that are whole on every rank.
+SLICED = {
+    "parameters": ["{}.weight 1ux4 b0 b1", "{}.bias 4 b0 b1"],
+    "forward_flop": "250000*b*s*u",
+    "backward_flop": "500000*b*s*u",
+    "forward_bytes": "200*b*s + 200*b*s*u",
+    "backward_bytes": "400*b*s + 400*b*s*u",
+    "saved_bytes": "4*b*s + 3*b*s*u",
+    "buffers": [
+        "f0 f2 temporaries 2*b*s*u",
+        "f1 f3 temporaries 16*b*s",
+        "f2 b2 activations 4*b*s*u",
+        "f3 b2@+1 activations 16*b*s",
+        "b0 b3@-1 temporaries 16*b*s",
+    ],
+    "units": 4,
+    "reductions": ["f1 16*b*s", "f3 16*b*s", "b2 16*b*s"],
+}
+MODELS = Path(__file__).resolve().parents[1] / "scenarios" / "models"
+
+
+def sliced_model() -> Model:
+    """Return the hand-made model with its blocks' slices."""
+    data = tomllib.loads(MODEL_TOML)
+    sliced = [layer | (SLICED if layer.get("block") else {}) for layer in data["layers"]]
+    # what a layer leaves to the one before it is freed one position after the sum over ranks
+    return validated(Model, data | {"sliced_layers": sliced}, file="sliced.toml")
+
+
+def sliced_scenario(plan: dict, ranks: int = 2, **workload) -> Scenario:
+    return scenario_of(star(ranks), plan, model=sliced_model(), **workload)
+
+
+def tasks_of(scenario: Scenario, rank: int = 0) -> list:
+    program = lower(scenario)
+    return list(program.tasks[program.role_of[rank]])
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+TERMS = st.lists(st.tuples(st.integers(-99, 99), st.integers(0, 2), st.integers(0, 2)), max_size=3).map(tuple)
+
+
+@given(whole=TERMS, by_unit=TERMS, units=st.integers(0, 9), b=st.integers(1, 9), s=st.integers(1, 9))
+def test_a_polynomial_in_units_survives_its_text_and_counts_once_for_each(whole, by_unit, units, b, s):
+    polynomial = Polynomial(whole, by_unit)
+    again = Polynomial.parse(str(polynomial)) if whole or by_unit else polynomial
+    value = Polynomial(whole).at(b=b, s=s) + units * Polynomial(by_unit).at(b=b, s=s)
+    assert again.held(units).at(b=b, s=s) == polynomial.held(units).at(b=b, s=s) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["{}.weight 8ux3 b1 b2", "{}.weight 3x8u b1 b2", "{}.bias 8u b0 end", "a scalar b0 b1"]
+)
+def test_a_cut_parameter_survives_its_text(text):
+    assert str(Parameter.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "message"),
+    [
+        (Parameter, "{}.weight 8ux3u b1 b2", "one dimension at most"),
+        (Parameter, "{}.weight u8x3 b1 b2", "NAME SHAPE BORN READY"),
+        (Polynomial, "3*u^2", "polynomial"),
+        (Polynomial, "3*u*u", "u up to 1"),
+        (Reduction, "f1", "MOMENT BYTES"),
+        (Reduction, "x1 3*b", "not a moment"),
+    ],
+)
+def test_what_is_no_word_is_refused(word, text, message):
+    with pytest.raises(ValueError, match=message):
+        word.parse(text)
+
+
+@given(units=st.integers(2, 64), weights=st.lists(st.floats(0.1, 1), min_size=2, max_size=8))
+def test_ranks_hold_whole_units_and_together_all(units, weights):
+    parts = [weight / sum(weights) for weight in weights]
+    held = units_held(units, parts)
+    assert sum(held) == units
+    assert all(abs(n - units * part) < 1 for n, part in zip(held, parts, strict=True))
+
+
+# What ranks hold -----------------------------------------------------------------------------------------------------
+
+TRACED = sorted(path.stem for path in MODELS.glob("*.toml") if "sliced_layers" in path.read_text())
+SMALL_TRANSFORMERS = ["gpt-byte-1m", "bert-byte-1m"]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_ranks_together_hold_every_cut_parameter_once(name):
+    model = load_model(MODELS / f"{name}.toml")
+    parts = (0.6, 0.4)
+    held = [held_model(model, parts, position) for position in range(2)]
+    for whole, sliced in zip(unrolled_layers(model), zip(*map(unrolled_layers, held), strict=True), strict=True):
+        for number, parameter in enumerate(whole.parameters):
+            own = [layer.parameters[number] for layer in sliced]
+            assert {each.name for each in own} == {parameter.name}
+            total = sum(each.elements for each in own)
+            assert total in (parameter.elements, 2 * parameter.elements), "cut in one dimension, or whole on both"
+
+
+def unrolled_layers(model: Model) -> list[Layer]:
+    return [layer for layer in model.layers for _ in range(layer.repeats)]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_rank_with_all_units_computes_what_one_device_does(name):
+    """FLOP exactly; a rank on its own would sum with nobody."""
+    model = load_model(MODELS / f"{name}.toml")
+    for whole, sliced in zip(unrolled_layers(model), unrolled_layers(held_model(model, (1.0,), 0)), strict=True):
+        for phase in ("forward_flop", "backward_flop", "saved_bytes", "output_bytes"):
+            shape = {"b": 2, "s": 64}
+            assert getattr(sliced, phase).at(**shape) == getattr(whole, phase).at(**shape), (whole.name, phase)
+        assert [p.shape for p in sliced.parameters] == [p.shape for p in whole.parameters]
+
+
+@pytest.mark.parametrize(("name", "heads"), [("gpt-byte-1m", 4), ("bert-byte-1m", 4)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_block_saves_what_korthikanti_and_others_count(name, heads, ranks):
+    """Korthikanti et al. 2022 (arXiv 2205.05198), section 4: s*b*h*(10 + 24/t + 5as/(ht)) bytes at 2 bytes a value.
+
+    Without dropout its 10 is 8: the inputs of both norms and of both pairs of linear maps, whole on every rank. The
+    24/t are query, key, value and the attention's output (8), and both sides of the activation (16). Flash attention
+    keeps the logarithm of a sum for each row in place of 5as/(ht). Each norm keeps two statistics of each token.
+    """
+    model = load_model(MODELS / f"{name}.toml")
+    width = next(
+        p.shape[0] for layer in model.layers for p in layer.parameters if p.name.endswith("attention.out.bias")
+    )
+    value, b, s = 4, 3, 64
+    for layer in held_model(model, (1 / ranks,) * ranks, 0).layers:
+        if not layer.block:
+            continue
+        whole_bytes = 4 * value * width + 4 * value
+        cut_bytes = 12 * value * width + value * heads
+        assert layer.saved_bytes.at(b=b, s=s) == b * s * (whole_bytes + cut_bytes / ranks)
+
+
+@pytest.mark.parametrize("name", SMALL_TRANSFORMERS)
+def test_a_transformers_block_sums_its_activations_four_times_a_step(name):
+    """Megatron-LM (Shoeybi et al. 2019), section 3: two all-reduces of b*s*h in the forward, two in the backward."""
+    for layer in load_model(MODELS / f"{name}.toml").sliced_layers:
+        if layer.block:
+            assert [each.moment.phase for each in layer.reductions] == ["f", "f", "b", "b"]
+            assert {each.size_bytes for each in layer.reductions} == {layer.output_bytes}
+
+
+# What ranks do -------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_done_in_parts_between_its_sums():
+    labels = [task.label for task in tasks_of(sliced_scenario({"method": "tensor"}))]
+    assert labels == [
+        "forward embedding",
+        "forward h.0",
+        "all-reduce forward h.0",
+        "forward h.0 part 1",
+        "all-reduce forward h.0 part 1",
+        "forward h.1",
+        "all-reduce forward h.1",
+        "forward h.1 part 1",
+        "all-reduce forward h.1 part 1",
+        "forward head",
+        "forward loss",
+        "backward loss",
+        "backward head",
+        "backward h.1",
+        "all-reduce backward h.1",
+        "backward h.1 part 1",
+        "backward h.0",
+        "all-reduce backward h.0",
+        "backward h.0 part 1",
+        "backward embedding",
+        "backward end",
+        "optimizer",
+    ]
+
+
+def test_all_ranks_meet_in_the_same_sums_of_the_same_size():
+    result = simulate(loaded_of(sliced_scenario({"method": "gs_tp", "shares": {"shards": (0.75, 0.25)}}))).result
+    assert [entry.key for entry in result.collectives] == [("all-reduce", (0, 1), 16 * 8 * 4, 6)]
+    assert {entry.batch_share for entry in result.ranks} == {1.0}, "every rank takes all samples"
+    assert [entry.shard_share for entry in sorted(result.ranks, key=lambda e: e.ranks)] == [0.75, 0.25]
+
+
+@given(units=st.integers(1, 3))
+def test_the_parts_of_a_block_take_the_time_of_its_slice(units):
+    scenario = sliced_scenario({"method": "gs_tp", "shares": {"shards": (units / 4, 1 - units / 4)}})
+    for rank, held in ((0, units), (1, 4 - units)):
+        parts = [task.duration_s for task in tasks_of(scenario, rank) if task.label.startswith("forward h.0")]
+        assert sum(parts) == pytest.approx(held / 4 * 32e6 / 1e9)  # 1 MFLOP for each of 32 tokens at 1 GFLOP/s
+
+
+def test_a_smaller_share_needs_less_memory_and_an_even_one_is_that_of_tensor():
+    def peaks(plan: dict) -> dict[int, float]:
+        classes = simulate(loaded_of(sliced_scenario(plan))).result.ranks
+        return {rank: entry.peak_allocated_bytes for entry in classes for rank in entry.ranks}
+
+    uneven = peaks({"method": "gs_tp", "shares": {"shards": (0.75, 0.25)}})
+    even = peaks({"method": "gs_tp"})
+    assert even == peaks({"method": "tensor"})
+    assert uneven[1] < even[1] == even[0] < uneven[0]
+
+
+def test_shares_by_compute_follow_the_devices():
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 1e9 / 3})}
+    cluster = star(2, types=types, type_names=["fast", "slow"])
+    scenario = scenario_of(cluster, {"method": "gs_tp", "shares": {"shards": "compute"}}, model=sliced_model())
+    assert scenario.slice_shares == pytest.approx((0.75, 0.25))
+    layers = [held_model(sliced_model(), scenario.slice_shares, position).layers[1] for position in range(2)]
+    assert [layer.parameters[0].shape for layer in layers] == [(3, 4), (1, 4)]
+
+
+def test_checkpointing_sums_again_as_far_as_it_runs_again():
+    """The second forward stops where the last buffer is saved (f2): the sum at f1 is repeated, that at f3 is not."""
+    labels = [task.label for task in tasks_of(sliced_scenario({"method": "tensor", "recompute": "full"}))]
+    assert [label for label in labels if "recompute h.1" in label] == [
+        "recompute h.1",
+        "all-reduce recompute h.1",
+        "recompute h.1 part 1",
+    ]
+
+
+def test_a_profile_of_a_whole_block_is_shared_out_as_the_roofline_is():
+    curve = Curve(sizes=(1.0, 8.0), values=(10.0, 80.0))
+    profiled = LayerProfile(forward_s=curve, backward_s=curve)
+    profile = Profile(model="tiny", precision="fp32", sequence_length=4, layers={"h": profiled})
+    cluster = star(2, types={"fast": device_type(profiles=[profile])})
+    scenario = scenario_of(cluster, {"method": "tensor"}, model=sliced_model())
+    device, whole = cluster.type_of(0), sliced_model().layers[1]
+    own = held_model(sliced_model(), (0.5, 0.5), 0).layers[1]
+    assert layer_time_s(device, scenario.workload, own, phase="f", batch_size=8, whole=whole) == pytest.approx(40.0)
+    assert layer_time_s(device, scenario.workload, whole, phase="f", batch_size=8, whole=whole) == 80.0
+
+
+def test_micro_batches_sum_each_for_itself():
+    labels = [task.label for task in tasks_of(sliced_scenario({"method": "tensor", "micro_batches": 2}))]
+    assert "all-reduce forward h.0 micro-batch 0" in labels
+    result = simulate(loaded_of(sliced_scenario({"method": "tensor", "micro_batches": 2}))).result
+    assert [entry.key for entry in result.collectives] == [("all-reduce", (0, 1), 16 * 4 * 4, 12)]
+
+
+def test_a_question_is_the_same_whether_its_model_was_traced_with_slices():
+    plan = {"method": "ddp"}
+    assert sliced_scenario(plan).scenario_id == scenario_of(star(2), plan).scenario_id
+
+
+def test_how_blocks_are_cut_is_told_by_the_method():
+    assert resolve(Plan(method="tensor"), devices=4).slices == "even"
+    assert resolve(Plan(method="gs_tp"), devices=4).slices == "shares"
+    assert resolve(Plan(method="gs_tp"), devices=4).tp == 4
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "message"),
+    [
+        ({"method": "tensor"}, 3, "plan.tp = 3: does not divide the 4 units of h "),
+        ({"method": "tensor"}, 5, "plan.tp = 5: h has but 4 units"),
+        ({"method": "gs_tp"}, 5, "plan.tp = 5: h has but 4 units"),
+        ({"method": "gs_tp", "shares": {"shards": (0.95, 0.05)}}, 2, "leaves a rank none of the 4 units"),
+        ({"method": "gs_tp", "shares": {"shards": (0.5, 0.25, 0.25)}}, 2, "3 shares for 2 ranks"),
+        ({"method": "tensor", "shares": {"shards": (0.75, 0.25)}}, 2, "cannot shard unevenly"),
+        ({"method": "gs_tp", "shares": {"batch": (0.5, 0.5)}}, 2, "2 shares for 1 ranks"),
+    ],
+)
+def test_blocks_that_cannot_be_cut_so_are_refused(plan, ranks, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        sliced_scenario(plan, ranks)
+
+
+def test_a_model_that_was_traced_without_slices_is_refused():
+    with pytest.raises(UserError, match="trace it again with `gsreal trace`"):
+        scenario_of(star(2), {"method": "tensor"})
+
+
+def test_uneven_shares_of_three_ranks_run():
+    scenario = sliced_scenario({"method": "gs_tp", "shares": {"shards": (0.5, 0.25, 0.25)}}, 3)
+    assert simulate(loaded_of(scenario)).result.step_time_s > 0
+    assert replace(scenario, plan=Plan(method="single")).policies.ranks == 1
