@@ -222,3 +222,37 @@ def test_replicas_of_a_pipeline_reduce_each_stages_gradients_once(schedule):
     assert sum(entry.bytes * entry.count for entry in reduced) == 4 * GPT.elements
     assert {entry.group for entry in reduced} == {(0, 1), (2, 3)}
     assert {entry.group for entry in result.collectives if entry.kind == "send"} == {(0, 2), (1, 3)}
+
+
+@pytest.mark.parametrize("slow", [None, 0, 5])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("batch", ["even", [0.25, 0.25, 0.5]])
+def test_replicas_that_are_alike_are_simulated_once_and_change_nothing(slow, schedule, batch):
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 5e8})}
+    names = ["slow" if rank == slow else "fast" for rank in range(6)]
+    scenario = scenario_of(
+        star(6, types=types, type_names=names, bandwidth=1e7),
+        {
+            "method": "ddp",
+            "pp": 2,
+            "dp_replicate": 3,
+            "micro_batches": 2,
+            "schedule": schedule,
+            "shares": {"batch": batch},
+        },
+        model=GPT,
+        global_batch_size=24,
+        sequence_length=8,
+    )
+    folded, full = simulate(loaded_of(scenario)).result, simulate(loaded_of(scenario), unfolded=True).result
+    assert folded.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
+    assert folded.collectives == full.collectives
+    outcomes = [{rank: each for each in result.ranks for rank in each.ranks} for result in (folded, full)]
+    for rank in range(6):
+        ours, theirs = outcomes[0][rank], outcomes[1][rank]
+        assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
+        assert ours.phases_s == pytest.approx(theirs.phases_s, rel=1e-9)
+        assert ours.bytes_sent == pytest.approx(theirs.bytes_sent, rel=1e-9)
+    machine, _ = machine_of(scenario, steps=1)
+    if slow is None:
+        assert len(machine.classes) == (2 if batch == "even" else 4)

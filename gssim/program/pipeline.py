@@ -24,7 +24,7 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _of_stage(low, stage) for stage in low.stages}
-    writer = _Writer(low, mesh.group(rank, "pp"), stages, _output_bytes(low, rank))
+    writer = _Writer(low, _replicas(low, rank), stages, _output_bytes(low, rank))
     writer.add(Task("begin", "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
         writer.write(action, chunk)
@@ -47,8 +47,8 @@ class _Writer:
     """Writes actions of the schedule down as tasks."""
 
     low: Lowering
-    ranks: Sequence[int]
-    """Of the pipeline, by the place on its axis."""
+    replicas: Sequence[Sequence[int]]
+    """The ranks of every replica of the pipeline that takes as many samples, by the place on the pipeline's axis."""
     stages: dict[int, Lowering]
     """The rank's, by number."""
     output_bytes: Sequence[float]
@@ -106,14 +106,16 @@ class _Writer:
 
     def hand_over(self, message: Message, *, sends: bool) -> None:
         """Let a message begin once the rank is here, on a stream of its peer's."""
-        ends = (self.ranks[message.source % len(self.ranks)], self.ranks[message.target % len(self.ranks)])
+        count = len(self.replicas[0])
+        source, target = message.source % count, message.target % count
+        first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
         size = self.size_bytes(message)
         name = self.name(message)
-        self.low.communications[name] = Communication("send", ends, size)
+        self.low.communications[name] = Communication("send", first, size, beside=tuple(others))
         posting_s = collectives.posting_s(self.low.scenario.cluster, size) if sends else 0.0
         if posting_s:
             self.add(Task(f"post {name}", "exposed_communication", duration_s=posting_s))
-        stream = f"send to {ends[1]}" if sends else f"receive from {ends[0]}"
+        stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
         task = Task(self.label(message), "exposed_communication", stream, communication=name, after=(self.latest,))
         self.add(task)
 
@@ -127,6 +129,16 @@ class _Writer:
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: of the output of its source, or of the input of which it is the gradient."""
         return self.output_bytes[message.source if message.kind == "activation" else message.target]
+
+
+def _replicas(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
+    """Return the ranks of every replica of the pipeline that takes as many samples as a rank's own does."""
+    samples = low.batch_sizes[rank]
+    if ("replicas", samples) not in low.found:
+        mesh = low.scenario.policies.mesh
+        low.found["replicas", samples] = [mesh.group(r, "pp") for r in low.group if low.batch_sizes[r] == samples]
+    found: Sequence[Sequence[int]] = low.found["replicas", samples]
+    return found
 
 
 def _output_bytes(low: Lowering, rank: int) -> Sequence[float]:
