@@ -224,6 +224,18 @@ def test_replicas_of_a_pipeline_reduce_each_stages_gradients_once(schedule):
     assert {entry.group for entry in result.collectives if entry.kind == "send"} == {(0, 2), (1, 3)}
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_replicas_of_a_pipeline_may_deal_out_their_stages_tensors(schedule):
+    plan = {"pp": 2, "dp_replicate": 2, "micro_batches": 4, "schedule": schedule}
+    settings = {"model": GPT, "global_batch_size": 8, "sequence_length": 8}
+    whole, dealt = (scenario_of(star(4), {"method": method} | plan, **settings) for method in ("ddp", "zero1"))
+    states = [sum(held["optimizer"] for held in lower(each, unfolded=True).persistent) for each in (whole, dealt)]
+    assert states[1] == pytest.approx(states[0] / 2, rel=1e-3)
+    sent = [entry for entry in predicted(dealt).collectives if entry.kind == "broadcast"]
+    assert sum(entry.bytes * entry.count for entry in sent) == 4 * GPT.elements
+    assert {entry.group for entry in sent} == {(0, 1), (2, 3)}
+
+
 @pytest.mark.parametrize("slow", [None, 0, 5])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("batch", ["even", [0.25, 0.25, 0.5]])

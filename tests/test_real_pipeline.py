@@ -20,6 +20,7 @@ FOUR, SIX = ["plan.micro_batches=4"], ["plan.micro_batches=6"]
 BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
+ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
 DIGITS = ["workload.global_batch_size=12"]
 
 CASES: dict[int, dict[str, list[str]]] = {
@@ -40,6 +41,7 @@ CASES: dict[int, dict[str, list[str]]] = {
     },
     4: {
         "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, "plan.micro_batches=3", "plan.bucket_bytes=300000"],
+        "gpipe-zero1-adamw": [*GPT, *ADAMW64, *ZERO1, "plan.micro_batches=3", "plan.schedule=gpipe"],
         "interleaved-ddp-bert-adamw": [
             *GPT,
             *ADAMW64,

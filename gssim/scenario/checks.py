@@ -87,11 +87,11 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
-    kept = (policies.gradients, policies.optimizer_state, policies.parameters)
-    if kept not in (("local", "replicated", "replicated"), ("all-reduce", "replicated", "replicated")):
+    if policies.gradients not in ("local", "all-reduce") or policies.parameters != "replicated" or policies.tp > 1:
+        reason = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"method '{plan.method}'"
         raise UserError(
-            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
-            "allowed today: pipeline, or ddp for replicas of one"
+            f"{where}: {reason} cannot run in a pipeline yet; "
+            "allowed today: pipeline, or ddp or zero1 for replicas of one"
         )
     wanted = "ddp" if replicas > 1 else "pipeline"
     if (policies.gradients == "all-reduce") != (replicas > 1):
