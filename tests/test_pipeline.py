@@ -1,12 +1,13 @@
 """Pipelines as predicted: the bubble's closed form, what is held, who gets which layers, and what is sent."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import device_type, loaded_of, machine_of, scenario_of, star
+from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.program import lower
 from gssim.result import Result
@@ -125,6 +126,22 @@ def test_every_pipeline_ends_and_computes_everything_once(data):
     messages = {(entry.kind, entry.bytes) for entry in result.collectives}
     assert messages == {("send", 16)}
     assert sum(entry.count for entry in result.collectives) == 2 * (ranks * local - 1) * micro_batches
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_the_second_step_on_unequal_devices_and_slow_links_is_like_every_later_one(data):
+    """Ranks begin a step when they have done the one before, so that steps overlap between ranks."""
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    ranks = data.draw(st.integers(2, 4))
+    plan = {"method": "pipeline", "micro_batches": 4, "schedule": schedule}
+    plan |= {"stages": [1] * 4} if schedule == "interleaved" else {}
+    ranks = 2 if schedule == "interleaved" else ranks
+    scenario = scenario_of(data.draw(clusters(devices=ranks)), plan, optimizer="adamw")
+    machine, _ = machine_of(scenario, steps=5)
+    latest = [max(ends) for ends in zip(*machine.ends_s, strict=True)]
+    lengths = [end - start for start, end in pairwise(latest)]
+    assert lengths == pytest.approx([lengths[0]] * len(lengths), rel=1e-9)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
