@@ -1,66 +1,88 @@
 """How long compute takes on one device, alone: a measured profile where there is one, else a roofline."""
 
-from gssim.cluster import CompressionCost, DeviceType, OptimizerCost, ShardedUnitCost
-from gssim.scenario import layer_profile, peak_flop_per_s
-from gssim.units import Precision
-from gssim.workload import Layer, Workload
+from typing import NamedTuple
 
-ADAMW_BYTES_PER_ELEMENT = 28
-"""Read parameter, gradient, two moments; write parameter, two moments: 7 fp32 values (D.4)."""
-SGD_BYTES_PER_ELEMENT = {"sgd": 12, "sgd-momentum": 20, "adamw": ADAMW_BYTES_PER_ELEMENT}
-OPERATIONS_PER_TENSOR = {"sgd": 1, "sgd-momentum": 2, "adamw": 7}
-"""Operations that torch's single-tensor optimizers issue for each parameter."""
+from gssim.cluster import CompressionCost, DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.optimizers import implementation_on, optimizer_moved_values, optimizer_operations
+from gssim.scenario import has_master_copy, layer_profile, master_bytes, peak_flop_per_s, value_bytes
+from gssim.units import PRECISION_BYTES, Precision
+from gssim.workload import Layer, Polynomial, Workload
+
 INDEX_BYTES = 4
 """COO entries carry an int32 index relative to the owner's range."""
 
 
 def layer_time_s(
-    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int, whole: Layer | None = None
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    *,
+    phase: str,
+    batch_size: int,
+    selective: bool = False,
+    whole: Layer | None = None,
 ) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
 
-    `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed. A profile does not
-    tell how far that is: its forward is then shared out as the roofline's is. Assumes that nothing else runs on the
-    device; the machine slows it down while it communicates. `whole`: the layer of which `layer` is a slice; a profile
-    is of the whole one, and shared out as the roofline is too.
+    `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed; `selective`: without
+    its compute-heavy operations. A profile does not tell how much that is: its forward is then shared out as the
+    roofline's is. Assumes that nothing else runs on the device; the machine slows it down while it communicates.
+    `whole`: the layer of which `layer` is a slice, or whose backward it has a part of; a profile is of the whole one,
+    and shared out as the roofline is too.
     """
     if whole is not None and whole is not layer:
-        if layer_profile(device, workload, whole) is None:
-            return _layer_roofline_s(device, workload, layer, phase, batch_size)
-        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size)
-        own_s, whole_s = (_layer_roofline_s(device, workload, each, phase, batch_size) for each in (layer, whole))
+        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
+        works = [_work(each, phase, selective=selective) for each in (layer, whole)]
+        own_s, whole_s = (_layer_roofline_s(device, workload, work, batch_size) for work in works)
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
+    work = _work(layer, phase, selective=selective)
     if profile is None:
-        return _layer_roofline_s(device, workload, layer, phase, batch_size)
+        return _layer_roofline_s(device, workload, work, batch_size)
     if phase == "b":
         return profile.backward_s.at(batch_size)
     forward_s = profile.forward_s.at(batch_size)
-    if phase == "f" or _repeats_all(layer):
+    forward = _work(layer, "f")
+    if work == forward:
         return forward_s
-    again_s, whole_s = (_layer_roofline_s(device, workload, layer, each, batch_size) for each in "rf")
+    again_s, whole_s = (_layer_roofline_s(device, workload, each, batch_size) for each in (work, forward))
     return forward_s * again_s / whole_s if whole_s else forward_s
 
 
-def _repeats_all(layer: Layer) -> bool:
-    return layer.recompute_flop is None or layer.recompute_operations == layer.forward_operations
+class Work(NamedTuple):
+    """What a phase of a layer does."""
+
+    flop: Polynomial
+    moved_bytes: Polynomial
+    operations: int
 
 
-def _layer_roofline_s(device: DeviceType, workload: Workload, layer: Layer, phase: str, batch_size: int) -> float:
-    shape = {"b": batch_size, "s": workload.sequence_length or 1}
-    flop, moved_bytes, operations = layer.forward_flop, layer.forward_bytes, layer.forward_operations
+def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
+    """Return what a phase does; of what runs again, the whole forward where the model file tells no more."""
     if phase == "b":
-        flop, moved_bytes, operations = layer.backward_flop, layer.backward_bytes, layer.backward_operations
-    elif phase == "r":
-        flop = flop if layer.recompute_flop is None else layer.recompute_flop
-        moved_bytes = moved_bytes if layer.recompute_bytes is None else layer.recompute_bytes
-        operations = operations if layer.recompute_operations is None else layer.recompute_operations
+        return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations)
+    forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations)
+    if phase == "f":
+        return forward
+    flop, moved_bytes, operations = layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations
+    if selective:
+        flop, moved_bytes, operations = layer.selective_flop, layer.selective_bytes, layer.selective_operations
+    return Work(
+        forward.flop if flop is None else flop,
+        forward.moved_bytes if moved_bytes is None else moved_bytes,
+        forward.operations if operations is None else operations,
+    )
+
+
+def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:
+    shape = {"b": batch_size, "s": workload.sequence_length or 1}
+    scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     return roofline_s(
         device,
         workload.precision,
-        flop=flop.at(**shape),
-        moved_bytes=moved_bytes.at(**shape),
-        operations=operations,
+        flop=work.flop.at(**shape),
+        moved_bytes=work.moved_bytes.at(**shape) * scale,
+        operations=work.operations,
     )
 
 
@@ -80,21 +102,41 @@ def roofline_s(device: DeviceType, precision: Precision, *, flop: float, moved_b
 
 
 def optimizer_time_s(
-    device: DeviceType, optimizer: str, *, elements: int, tensors: int, sharded_tensors: bool = False
+    device: DeviceType, workload: Workload, *, elements: int, tensors: int, sharded_tensors: bool = False
 ) -> float:
     """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
 
-    `sharded_tensors`: they are DTensors, each of which costs more host time.
+    `sharded_tensors`: they are DTensors, each of which costs more host time. A measured cost is of torch's default
+    implementation; one of another is read under its name, such as `adamw fused`. Without one:
+
+        t = values moved * bytes of a value / memory bandwidth + operations * overhead
     """
     if elements == 0:
         return 0.0
-    cost: OptimizerCost | None = device.optimizers.get(optimizer)
+    optimizer, decay = workload.optimizer, workload.weight_decay
+    implementation = implementation_on(device.kind, workload.optimizer_implementation)
+    default = implementation == implementation_on(device.kind, "default")
+    cost: OptimizerCost | None = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
     if cost is not None:
         each_s = cost.tensor_s + (cost.sharded_tensor_s if sharded_tensors else 0.0)
         return tensors * each_s + cost.elements_s.at(elements)
-    moved_bytes = SGD_BYTES_PER_ELEMENT[optimizer] * elements
-    operations = tensors * OPERATIONS_PER_TENSOR[optimizer]
+    values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=decay)
+    operations = optimizer_operations(
+        optimizer, implementation=implementation, tensors=tensors, device_kind=device.kind, weight_decay=decay
+    )
+    moved_bytes = values * master_bytes(workload) * elements
     return moved_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+
+
+def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int, tensors: int, casts: int) -> float:
+    """Return the time to cast `elements` between the workload's precision and its master copy's, `casts` times.
+
+    Each reads one and writes the other, tensor by tensor. Nothing where there is no master copy.
+    """
+    if not has_master_copy(workload):
+        return 0.0
+    moved_bytes = (value_bytes(workload) + master_bytes(workload)) * elements
+    return casts * (moved_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s)
 
 
 def copy_time_s(device: DeviceType, size_bytes: float) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.program import lower
-from gssim.result import Result
+from gssim.result import CATEGORIES, Result
 from gssim.scenario import Scenario, load_model
 from gssim.simulate import simulate
 from gssim.units import UserError, validated
@@ -154,6 +154,7 @@ def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):
     scenario = pipelined(2, 4, model=model, schedule=schedule, recompute=recompute, samples=3)
     machine, program = machine_of(scenario, steps=2)
     for memory, held in zip(machine.memory, program.persistent, strict=True):
+        assert set(memory.peak) <= set(CATEGORIES)
         left = {category: size for category, size in memory.held.items() if size}
         assert left == {category: size for category, size in held.items() if size}
 
@@ -192,7 +193,7 @@ def test_a_rank_holds_parameters_states_and_inputs_of_its_own_stages_alone():
     assert [held["input"] for held in program.persistent] == [batch_bytes, 0, batch_bytes]
     # a buffer for each micro-batch from either neighbour
     border = 576 * 2
-    assert [held["receive_buffers"] for held in program.persistent] == [3 * border, 6 * border, 3 * border]
+    assert [held["communication"] for held in program.persistent] == [3 * border, 6 * border, 3 * border]
 
 
 # Who gets which layers -----------------------------------------------------------------------------------------------

@@ -172,5 +172,5 @@ def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:
             inputs=0 in numbers,
             targets=last in numbers,
         ),
-        "receive_buffers": each * len(low.micro_batches),
+        "communication": each * len(low.micro_batches),
     }
