@@ -30,10 +30,8 @@ CASES: dict[int, dict[str, list[str]]] = {
         "gpipe-sgd": [*GPT, *SGD, *SCHEDULES["gpipe"], *FOUR],
         "1f1b-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *SIX, "plan.stages=[2,5]"],
         "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *FOUR],
-        "1f1b-bert-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR],
         "gpipe-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["gpipe"], *FOUR],
         "1f1b-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.stages=[7,1]"],  # the mean, not the image
-        "1f1b-recompute-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
         "interleaved-bert-recompute-adamw": [*GPT, *ADAMW64, *SCHEDULES["interleaved"], *FOUR, "plan.recompute=full"],
         "1f1b-selective-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=selective"],
         "gpipe-bf16": [*GPT, *ADAMW64, *SCHEDULES["gpipe"], *FOUR, "workload.precision=bf16"],
