@@ -233,9 +233,8 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    composed = policies.tp > 1 and (policies.data_ranks > 1 or policies.gradients != "local")
     two_levels = plan.method in ("gs_hier", "hsdp")
-    other = policies.partition != "data" or policies.pp > 1 or composed or two_levels
+    other = policies.partition != "data" or policies.pp > 1 or two_levels
     if combination not in RUNS_TODAY or other:
         allowed = "single, ddp, zero1, zero2, zero3, fsdp, tensor, gs, gs_tp"
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gsreal.measure import Timeline
+from gsreal.methods.axes import device_mesh
 from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
@@ -19,7 +20,6 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
 
     Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -33,7 +33,7 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
             with timeline.span("reduce-scatter", "exposed_communication"):
                 return super().__call__(*args, **kwargs)
 
-    mesh = init_device_mesh(device.type, (scenario.ranks,))
+    mesh = device_mesh(scenario.policies.mesh, device)["dp_shard"]
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
@@ -50,4 +50,6 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
         yield
 
     sync_each = scenario.policies.gradient_sync == "micro-batch"
-    return Training(module, optimizer, timeline, scale=float(scenario.ranks), sync_each=sync_each, syncing=syncing)
+    return Training(
+        module, optimizer, timeline, scale=float(scenario.policies.data_ranks), sync_each=sync_each, syncing=syncing
+    )

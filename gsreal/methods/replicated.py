@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gsreal.measure import Timeline
+from gsreal.methods.axes import data_group
 from gsreal.methods.optimizers import make_optimizer, optimizer_of
 from gsreal.methods.training import Training
 from gssim.plan import DDP_BUCKET_BYTES, MIB
@@ -32,6 +33,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
+    options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
     optimizer = make(scenario.workload, wrapped, timeline, device)
@@ -43,7 +45,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         wrapped,
         optimizer,
         timeline,
-        scale=float(scenario.ranks),
+        scale=float(scenario.policies.data_ranks),
         last_gradient=last,
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
@@ -69,4 +71,5 @@ def _dealt_out_optimizer(
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = optimizer_of(workload, device)
-    return ObservedZeroRedundancyOptimizer(module.parameters(), kind, **settings)
+    group = module.process_group  # type: ignore[attr-defined]
+    return ObservedZeroRedundancyOptimizer(module.parameters(), kind, process_group=group, **settings)

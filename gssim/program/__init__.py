@@ -58,10 +58,12 @@ def lower(
     roles = np.zeros(scenario.ranks, np.int64)
     parts = list(_parts_of_the_model(scenario, statistics, step))
     for low in parts:
-        found, representatives = low.roles(unfolded=unfolded)
+        apart = scenario.policies.tp > 1 and len(low.group) > 1  # each of the ranks sums with others of its own
+        found, representatives = low.roles(unfolded=unfolded or apart)
         roles[np.array(low.group)] = found + len(tasks)
         alike: dict[tuple[object, ...], list[Task]] = {}
         for rank in representatives:
+            alike = {} if apart else alike
             tasks.append(tuple(_named(low, _tasks(low, rank, alike), communications, alone=len(parts) == 1)))
             held.append(persistent(low, rank))
     return Program(
