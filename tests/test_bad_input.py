@@ -183,7 +183,7 @@ NOT_YET = [
     (("plan.method=gs_wgrad",), "plan.method = 'gs_wgrad': cannot run yet"),
     (("plan.method=gs_tp",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
     (("plan.method=gs_hier",), "plan.method = 'gs_hier': cannot run yet"),
-    (("plan.tp=2", "plan.dp_replicate=1"), "cannot run yet"),
+    (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),
     (("plan.parameters=gathered",), "cannot run yet"),
     (("workload.precision=bf16",), "workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64"),
     ((*GS, "plan.push.error_feedback=true"), "plan.push.error_feedback = True: cannot run yet; allowed today: False"),

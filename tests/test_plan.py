@@ -121,7 +121,7 @@ def test_a_method_that_cannot_run_yet_is_refused_by_name(method):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"tp": 2}, {"pp": 2}, {"parameters": "sharded"}, {"partition": "weight-gradient"}],
+    [{"pp": 2}, {"parameters": "sharded"}, {"partition": "weight-gradient"}],
 )
 def test_an_override_that_makes_a_plan_impossible_today_is_refused(setting):
     plan = Plan(method="ddp", **setting)

@@ -20,9 +20,16 @@ def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
 
 
+def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
+    """Return the ranks along a data axis with which this one shares its part of the model, as a mesh of one axis."""
+    if policies.data_ranks == policies.ranks:
+        return init_device_mesh(device.type, (policies.ranks,))
+    return device_mesh(policies.mesh, device)[axis]
+
+
 def data_group(policies: Policies, device: torch.device, axis: str) -> dist.ProcessGroup | None:
-    """Return the ranks along a data axis with which this one shares its part of the model; None: all ranks."""
+    """Return the same ranks as a group; None: all ranks."""
     if policies.data_ranks == policies.ranks:
         return None
-    group: dist.ProcessGroup = device_mesh(policies.mesh, device)[axis].get_group()
+    group: dist.ProcessGroup = data_mesh(policies, device, axis).get_group()
     return group

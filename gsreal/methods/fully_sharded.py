@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gsreal.measure import Timeline
-from gsreal.methods.axes import device_mesh
+from gsreal.methods.axes import data_mesh
 from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
@@ -33,7 +33,7 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
             with timeline.span("reduce-scatter", "exposed_communication"):
                 return super().__call__(*args, **kwargs)
 
-    mesh = device_mesh(scenario.policies.mesh, device)["dp_shard"]
+    mesh = data_mesh(scenario.policies, device, "dp_shard")
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)

@@ -71,5 +71,5 @@ def _dealt_out_optimizer(
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = optimizer_of(workload, device)
-    group = module.process_group  # type: ignore[attr-defined]
+    group = module.process_group
     return ObservedZeroRedundancyOptimizer(module.parameters(), kind, process_group=group, **settings)

@@ -35,6 +35,12 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
+    if policies.gradients == "local" and policies.data_ranks > 1:
+        raise UserError(
+            f"{file}: plan.method = '{scenario.plan.method}': its gradients stay on the rank, but the mesh axes make "
+            f"{policies.data_ranks} replicas; allowed: a method that divides the batch (ddp, zero1, zero2, zero3, gs) "
+            "with plan.tp beside its own axis, or plan.gradients"
+        )
     axis = {"all-reduce": "dp_replicate", "reduce-scatter": "dp_shard", "push": "dp_shard"}.get(policies.gradients)
     for name in ("dp_replicate", "dp_shard"):
         if axis and name != axis and getattr(policies, name) > 1:
