@@ -2,6 +2,7 @@
 
 import importlib
 import textwrap
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,17 +52,30 @@ def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
         raise UserError(f"{where}: a Hugging Face model needs transformers: pip install 'gssim[models]'") from None
     try:
         config = transformers.AutoConfig.for_model(source.model_type, **source.config)
-        return getattr(transformers, source.auto_class).from_config(config)
+        built = getattr(transformers, source.auto_class).from_config(config)
     except Exception as error:
         raise UserError(f"{where}: module.hugging_face: {first_line(error)}") from error
+    if source.auto_class.endswith("ForSequenceClassification"):
+        built.register_forward_pre_hook(partial(_without_padding, config.pad_token_id), with_kwargs=True)
+    return built
+
+
+def _without_padding(
+    padding: int | None, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tell a Hugging Face model which of its tokens are padding: it does not look by itself."""
+    if padding is None or "attention_mask" in kwargs:
+        return args, kwargs
+    return args, {**kwargs, "attention_mask": args[0] != padding}
 
 
 def example_batch(model: Model, *, batch_size: int, sequence_length: int | None) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of the right shape and type: zeros, for tracing."""
+    """Return inputs and targets of the right shape and type: zeros, for tracing (ones, where zero is padding)."""
     source = model.input
     if isinstance(source, TokenInput):
         shape = (batch_size, sequence_length or 1)
-        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        inputs = torch.full(shape, int(source.padding == 0), dtype=torch.int64)
+        return inputs, torch.zeros(shape if source.classes is None else batch_size, dtype=torch.int64)
     assert isinstance(source, ImageInput)
     return torch.zeros((batch_size, *source.shape)), torch.zeros(batch_size, dtype=torch.int64)
 

@@ -41,13 +41,17 @@ def run_command(
     from gsreal.data import check_data
     from gsreal.launch import launch
     from gsreal.machine import check_machine
+    from gsreal.refusals import check_plan
+    from gsreal.stages import check_stages
     from gssim.result import read_result, write_text
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     ours = loaded.scenario
+    check_plan(ours, where=loaded.file)
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
-    check_data(ours.workload, where=loaded.file)
+    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
+    check_stages(ours, where=loaded.file)
     name = f"{ours.name}.{ours.scenario_id}.measured.json"
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)
@@ -156,10 +160,13 @@ def trace_command(
     name: Annotated[str | None, typer.Option("--name", help="Name of the model; the file's by default.")] = None,
     vocabulary: Annotated[int | None, typer.Option("--vocabulary", help="The input is token ids below this.")] = None,
     maximum_sequence_length: Annotated[int, typer.Option("--maximum-sequence-length")] = 256,
-    task: Annotated[str, typer.Option("--task", help="For tokens: next-token or masked-token.")] = "next-token",
+    task: Annotated[
+        str, typer.Option("--task", help="For tokens: next-token, masked-token or sequence-classification.")
+    ] = "next-token",
     image: Annotated[str | None, typer.Option("--image", help="The input is images, such as 1x8x8.")] = None,
-    classes: Annotated[int, typer.Option("--classes", help="For images.")] = 10,
-    auto_class: Annotated[str, typer.Option("--auto-class", help="For hf:.")] = "AutoModelForCausalLM",
+    classes: Annotated[int | None, typer.Option("--classes", help="Images: 10 by default; sequences: 2.")] = None,
+    padding: Annotated[int, typer.Option("--padding", help="Of sequences: the token that fills them up.")] = 0,
+    auto_class: Annotated[str | None, typer.Option("--auto-class", help="For hf:; by default the task's.")] = None,
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Trace at this length alone, not as a function of it.")
     ] = None,
@@ -176,6 +183,7 @@ def trace_command(
         task=task,
         image=image,
         classes=classes,
+        padding=padding,
         auto_class=auto_class,
         sequence_length=sequence_length,
     )

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gsreal.exchanges import Pending, all_gather_v, all_to_all_v
+from gsreal.exchanges import Pending, all_gather_v, all_to_all_v, broadcast_parts
 from gssim import shares as share_solver
 from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, assign_buckets
 
@@ -77,10 +77,12 @@ class GradientSharding:
         group: dist.ProcessGroup,
         threshold: float | None,
         encoding: str,
+        point_to_point: bool,
         observe: Observer,
     ) -> None:
         self.buckets, self.optimizer, self.group = buckets, optimizer, group
         self.threshold, self.encoding, self.observe = threshold, encoding, observe
+        self.point_to_point = point_to_point
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = share_solver.even(self.ranks)
         """Each rank's part of the step's loss terms: what its mean gradient counts."""
@@ -179,7 +181,9 @@ class GradientSharding:
             outgoing = torch.tensor(entries, dtype=torch.int64).split(1)
             incoming = torch.zeros(self.ranks, dtype=torch.int64)
             size = 8 * (self.ranks - 1)
-            all_to_all_v(outgoing, incoming.split(1), group=self.group, declared_bytes=size).wait()
+            all_to_all_v(
+                outgoing, incoming.split(1), group=self.group, declared_bytes=size, point_to_point=self.point_to_point
+            ).wait()
         return [int(count) for count in incoming]
 
     def _posted(self, bucket: _Bucket, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
@@ -202,6 +206,7 @@ class GradientSharding:
             group=self.group,
             declared_bytes=(bucket.elements - elements) * bucket.flat.element_size(),
             data_dependent=self.threshold is not None,
+            point_to_point=self.point_to_point,
         )
         return _Incoming(bucket, pending, messages)
 
@@ -258,9 +263,10 @@ class GradientSharding:
         with self.observe("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        publish = all_gather_v if self.point_to_point else broadcast_parts
         for bucket in self.buckets:
             with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
-                all_gather_v(bucket.flat, bucket.ranges, group=self.group)
+                publish(bucket.flat, bucket.ranges, group=self.group)
 
     def reset_counts(self) -> None:
         """Begin to count sent and offered elements and bytes anew."""
@@ -279,6 +285,7 @@ def shard_gradients(
     shard_shares: Sequence[float] | None = None,
     threshold: float | None = None,
     encoding: str = "auto",
+    point_to_point: bool = True,
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
@@ -289,7 +296,8 @@ def shard_gradients(
     Parameters are moved into flat buckets (they stay views of them) and made equal to the group's first rank's.
     `optimizer_factory` gets this rank's shards and must return an elementwise optimizer. `shard_shares`: each rank's
     fraction of every bucket (even by default). `threshold`: gradients of smaller magnitude are not sent; None sends
-    all, densely. `parameter_order`: the order in which gradients become ready (reversed registration by default).
+    all, densely. `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and
+    broadcasts. `parameter_order`: the order in which gradients become ready (reversed registration by default).
     Assumes that the loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches.
     """
     group = group or dist.group.WORLD
@@ -305,4 +313,4 @@ def shard_gradients(
     for tensor in [*(bucket.flat for bucket in buckets), *model.buffers()]:
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
     optimizer = optimizer_factory([bucket.shard for bucket in buckets])
-    return GradientSharding(buckets, optimizer, group, threshold, encoding, observe)
+    return GradientSharding(buckets, optimizer, group, threshold, encoding, point_to_point, observe)

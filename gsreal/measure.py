@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -211,7 +211,7 @@ class Seen:
     size_bytes: int
     data_dependent: bool = False
     sent_bytes: float = 0
-    """By its point-to-point messages, where it is made of them."""
+    """By its point-to-point messages, or the one call of the backend, that carry it out."""
 
 
 KINDS = {
@@ -284,7 +284,9 @@ class CollectiveRecorder(TorchDispatchMode):
         tensors = [tree_leaves(arg) for arg in args]
         sizes = [sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) for leaves in tensors]
         if name == "send":
-            self._sent(sizes[0], _group_of(args))
+            self._sent(sizes[0], _ends_of(args))
+        elif name == "alltoall_base_" and self._logical is not None:
+            self._logical.sent_bytes += sizes[1]
         elif name not in ("recv_", "recv_any_source_"):
             kind = KINDS.get(name, name)
             size = max(sizes) if kind in LARGER_SIDE else sizes[0]
@@ -298,14 +300,23 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def _group_of(args: Sequence[Any]) -> tuple[int, ...]:
+    group = _process_group(args)
+    return tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
+
+
+def _ends_of(args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks between which a message goes: this one, and the one whose place in the group it names."""
+    group = _process_group(args)
+    places = [arg for arg in args if isinstance(arg, int)]
+    return tuple(sorted((dist.get_rank(), dist.get_process_group_ranks(group)[places[0]])))
+
+
+def _process_group(args: Sequence[Any]) -> dist.ProcessGroup | None:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
-            try:
-                group = dist.ProcessGroup.unbox(arg)
-            except RuntimeError:
-                continue
-            return tuple(sorted(dist.get_process_group_ranks(group)))
-    return ()
+            with suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(arg)
+    return None
 
 
 def _functional_group(args: Sequence[Any]) -> tuple[int, ...]:

@@ -15,6 +15,15 @@ from gssim.scenario import load_model
 from gssim.units import UserError, validated
 from gssim.workload import Model, TokenInput
 
+CLASSIFICATION = "sequence-classification"
+AUTO_CLASSES = {
+    "next-token": "AutoModelForCausalLM",
+    "masked-token": "AutoModelForMaskedLM",
+    CLASSIFICATION: "AutoModelForSequenceClassification",
+    "image": "AutoModelForImageClassification",
+}
+"""What Hugging Face calls the models of each task."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -27,9 +36,10 @@ class Request:
     maximum_sequence_length: int
     task: str
     image: str | None
-    classes: int
-    auto_class: str
+    classes: int | None
+    auto_class: str | None
     sequence_length: int | None
+    padding: int = 0
 
 
 def traced_model(request: Request) -> Model:
@@ -52,10 +62,12 @@ def _check_length(model: Model, length: int, where: str) -> None:
 def _untraced(request: Request, where: str) -> Model:
     arguments = dict(_argument(text, where) for text in request.arguments)
     if request.model.startswith("hf:"):
+        if request.task == CLASSIFICATION:
+            arguments = {"num_labels": request.classes or 2, "pad_token_id": request.padding, **arguments}
         module: dict[str, Any] = {
             "hugging_face": {
                 "model_type": request.model.removeprefix("hf:"),
-                "auto_class": request.auto_class,
+                "auto_class": request.auto_class or _auto_class(request),
                 "config": arguments,
             }
         }
@@ -70,6 +82,11 @@ def _untraced(request: Request, where: str) -> Model:
         "layers": (),
     }
     return validated(Model, data, file=where)
+
+
+def _auto_class(request: Request) -> str:
+    """Return what Hugging Face calls a model for the task; a task that is unknown is refused with the input."""
+    return AUTO_CLASSES.get("image" if request.image else request.task, "AutoModel")
 
 
 def _argument(text: str, where: str) -> tuple[str, Any]:
@@ -87,19 +104,22 @@ def _input(request: Request, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: exactly one of --vocabulary (tokens) and --image is needed")
     if request.image is None:
         length = request.maximum_sequence_length
-        return {
+        tokens = {
             "kind": "tokens",
             "vocabulary": request.vocabulary,
             "task": request.task,
             "maximum_sequence_length": length,
         }
+        if request.task == CLASSIFICATION:
+            tokens |= {"classes": request.classes or 2, "padding": request.padding}
+        return tokens
     try:
         shape = tuple(int(size) for size in request.image.split("x"))
     except ValueError:
         shape = ()
     if len(shape) != 3:
         raise UserError(f"{where}: --image {request.image}: must be CHANNELSxHEIGHTxWIDTH, such as 1x8x8")
-    return {"kind": "image", "shape": shape, "classes": request.classes}
+    return {"kind": "image", "shape": shape, "classes": request.classes or 10}
 
 
 def write_model(path: Path, model: Model) -> None:

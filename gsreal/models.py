@@ -1,8 +1,11 @@
 """The models that ship: small enough to train for real on a CPU core, shaped like the ones that people train.
 
 Any other `nn.Module` works as well: `gsreal trace` takes a dotted path to a factory, or a Hugging Face config. A model
-maps inputs to logits; the loss is cross-entropy over the last dimension.
+maps inputs to logits; the loss is cross-entropy over the last dimension. One that can be cut into the stages of a
+pipeline has a method `keep_layers` besides.
 """
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +21,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the attended values, shaped as `x` (batch, sequence, width)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the attended values, shaped as `x` (batch, sequence, width); `mask` is added to the scores."""
         batch, sequence, _ = x.shape
         qkv = self.qkv(x).view(batch, sequence, 3, self.heads, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
         return self.out(y.transpose(1, 2).reshape(batch, sequence, self.heads * self.head_width))
 
 
@@ -42,12 +45,12 @@ class TransformerBlock(nn.Module):
     def _perceptron(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, shaped as `x` (batch, sequence, width)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the block's output, shaped as `x` (batch, sequence, width); `mask` is added to attention's scores."""
         if self.norm_first:
-            x = x + self.attention(self.attention_norm(x))
+            x = x + self.attention(self.attention_norm(x), mask)
             return x + self._perceptron(self.perceptron_norm(x))
-        x = self.attention_norm(x + self.attention(x))
+        x = self.attention_norm(x + self.attention(x, mask))
         return self.perceptron_norm(x + self._perceptron(x))
 
 
@@ -69,21 +72,73 @@ class Transformer(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(maximum_length, width)
+        self.tokens: nn.Embedding | None = nn.Embedding(vocabulary, width)
+        self.positions: nn.Embedding | None = nn.Embedding(maximum_length, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=causal) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.norm: nn.Module = nn.LayerNorm(width)
+        self.head: nn.Module = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
         self.apply(_initialise)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence)."""
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+    def keep_layers(self, names: Collection[str]) -> None:
+        """Remove all layers but those of these paths: what is left is a stage of a pipeline."""
+        if "tokens" not in names:
+            self.tokens = self.positions = None
+        _keep_blocks(self.blocks, names)
+        self.norm = self.norm if "norm" in names else nn.Identity()
+        self.head = self.head if "head" in names else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence); a stage, what it makes of x."""
+        if self.tokens is not None and self.positions is not None:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def _keep_blocks(blocks: nn.ModuleList, names: Collection[str]) -> None:
+    """Replace all blocks but those of these paths; the others keep their numbers, and so their parameters' names."""
+    for number in range(len(blocks)):
+        if f"blocks.{number}" not in names:
+            blocks[number] = nn.Identity()
+
+
+class SequenceClassifier(nn.Module):
+    """A BERT encoder with BERT's head for classes of whole sequences: a dense layer with tanh on the first token.
+
+    Tokens that are `padding` are attended to by none.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        maximum_length: int,
+        width: int,
+        heads: int,
+        layers: int,
+        classes: int,
+        padding: int,
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(maximum_length, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, causal=False) for _ in range(layers))
+        self.pooler = nn.Linear(width, width)
+        self.head = nn.Linear(width, classes)
+        self.apply(_initialise)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (batch, classes) for token ids (batch, sequence)."""
+        x = self.norm(self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        hidden = torch.zeros_like(ids, dtype=x.dtype).masked_fill(ids == self.padding, -torch.inf)[:, None, None]
+        for block in self.blocks:
+            x = block(x, hidden)
+        return self.head(torch.tanh(self.pooler(x[:, 0])))
 
 
 def _initialise(module: nn.Module) -> None:
@@ -117,7 +172,7 @@ class ResNet(nn.Module):
 
     def __init__(self, *, channels: int, widths: list[int], blocks: int, classes: int, groups: int = 8) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.stem: nn.Conv2d | None = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         stack = []
         before = widths[0]
         for stage, width in enumerate(widths):
@@ -126,14 +181,27 @@ class ResNet(nn.Module):
                 stack.append(ResidualBlock(before, width, stride=stride, groups=groups))
                 before = width
         self.blocks = nn.ModuleList(stack)
-        self.head = nn.Linear(before, classes)
+        self.pools = True
+        self.head: nn.Module = nn.Linear(before, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, channels, height, width)."""
-        x = F.relu(self.stem(images))
+    def keep_layers(self, names: Collection[str]) -> None:
+        """Remove all layers but those of these paths: what is left is a stage of a pipeline.
+
+        The mean over the image comes with the last block, as in a trace.
+        """
+        if "stem" not in names:
+            self.stem = None
+        self.pools = f"blocks.{len(self.blocks) - 1}" in names
+        _keep_blocks(self.blocks, names)
+        self.head = self.head if "head" in names else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, channels, height, width); a stage, what it makes of x."""
+        if self.stem is not None:
+            x = F.relu(self.stem(x))
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean((2, 3)))
+        return self.head(x.mean((2, 3)) if self.pools else x)
 
 
 def gpt(
@@ -155,6 +223,28 @@ def bert(*, vocabulary: int = 257, maximum_length: int = 256, width: int, heads:
     """Return a BERT encoder with a masked-token head: bidirectional attention, layer norm after; id 256 is the mask."""
     return Transformer(
         vocabulary=vocabulary, maximum_length=maximum_length, width=width, heads=heads, layers=layers, causal=False
+    )
+
+
+def bert_classifier(
+    *,
+    vocabulary: int = 256,
+    maximum_length: int = 256,
+    width: int,
+    heads: int,
+    layers: int,
+    classes: int = 2,
+    padding: int = 0,
+) -> nn.Module:
+    """Return a BERT encoder that classifies sequences (GLUE); `padding` is the token that fills them up."""
+    return SequenceClassifier(
+        vocabulary=vocabulary,
+        maximum_length=maximum_length,
+        width=width,
+        heads=heads,
+        layers=layers,
+        classes=classes,
+        padding=padding,
     )
 
 

@@ -153,7 +153,13 @@ class Feed:
         parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         # the ranks that hold parts of one replica take the same rows
         self.rows = [parts[mesh.data_rank(each)] for each in range(scenario.ranks)]
-        self.copies = scenario.ranks // len(parts)
+        places = [mesh.place(i).pp for i in range(scenario.ranks)]
+        self.counts = [place == mesh.pp - 1 for place in places]
+        """Which ranks compute a loss: in a pipeline, those of the last stage."""
+        self.reads = places[rank] == 0
+        self.copies = mesh.tp
+        """Ranks that compute the same loss: those that hold slices of one replica."""
+        self.source = data.open_source(scenario.workload)
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -168,15 +174,19 @@ class Feed:
         return inputs.to(self.device), targets.to(self.device), weights
 
     def _made(self, step: int) -> Batch:
-        workload = self.scenario.workload
-        inputs, targets = data.global_batch(workload, seed=self.scenario.run.seed, step=step)
-        terms = [data.loss_terms(targets[rows]) for rows in self.rows]
-        mine = self.rows[self.rank]
-        own_inputs, own_targets = inputs[mine].clone(), targets[mine].clone()
-        if own_inputs.is_floating_point():
-            own_inputs = own_inputs.to(DTYPES[workload.precision])
-        weights = tuple(n * self.copies / sum(terms) for n in terms)
-        return own_inputs, own_targets, Weights(weights, self._micro_batch_weights(own_targets))
+        seed = self.scenario.run.seed
+        pairs = zip(self.source.loss_terms(seed=seed, step=step, rows=self.rows), self.counts, strict=True)
+        terms = [found if counts else 0 for found, counts in pairs]
+        inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
+        inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
+        if inputs.is_floating_point():
+            inputs = inputs.to(DTYPES[self.scenario.workload.precision])
+        ranks = tuple(n * self.copies / sum(terms) for n in terms)
+        weights = Weights(ranks, self._micro_batch_weights(targets))
+        # a rank holds no more than its stage needs
+        inputs = inputs if self.reads else inputs.new_empty(0)
+        targets = targets if self.counts[self.rank] else targets.new_empty(0)
+        return inputs, targets, weights
 
     def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
         count = self.scenario.plan.micro_batches

@@ -183,7 +183,8 @@ class BackendCost:
     """Fixed costs of the communication library, measured or published."""
 
     overhead_s: dict[str, Seconds] = field(default_factory=dict)
-    """Per call, by collective kind, on top of link latencies; `default` for all others."""
+    """Per call, by collective kind, on top of link latencies; `default` for all others. What is made of point-to-point
+    messages has the costs of the uneven kind: an all-gather those of all-gather-v."""
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
     posting_s: Seconds = 0.0

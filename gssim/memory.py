@@ -178,8 +178,19 @@ def with_scratch(need: Footprint, scratch: float) -> Footprint:
     return Footprint(bytes_of(peak), need.kept)
 
 
-def input_bytes(model: Model, *, batch_size: int, sequence_length: int | None) -> float:
-    """Return the bytes of one batch: token ids and targets as int64, images as fp32.
+def input_bytes(
+    model: Model,
+    *,
+    batch_size: int,
+    sequence_length: int | None,
+    value_bytes: int = 4,
+    inputs: bool = True,
+    targets: bool = True,
+) -> float:
+    """Return the bytes of one batch: token ids and targets (a class for each sample, else a token) as int64, images.
+
+    `value_bytes`: of an image's value; `inputs`, `targets`: what of both there is. What a model makes of its input (a
+    mask of padding) is in its layers' buffers.
 
     >>> from gssim.workload import Module, TokenInput
     >>> gpt = Model(name="m", source="doctest", module=Module(factory="m.m"), traced_batch_sizes=(1,), layers=(),
@@ -189,8 +200,9 @@ def input_bytes(model: Model, *, batch_size: int, sequence_length: int | None) -
     """
     if isinstance(model.input, ImageInput):
         channels, height, width = model.input.shape
-        return float(batch_size * (4 * channels * height * width + 8))
-    return float(2 * 8 * batch_size * (sequence_length or 1))
+        return float(batch_size * (inputs * value_bytes * channels * height * width + targets * 8))
+    length = sequence_length or 1
+    return float(8 * batch_size * (inputs * length + targets * (length if model.input.classes is None else 1)))
 
 
 def optimizer_state_bytes(optimizer: str, *, elements: int, tensors: int, value_bytes: int) -> float:

@@ -6,6 +6,7 @@ lowering and the real backend look at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -33,6 +34,7 @@ Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
 GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push"]
 OptimizerPolicy = Literal["replicated", "sharded"]
+ExchangePolicy = Literal["point-to-point", "backend"]
 Shares = tuple[Annotated[float, Field(ge=0, le=1)], ...]
 
 MIB = 2**20
@@ -76,13 +78,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimizer_state": "replicated",
         "slices": "shares",
     },
-    "gs_hier": {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"},
+    "gs_hier": {
+        "parameters": "replicated",
+        "gradients": "push",
+        "optimizer_state": "sharded",
+        "push_axis": "dp_replicate",
+    },
 }
 PRESETS["fsdp"] = PRESETS["zero3"]
 PRESETS["hsdp"] = PRESETS["zero3"]
 
 DATA_AXIS = {"ddp": "dp_replicate", "zero1": "dp_replicate", "pipeline": "pp", "tensor": "tp", "gs_tp": "tp"}
 """The mesh axis that takes all devices where the user sizes none; `dp_shard` for every method that is not here."""
+
+TWO_LEVELS = ("hsdp", "gs_hier")
+"""Methods that, where the user sizes no axis, shard inside hosts and replicate across them."""
 
 RUNS_TODAY = frozenset(
     {
@@ -92,9 +102,13 @@ RUNS_TODAY = frozenset(
         ("gathered", "reduce-scatter", "sharded"),
         ("sharded", "reduce-scatter", "sharded"),
         ("replicated", "push", "sharded"),
+        ("gathered", "push", "sharded"),
+        ("sharded", "push", "sharded"),
     }
 )
-"""(parameters, gradients, optimizer_state) that both executors can run."""
+"""(parameters, gradients, optimizer_state) that can be simulated; what cannot run for real yet, `gsreal` refuses."""
+NOT_YET = frozenset({"gs_wgrad"})
+"""Methods that cannot run."""
 
 
 @spec
@@ -156,12 +170,18 @@ class Plan:
     micro_batches: PositiveInt = 1
     """Parts in which each rank takes its samples, one after another, before it updates (gradient accumulation)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    """Of a pipeline; absent: 1f1b, or gpipe where there are fewer micro-batches than stages."""
     stages: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage; absent: balanced."""
+    """Layers of each pipeline stage; the loss goes with the last and is not counted. Absent: balanced, one stage a
+    rank, two where interleaved. Interleaved plans may give each rank more."""
     bucket_bytes: PositiveBytes = DDP_BUCKET_BYTES
     first_bucket_bytes: PositiveBytes = DDP_FIRST_BUCKET_BYTES
     overlap: bool = True
     """Let communication hide behind compute where the method and backend can."""
+    exchange: ExchangePolicy | None = None
+    """What carries reduce-scatters, gathers and pushes: point-to-point messages, in rings and exchanges of our own, or
+    the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes) and
+    for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
     prefetch: Count | None = None
 
 
@@ -178,9 +198,19 @@ class Policies:
     dp_shard: int
     tp: int
     pp: int
+    push_axis: str = field(default="dp_shard", repr=False)
+    """The data axis along which gradients are pushed; along the other one they are reduce-scattered first. It follows
+    from the method, which is why it is no part of a scenario's identity."""
     slices: str = field(default="even", repr=False)
     """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (The method tells it
     already, so that it is no part of what identifies a scenario.)"""
+    exchange: str = field(default="backend", repr=False)
+    """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
+        return self.exchange == "point-to-point"
 
     @property
     def mesh(self) -> Mesh:
@@ -198,16 +228,29 @@ class Policies:
         return self.mesh.data_ranks
 
 
-def resolve(plan: Plan, *, devices: int) -> Policies:
-    """Return the plan's policies: the method's presets, overridden by what the user set.
+def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
+    """Return what carries a method's gradients where the plan does not say.
 
-    Axes that the user does not size take all `devices` on the method's own axis; `single` takes one.
+    >>> usual_exchange("reduce-scatter"), usual_exchange("reduce-scatter", backend="nccl"), usual_exchange("all-reduce")
+    ('point-to-point', 'backend', 'backend')
+    """
+    own = gradients == "push" or (gradients == "reduce-scatter" and backend == "gloo")
+    return "point-to-point" if own else "backend"
+
+
+def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str = "gloo") -> Policies:
+    """Return the plan's policies on a cluster: the method's presets, overridden by what the user set.
+
+    Axes that the user does not size take all `devices` on the method's own axis; `single` takes one. Methods of two
+    levels take the devices of a host on one axis and the hosts on the other; `hosts` names each device's. Raises
+    UserError where these are not equal.
     """
     preset = {"partition": "data", "gradient_sync": "step"} | PRESETS[plan.method]
     policies: dict[str, Any] = {
         name: getattr(plan, name) or preset[name]
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
+    policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
     axes = {
         "dp_replicate": plan.dp_replicate or 1,
         "dp_shard": plan.dp_shard or 1,
@@ -215,9 +258,34 @@ def resolve(plan: Plan, *, devices: int) -> Policies:
         "pp": plan.pp,
     }
     sized = (plan.dp_replicate or plan.dp_shard) is not None or plan.tp > 1 or plan.pp > 1
-    if not sized and plan.method != "single":
+    if plan.method in TWO_LEVELS:
+        axes |= _levels(plan, hosts)
+    elif not sized and plan.method != "single":
         axes[DATA_AXIS.get(plan.method, "dp_shard")] = devices
-    return Policies(**policies | axes, slices=preset.get("slices", "even"))
+    return Policies(
+        **policies | axes,
+        push_axis=preset.get("push_axis", "dp_shard"),
+        slices=preset.get("slices", "even"),
+    )
+
+
+def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
+    """Return the sizes of the axes inside hosts and across them."""
+    if (plan.dp_replicate is None) != (plan.dp_shard is None):
+        given, missing = ("dp_shard", "dp_replicate") if plan.dp_shard else ("dp_replicate", "dp_shard")
+        raise UserError(
+            f"plan.{missing}: missing; beside plan.{given} = {plan.dp_shard or plan.dp_replicate}, method "
+            f"'{plan.method}' needs it too, or neither: then a host's devices are dp_shard, and hosts dp_replicate"
+        )
+    if plan.dp_replicate and plan.dp_shard:
+        return {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
+    runs = [len(list(devices)) for _, devices in groupby(hosts)]
+    if len(set(runs)) > 1 or len(runs) > len(set(hosts)):
+        raise UserError(
+            f"plan.method = '{plan.method}': hosts have {', '.join(map(str, runs))} devices one after another; "
+            "set plan.dp_replicate and plan.dp_shard"
+        )
+    return {"dp_replicate": len(runs), "dp_shard": runs[0]} if runs else {}
 
 
 def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
@@ -233,20 +301,21 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    two_levels = plan.method in ("gs_hier", "hsdp")
-    other = policies.partition != "data" or policies.pp > 1 or two_levels
-    if combination not in RUNS_TODAY or other:
-        allowed = "single, ddp, zero1, zero2, zero3, fsdp, tensor, gs, gs_tp"
+    in_stages = policies.tp > 1 and policies.pp > 1
+    if combination not in RUNS_TODAY or policies.partition != "data" or in_stages:
+        allowed = ", ".join(name for name in PRESETS if name not in NOT_YET)
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
-    if policies.dp_replicate > 1 and policies.dp_shard > 1:
-        raise UserError(f"{file}: plan.dp_replicate = {policies.dp_replicate}: cannot be combined with dp_shard yet")
+    if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
+        raise UserError(
+            f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
+            "allowed today: 'replicated'"
+        )
     today = Plan(method=plan.method)
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
     if plan.recompute == "selective":
         raise UserError(f"{file}: plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'")
-    for key in ("schedule", "stages", "prefetch"):
-        _refuse_unless_default(plan, today, key, f"plan.{key}", file)
+    _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
     for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)
     if plan.push.encoding == "bitmap":

@@ -85,3 +85,36 @@ def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
         found[part].append(position)
         heapq.heapreplace(heap, (held + sizes[position], part))
     return tuple(map(tuple, found))
+
+
+def contiguous(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """Return how many of a chain's layers, in order, each stage gets: at least one, the slowest as fast as can be.
+
+    `times_s[i][j]`: the time of layer j on the device of stage i. The least time of stages 0..i over layers 0..j is
+
+        best(i, j) = min over k < j of max(best(i - 1, k), time of layers k..j on stage i)
+
+    whose first part grows with k while the second shrinks, so that the best k only grows with j.
+
+    >>> contiguous([[1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]])
+    (4, 2)
+    """
+    layers = len(times_s[0])
+    best: list[float] = [0.0] + [float("inf")] * layers
+    ends: list[list[int]] = []
+    for i, row in enumerate(times_s):
+        upto = [0.0, *accumulate(row)]
+        found, chosen = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        k = i
+        for j in range(i + 1, layers + 1):
+            while k + 1 < j and max(best[k + 1], upto[j] - upto[k + 1]) <= max(best[k], upto[j] - upto[k]):
+                k += 1
+            found[j], chosen[j] = max(best[k], upto[j] - upto[k]), k
+        best = found
+        ends.append(chosen)
+    counts = []
+    end = layers
+    for chosen in reversed(ends):
+        counts.append(end - chosen[end])
+        end = chosen[end]
+    return tuple(reversed(counts))

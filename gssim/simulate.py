@@ -187,10 +187,12 @@ def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
     for name, communication in programs[0].communications.items():
-        key = (communication.kind, communication.group, int(communication.size_bytes))
-        counts[key] += 1
-        if communication.data_dependent:
-            payloads[key] += fmean(program.communications[name].payload_bytes for program in programs)
+        for group in communication.groups:
+            members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
+            key = (communication.kind, members, int(communication.size_bytes))
+            counts[key] += 1
+            if communication.data_dependent:
+                payloads[key] += fmean(program.communications[name].payload_bytes for program in programs)
     return merge_collectives(
         Collective(
             kind=kind, group=tuple(group), bytes=size, count=count, payload_bytes=payloads.get((kind, group, size))

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from gssim.data import Data, Glue, ImageFolder, TextFolder
 from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Precision, spec
 
 _TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|u))*)$")
@@ -321,8 +322,22 @@ class TokenInput:
 
     kind: Literal["tokens"]
     vocabulary: PositiveInt
-    task: Literal["next-token", "masked-token"] = "next-token"
+    task: Literal["next-token", "masked-token", "sequence-classification"] = "next-token"
     maximum_sequence_length: PositiveInt
+    classes: PositiveInt | None = None
+    """Of sequence classification, and of it alone."""
+    padding: Count | None = None
+    """Sequence classification: the token that fills sequences up, which the model leaves out; absent: it attends to
+    all tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse classes without a task that has them, and the other way round."""
+        if (self.task == "sequence-classification") != (self.classes is not None):
+            raise ValueError(f"classes = {self.classes}: needed with task = 'sequence-classification', and only there")
+        if self.padding is not None and self.classes is None:
+            raise ValueError(f"padding = {self.padding}: only sequences to be classified are filled up")
+        if self.padding is not None and self.padding >= self.vocabulary:
+            raise ValueError(f"padding = {self.padding}: is no token of the vocabulary of {self.vocabulary}")
 
 
 @spec
@@ -374,12 +389,14 @@ class Workload:
     learning_rate: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: NonNegativeFloat = 0.0
-    data: Literal["auto", "stdlib-bytes", "digits"] = "auto"
+    data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that the model cannot take."""
+        """Refuse shapes and data that the model cannot take."""
         source = self.model.input
+        if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
+            raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
         if isinstance(source, ImageInput):
             if self.sequence_length is not None:
                 raise ValueError("sequence_length: a model of images takes none")
@@ -395,6 +412,16 @@ class Workload:
                 f"sequence_length = {self.sequence_length}: the model was traced only at "
                 f"{', '.join(map(str, self.model.traced_sequence_lengths))}"
             )
+
+
+def _task_of(data: ImageFolder | Glue | TextFolder, source: TokenInput | ImageInput) -> str:
+    """Return the task that the data are for; text serves two."""
+    if isinstance(data, TextFolder):
+        return source.task if source.task in TEXT_TASKS else " or ".join(TEXT_TASKS)
+    return "classification" if isinstance(data, ImageFolder) else "sequence-classification"
+
+
+TEXT_TASKS = ("next-token", "masked-token")
 
 
 @dataclass(frozen=True)

@@ -449,6 +449,7 @@ def scenarios(draw: st.DrawFn, *, methods: tuple[str, ...] = ("single", "ddp", "
     plan: dict[str, Any] = {
         "method": method,
         "overlap": draw(st.booleans()),
+        "exchange": draw(st.sampled_from([None, "backend"])),
         "bucket_bytes": draw(st.sampled_from([1, 64, 100, 300, 25 * 2**20])),
         "shares": {"batch": tuple(samples / 8 for samples in batch)},
     }
@@ -631,6 +632,7 @@ def wired_scenarios(draw: st.DrawFn, *, methods: tuple[str, ...], most: int = 9)
     plan: dict[str, Any] = {
         "method": method,
         "overlap": draw(st.booleans()),
+        "exchange": draw(st.sampled_from([None, "backend"])),
         "bucket_bytes": draw(st.sampled_from([64, 100, 300, 25 * 2**20])),
     }
     batch = 2 * ranks

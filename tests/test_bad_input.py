@@ -128,7 +128,7 @@ MODEL_FAULTS = [
     (("16x4 b0 b3", "16y4 b0 b3"), "layers[0].parameters[0] = "),
     (("f0 b2@+1 activations 16*b*s", "f0 b2@+1 activation 16*b*s"), "has the category 'activation'; allowed: input, activations, temporaries"),
     (("f0 b2@+1 activations", "f0 b2@1 activations"), "'b2@1' is not a moment"),
-    (("vocabulary = 16", "vocabulary = 16, classes = 3"), "input.classes: unknown key; allowed: kind, vocabulary, task, maximum_sequence_length"),
+    (("vocabulary = 16", "vocabulary = 16, colours = 3"), "input.colours: unknown key; allowed: kind, vocabulary, task, maximum_sequence_length"),
     (("vocabulary = 16", "vocabulary = 0"), "input.vocabulary = 0: "),
     (('kind = "tokens"', 'kind = "sound"'), "input = "),
     (('factory = "nowhere.tiny"', ""), "exactly one of factory and hugging_face is needed"),
@@ -144,6 +144,7 @@ def test_a_fault_in_a_named_model_names_the_models_file(refusal, tmp_path, chang
     assert message in line
 
 
+PIPELINE = ("plan.method=pipeline", "plan.micro_batches=4")
 PLAN_FAULTS = [
     (("plan.shares.batch=[0.5, 0.4]",), "plan.shares.batch = [0.5, 0.4]: sums to 0.9, must sum to 1"),
     (("plan.method=gs", "plan.shares.shards=[0.9, 0.9]"), "plan.shares.shards = [0.9, 0.9]: sums to 1.8, must sum to 1"),
@@ -157,6 +158,8 @@ PLAN_FAULTS = [
     (("plan.dp_replicate=3",), "plan: needs 3 ranks, but the cluster has 2 devices"),
     (("plan.method=single", "plan.dp_replicate=2"), "plan.method = 'single': takes one rank, but the mesh axes make 2"),
     (("plan.dp_shard=2",), "plan.dp_shard = 2: method 'ddp' uses dp_replicate"),
+    (("plan.method=gs", "plan.dp_replicate=2"), "plan.dp_replicate = 2: method 'gs' uses dp_shard"),
+    (("plan.method=hsdp", "plan.dp_replicate=2"), "plan.dp_shard: missing; beside plan.dp_replicate = 2, method 'hsdp' needs it too"),
     (("plan.push.threshold=1e-3",), "plan.push.threshold = 0.001: method 'ddp' pushes no gradients; allowed with gs"),
     (("plan.method=zero2", "plan.push.error_feedback=true"), "plan.push.error_feedback = True: method 'zero2' pushes no gradients"),
     (("plan.publish.threshold=1e-3",), "plan.publish.threshold: method 'ddp' publishes no parameters"),
@@ -166,23 +169,25 @@ PLAN_FAULTS = [
     (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
     (('plan.bucket_bytes="25 MB/s"',), "plan.bucket_bytes = '25 MB/s': is in bytes/s, but bytes is needed"),
     (("plan.bucket_bytes=true",), "plan.bucket_bytes = True: "),
+    (("plan.schedule=1f1b",), "plan.schedule = '1f1b': there is no pipeline; leave it out"),
+    (("plan.stages=[1, 2]",), "plan.stages = (1, 2): there is no pipeline; leave it out"),
+    (("plan.pp=2",), "plan.pp = 2: method 'ddp' for 1 replica(s) of a pipeline; allowed: 'pipeline'"),
+    (("plan.method=gs", "plan.pp=2"), "plan.pp = 2: method 'gs' cannot run in a pipeline yet; allowed today: pipeline, or ddp"),
+    ((*PIPELINE, "plan.stages=[2, 3]"), "plan.stages = [2, 3]: sums to 5, but the model has 4 layers"),
+    ((*PIPELINE, "plan.stages=[2, 1, 1]"), "plan.stages = [2, 1, 1]: 3 stages cannot be dealt out evenly to 2 ranks (plan.pp)"),
+    ((*PIPELINE, "plan.stages=[1, 1, 1, 1]"), "plan.schedule: '1f1b' takes one stage on each of 2 ranks, not 4 stages"),
+    ((*PIPELINE, "plan.micro_batches=3"), "plan.micro_batches = 3: a replica has 8 samples; a pipeline's micro-batches must be equal"),
+    (("plan.method=pipeline", "plan.schedule=1f1b"), "plan.schedule: '1f1b' needs at least as many micro-batches as stages: 2, not 1"),
+    ((*PIPELINE, "plan.gradient_sync=micro-batch"), "plan.gradient_sync = 'micro-batch': torch's stages let gradients leave in the last"),
 ]  # fmt: skip
 
 NOT_YET = [
     (("plan.recompute=selective",), "plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'"),
-    (("plan.schedule=1f1b",), "plan.schedule = '1f1b': cannot run yet; leave it out"),
-    (("plan.stages=[1, 2]",), "plan.stages = (1, 2): cannot run yet"),
     (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
-    (
-        ("plan.method=hsdp", "plan.dp_replicate=2"),
-        "plan.method = 'hsdp': cannot run yet; allowed today: single, ddp, zero1, zero2, zero3, fsdp, tensor, gs, gs_tp",
-    ),
-    (("plan.method=pipeline",), "plan.method = 'pipeline': cannot run yet"),
     (("plan.method=tensor",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
-    (("plan.method=gs_z3",), "plan.method = 'gs_z3': cannot run yet"),
     (("plan.method=gs_wgrad",), "plan.method = 'gs_wgrad': cannot run yet"),
     (("plan.method=gs_tp",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
-    (("plan.method=gs_hier",), "plan.method = 'gs_hier': cannot run yet"),
+    (("plan.method=gs_hier", "plan.parameters=sharded"), "plan.parameters = 'sharded': cannot run yet with method 'gs_hier'"),
     (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),
     (("plan.parameters=gathered",), "cannot run yet"),
     (("workload.precision=bf16",), "workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64"),

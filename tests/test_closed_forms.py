@@ -323,10 +323,11 @@ def test_without_overlap_communication_and_compute_add_up():
     assert step_time_s == pytest.approx(compute_s(scenario, 0) + 2 * 672 / 1e9 + 672 / 1e5, rel=1e-9)
 
 
-def test_zero2_on_gloo_gathers_and_reduces_every_unit_one_after_another():
-    scenario = scenario_of(star(2, bandwidth=1e5), {"method": "zero2"}, optimizer="sgd")
+@pytest.mark.parametrize(("exchange", "reduced"), [("point-to-point", 672 / 2), ("backend", 672)])
+def test_zero2_on_gloo_gathers_and_reduces_every_unit_one_after_another(exchange, reduced):
+    scenario = scenario_of(star(2, bandwidth=1e5), {"method": "zero2", "exchange": exchange}, optimizer="sgd")
     result = simulate(loaded_of(scenario)).result
-    wire_s = 672 / 2 / 1e5 + 672 / 1e5  # half the bytes for the gathers, all of them for gloo's reduce-scatters
+    wire_s = 672 / 2 / 1e5 + reduced / 1e5  # half the bytes for the gathers, all of them for gloo's reduce-scatters
     assert result.phases_s["exposed_communication"] == pytest.approx(wire_s, rel=1e-9)
 
 

@@ -1,10 +1,10 @@
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.shares import balance_batch, even, greedy, proportional, ranges, split
+from gssim.shares import balance_batch, contiguous, even, greedy, proportional, ranges, split
 
 WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 1e-3)
 
@@ -88,3 +88,21 @@ def test_greedy_gives_everything_away_once_the_largest_first_and_balances_to_the
 def test_greedy_gives_the_next_to_the_first_of_the_emptiest():
     assert greedy([4, 4, 4, 1], 3) == ((0, 3), (1,), (2,))
     assert greedy([1], 3) == ((0,), (), ())
+
+
+@given(st.data())
+def test_no_cut_of_a_chain_is_faster_than_the_one_that_is_found(data):
+    layers = data.draw(st.integers(1, 7))
+    stages = data.draw(st.integers(1, min(4, layers)))
+    row = st.lists(st.integers(0, 9), min_size=layers, max_size=layers)
+    times_s = data.draw(st.lists(row, min_size=stages, max_size=stages))
+
+    def slowest_s(counts):
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        return max(sum(times_s[i][end - count : end]) for i, (count, end) in enumerate(zip(counts, ends, strict=True)))
+
+    found = contiguous(times_s)
+    assert sum(found) == layers
+    assert min(found) >= 1
+    cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
+    assert slowest_s(found) == min(slowest_s([b - a for a, b in pairwise(cut)]) for cut in cuts)

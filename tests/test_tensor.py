@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import MODEL_TOML, device_type, loaded_of, scenario_of, star
+from strategies import MODEL_TOML, device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.cluster import Curve, LayerProfile, Profile
 from gssim.costs import layer_time_s
@@ -299,6 +299,23 @@ def test_parts_of_unequal_size_may_cut_their_backward_where_they_like():
     assert counts[0, 1] == 6
     parts = [{task.label for task in tasks_of(scenario, rank) if "part" in task.label} for rank in (0, 1)]
     assert parts[0] != parts[1]
+
+
+@pytest.mark.parametrize("batch", [(0.25,) * 4, (0.5, 0.25, 0.125, 0.125)], ids=["even", "uneven"])
+@pytest.mark.parametrize("method", ["ddp", "zero3", "gs"])
+def test_replicas_that_are_alike_are_simulated_once_with_the_same_result(method, batch):
+    axis = "dp_replicate" if method == "ddp" else "dp_shard"
+    scenario = sliced_scenario({"method": method, axis: 4, "tp": 2, "shares": {"batch": batch}}, 8)
+    folded, unfolded = (simulate(loaded_of(scenario), unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
+    peaks = [
+        {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
+        for result in (folded, unfolded)
+    ]
+    assert peaks[0] == peaks[1]
+    if method == "ddp" and len(set(batch)) == 1:
+        assert len(machine_of(scenario)[0].classes) == 2, "one for each slice"
 
 
 def test_shards_of_gs_are_among_the_ranks_that_hold_the_same_part():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gsreal.benchmarks.bench import Bench
-from gsreal.exchanges import all_gather_v, all_to_all_v
+from gsreal.exchanges import all_gather_v, all_to_all_v, reduce_scatter_v
 from gssim.shares import even, ranges
 
 REPEATS = 15
@@ -150,12 +150,25 @@ def _collectives(bench: Bench) -> dict[str, tuple[Callable[[int], Callable[[], o
         assert group is not None
         return lambda: all_gather_v(whole, ranges(whole.numel(), even(n)), group=group)
 
+    def reduce_unevenly(size: int) -> Callable[[], object]:
+        whole, part = buffers(size)
+        group = dist.group.WORLD
+        assert group is not None
+        return lambda: reduce_scatter_v(part, whole, ranges(whole.numel(), even(n)), group=group)
+
+    def exchange(size: int) -> Callable[[], object]:
+        outgoing, incoming = (torch.zeros(size // 4, device=device) for _ in range(2))
+        gone, come = ([size // 4 if i == (bench.rank + k) % n else 0 for i in range(n)] for k in (1, -1))
+        return lambda: dist.all_to_all_single(incoming, outgoing, come, gone)
+
     share = (n - 1) / n
     return {
         "all-reduce": (all_reduce, 2 * (n - 1), 2 * share),
         "reduce-scatter": (reduce_scatter, 2 * (n - 1), 2 * share),  # gloo's is an all-reduce
         "all-gather": (all_gather, n - 1, share),
         "all-gather-v": (gather_unevenly, n - 1, share),
+        "reduce-scatter-v": (reduce_unevenly, n - 1, share),
+        "all-to-all": (exchange, 1, 1.0),
     }
 
 

@@ -20,7 +20,7 @@ from gsreal.build import DTYPES, build_module, example_batch, logits_of, loss_of
 from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
 from gssim.scenario import load_model
-from gssim.workload import Model, unrolled
+from gssim.workload import Model, TokenInput, unrolled
 
 ROUNDS = 6
 STEPS_PER_ROUND = 6
@@ -105,8 +105,10 @@ def _batch(bench: Bench, model: Model, batch_size: int, sequence_length: int) ->
     if inputs.is_floating_point():
         inputs = torch.rand_like(inputs).to(DTYPES[bench.settings.precision])
     else:
-        inputs = torch.randint_like(inputs, 200)
-        targets = torch.randint_like(targets, 200)
+        source = model.input
+        assert isinstance(source, TokenInput)  # its inputs are whole numbers
+        inputs = torch.randint_like(inputs, 1, 200)
+        targets = torch.randint_like(targets, source.classes or 200)
     return inputs.to(bench.device), targets.to(bench.device)
 
 

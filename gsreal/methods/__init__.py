@@ -10,6 +10,7 @@ from gsreal.methods.axes import device_mesh
 from gsreal.methods.blocks import checkpoint_blocks
 from gsreal.methods.fully_sharded import fully_shard_parameters
 from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.pipelined import StageModules, pipeline_stages
 from gsreal.methods.pushed import push_gradients
 from gsreal.methods.replicated import all_reduce_gradients, train_alone
 from gsreal.methods.tensor import slice_blocks
@@ -32,6 +33,8 @@ APPLY: dict[tuple[str, str], Apply] = {
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Return the module made ready for the scenario's plan on this rank."""
     policies = scenario.policies
+    if policies.pp > 1:
+        return pipeline_stages(scenario, module, timeline, device)
     if scenario.plan.recompute == "full":
         checkpoint_blocks(scenario.workload.model, module)
     if policies.tp > 1:
@@ -41,6 +44,8 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
+    """Return every parameter whole, by name; those of other ranks are gathered (a collective)."""
+    if isinstance(module, StageModules):
+        return module.of_all_stages()
     names = [name for name, _ in module.named_parameters()]
     return {name.removeprefix("module."): whole_parameter(module, name) for name in names}

@@ -20,4 +20,9 @@ def checkpoint_blocks(model: Model, module: nn.Module) -> None:
     The blocks' own forward is replaced: wrappers come around it, as they should, and parameters keep their names.
     """
     for block in blocks_of(model, module):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        checkpoint_block(block)
+
+
+def checkpoint_block(block: nn.Module) -> None:
+    """Run one block under torch's checkpoint."""
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)

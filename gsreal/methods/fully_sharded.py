@@ -5,42 +5,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from gsreal.exchanges import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.measure import Timeline
-from gsreal.methods.axes import data_mesh
+from gsreal.methods.axes import data_mesh, device_mesh
 from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
+from gssim.plan import Policies
 from gssim.scenario import Scenario
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """FSDP2 on each block and on the root; parameters kept from forward to backward where they are `gathered`.
 
-    Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not.
+    Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not. On a mesh of
+    two axes (HSDP), shards of gradients are all-reduced over `dp_replicate` once they are reduce-scattered. FSDP2's
+    hooks carry out the plan's exchange; on a CPU it calls them on the thread that computes, so that both ways block.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-    class ObservedAllGather(DefaultAllGather):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with timeline.span("all-gather", "exposed_communication"):
-                return super().__call__(*args, **kwargs)
-
-    class ObservedReduceScatter(DefaultReduceScatter):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with timeline.span("reduce-scatter", "exposed_communication"):
-                return super().__call__(*args, **kwargs)
-
-    mesh = data_mesh(scenario.policies, device, "dp_shard")
+    mesh = _mesh(scenario.policies, device)
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_custom_all_gather(ObservedAllGather())
-            part.set_custom_reduce_scatter(ObservedReduceScatter())
+    _observe(module, timeline, point_to_point=scenario.policies.point_to_point, replicated=mesh.ndim > 1)
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
 
     @contextmanager
@@ -50,6 +42,54 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
         yield
 
     sync_each = scenario.policies.gradient_sync == "micro-batch"
-    return Training(
-        module, optimizer, timeline, scale=float(scenario.policies.data_ranks), sync_each=sync_each, syncing=syncing
-    )
+    scale = float(scenario.policies.data_ranks)
+    return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
+
+
+def _observe(module: nn.Module, timeline: Timeline, *, point_to_point: bool, replicated: bool) -> None:
+    """Let FSDP2's units carry out the plan's exchange, and record how long they are at it."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    scattered: list[Any] = []
+
+    class ObservedAllGather(DefaultAllGather):
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        ) -> dist.Work | None:
+            with timeline.span("all-gather", "exposed_communication"):
+                if point_to_point:
+                    all_gather_into_tensor(output_tensor, input_tensor, group=group)
+                    return None
+                return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    class ObservedReduceScatter(DefaultReduceScatter):
+        def __call__(  # type: ignore[override]  # FSDP2 takes None as well: the base's base says so
+            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        ) -> dist.Work | None:
+            found = None
+            with timeline.span("reduce-scatter", "exposed_communication"):
+                if point_to_point:
+                    reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
+                else:
+                    found = super().__call__(output_tensor, input_tensor, group, op, async_op)
+            scattered[:] = [timeline.mark()]
+            return found
+
+    def all_reduced(_gradients: Tensor) -> None:
+        if scattered:  # without shards there is no reduce-scatter to begin from
+            timeline.between("all-reduce", "exposed_communication", scattered[0])
+
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_all_gather(ObservedAllGather())
+            unit.set_custom_reduce_scatter(ObservedReduceScatter())
+            if replicated:
+                unit.set_all_reduce_hook(all_reduced)
+
+
+def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return the ranks that hold the same part of the model, on one axis, or on two where shards are replicated."""
+    if policies.dp_replicate == 1:
+        return data_mesh(policies, device, "dp_shard")
+    return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]

@@ -53,16 +53,21 @@ def algorithm_of(cluster: Cluster, kind: str) -> str:
 
 
 def staging_bytes(communication: Communication, backend: str) -> float:
-    """Return what the backend takes from the allocator for the length of one call.
+    """Return what an even gather or reduce-scatter takes from the allocator for the length of one call.
 
     gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13, ProcessGroupGloo.cpp,
-    newLikeFlat); nccl works in place.
+    newLikeFlat); nccl works in place. So do rings of point-to-point messages, but for a reduce-scatter among more than
+    two ranks: what is passed on comes into a buffer of one part.
 
     >>> staging_bytes(Communication("all-gather", (0, 1), 8), "gloo")
     8
+    >>> staging_bytes(Communication("reduce-scatter", (0, 1, 2, 3), 8, carried_as="reduce-scatter-v"), "gloo")
+    2.0
     """
-    stages = backend == "gloo" and communication.kind in ("all-gather", "reduce-scatter")
-    return communication.size_bytes if stages else 0
+    size, members = communication.size_bytes, len(communication.group)
+    if communication.carried_as:
+        return size / members if communication.kind == "reduce-scatter" and members > 2 else 0
+    return size if backend == "gloo" and communication.kind in ("all-gather", "reduce-scatter") else 0
 
 
 def overhead_s(cluster: Cluster, kind: str) -> float:
@@ -76,7 +81,7 @@ def measured_s(cluster: Cluster, communication: Communication) -> float | None:
 
     Log-log interpolation: a table of nccl-tests spans six decades (D.1).
     """
-    table = cluster.backend_cost.measured_s.get(communication.kind) if cluster.backend_cost else None
+    table = cluster.backend_cost.measured_s.get(communication.carried_kind) if cluster.backend_cost else None
     if table is None or len(communication.group) != len(cluster.devices):
         return None
     size, largest = communication.size_bytes, table.sizes[-1]

@@ -33,6 +33,21 @@ class Communication:
     data_dependent: bool = False
     root: int = 0
     """Position in the group of the root of a broadcast or reduce."""
+    beside: tuple[Sequence[int], ...] = ()
+    """Other groups, as large, each of which carries out the same for itself: those along an axis of a mesh."""
+    carried_as: str = ""
+    """Kind by which its algorithm and costs are found, where that is another: an all-gather made of point-to-point
+    messages is an all-gather-v to the network, and a push by the backend's own call an all-to-all."""
+
+    @property
+    def groups(self) -> tuple[Sequence[int], ...]:
+        """All groups that carry it out, each for itself."""
+        return (self.group, *self.beside)
+
+    @property
+    def carried_kind(self) -> str:
+        """Kind by which its algorithm and costs are found."""
+        return self.carried_as or self.kind
 
     @property
     def payload_bytes(self) -> float:

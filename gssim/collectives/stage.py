@@ -16,6 +16,25 @@ class Hops:
     target: Ints
     weight: Floats
     """Bytes carried for each byte of the stage's size."""
+    group: Ints | None = None
+    """Which of several groups a hop belongs to, where they carry out the same at once, each at its own pace."""
+
+    def in_every(self, groups: Ints) -> "Hops":
+        """Return the hops of the first of several groups (rows of ranks), and the same ones in all others.
+
+        >>> Hops.of([(4, 6, 1.0)]).in_every(np.array([[4, 6], [5, 7]])).target.tolist()
+        [6, 7]
+        """
+        order = np.argsort(groups[0])
+        source = order[np.searchsorted(groups[0], self.source, sorter=order)]
+        target = order[np.searchsorted(groups[0], self.target, sorter=order)]
+        count, hops = len(groups), len(self.source)
+        return Hops(
+            groups[:, source].ravel(),
+            groups[:, target].ravel(),
+            np.tile(self.weight, count),
+            np.repeat(np.arange(count), hops),
+        )
 
     @classmethod
     def of(cls, pairs: list[tuple[int, int, float]]) -> "Hops":

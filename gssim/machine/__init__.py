@@ -3,7 +3,7 @@
 State changes only here and in `network`, inside the SimPy environment.
 """
 
-from gssim.machine.classes import RankClass, is_jittery, rank_classes
+from gssim.machine.classes import Classes, RankClass, classes_of, is_jittery
 from gssim.machine.machine import DeadlockError, Machine
 
-__all__ = ["DeadlockError", "Machine", "RankClass", "is_jittery", "rank_classes"]
+__all__ = ["Classes", "DeadlockError", "Machine", "RankClass", "classes_of", "is_jittery"]

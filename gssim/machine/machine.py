@@ -9,18 +9,20 @@ import simpy
 
 from gssim import collectives
 from gssim.cluster import Cluster
-from gssim.collectives import Communication
 from gssim.conditions import Conditions, applied
-from gssim.machine.classes import RankClass, is_coupled, rank_classes
+from gssim.machine.classes import is_coupled
 from gssim.machine.held import Memory
 from gssim.machine.host import Host
-from gssim.machine.schedule import Scheduled, Scheduler
-from gssim.network import Network, Router
+from gssim.machine.meetings import Meeting, arrange
+from gssim.machine.schedule import Scheduled
+from gssim.network import Router
 from gssim.program import Program, Task
 from gssim.result import Span
 from gssim.units import Floats
 
-STREAMS = ("compute", "communication")
+STREAMS = ("compute", "communication", "replication")
+"""Of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of their own
+(FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
@@ -32,9 +34,9 @@ class DeadlockError(RuntimeError):
 class Rendezvous:
     """A collective that starts when its last member has come, and is done for all at once."""
 
-    def __init__(self, machine: "Machine", communication: Communication, scheduled: Scheduled) -> None:
-        self.machine, self.communication, self.scheduled = machine, communication, scheduled
-        self.missing = {each.index for each in machine.classes_of(communication)}
+    def __init__(self, machine: "Machine", meeting: Meeting) -> None:
+        self.machine, self.meeting = machine, meeting
+        self.missing = {each.index for each in meeting.classes}
         self.done = machine.env.event()
 
     def arrive(self, rank_class: int) -> simpy.Event:
@@ -45,8 +47,8 @@ class Rendezvous:
         return self.done
 
     def _run(self) -> Generator[Any, Any, None]:
-        machine, scheduled, env = self.machine, self.scheduled, self.machine.env
-        machine.note_communication(self.communication, +1)
+        machine, scheduled, env = self.machine, self.meeting.scheduled, self.machine.env
+        machine.note_communication(self.meeting, +1)
         if scheduled.fixed_s:
             yield env.timeout(scheduled.fixed_s)
         for stage in scheduled.stages:
@@ -59,7 +61,7 @@ class Rendezvous:
                 yield env.timeout(reduction_s)
         for stage in scheduled.stages:
             machine.note_bytes(stage)
-        machine.note_communication(self.communication, -1)
+        machine.note_communication(self.meeting, -1)
         self.done.succeed()
 
 
@@ -80,21 +82,23 @@ class Machine:
     ) -> None:
         self.env = simpy.Environment()
         self.cluster, self.program = cluster, program
-        self.classes = rank_classes(cluster, program, unfolded=unfolded)
         conditions = conditions or Conditions()
         router = Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring)
-        scheduler = Scheduler(cluster, router, len(program.role_of))
-        candidates = {label: scheduler.candidates(each) for label, each in program.communications.items()}
-        stages = [stage for each in candidates.values() for option in each for stage in option.stages]
-        self.network = Network(self.env, router, stages, conditions=conditions, unfolded=unfolded)
-        self.scheduled = {label: self._best(options) for label, options in candidates.items()}
+        arranged = arrange(self.env, cluster, program, router=router, conditions=conditions, unfolded=unfolded)
+        self.classes, self.meetings, self.network = arranged.classes, arranged.meetings, arranged.network
+        self._meeting_of = {
+            (each.index, label): (number, meeting)
+            for label, found in self.meetings.items()
+            for number, meeting in enumerate(found)
+            for each in meeting.classes
+        }
         self.hosts = self._hosts()
         self.roles = [program.role_of[each.representative] for each in self.classes]
         self.devices = [cluster.type_of(each.representative) for each in self.classes]
         self.memory = [Memory(dict(program.persistent[role])) for role in self.roles]
         self.spans: list[Span] = []
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
-        self.meetings: dict[tuple[int, str], Rendezvous] = {}
+        self.begun: dict[tuple[int, str, int], Rendezvous] = {}
         self.finished: dict[tuple[int, int, str], simpy.Event] = {}
         self.waiting: dict[tuple[int, str], tuple[Task, Rendezvous | None]] = {}
         self.random = [np.random.default_rng([seed, each.representative]) for each in self.classes]
@@ -102,13 +106,15 @@ class Machine:
         self.step_speed = [1.0 for _ in self.classes]
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
-        self._members: dict[Any, tuple[RankClass, ...]] = {}
 
-    def _best(self, options: tuple[Scheduled, ...]) -> Scheduled:
-        """Return the option that is fastest on idle links."""
-        if len(options) == 1:
-            return options[0]
-        return min(options, key=lambda option: option.alone_s(self.network))
+    @property
+    def scheduled(self) -> dict[str, Scheduled]:
+        """How each collective is carried out, by label; of groups that are not alike, by label and number."""
+        return {
+            label if len(found) == 1 else f"{label} ({number})": meeting.scheduled
+            for label, found in self.meetings.items()
+            for number, meeting in enumerate(found)
+        }
 
     def _hosts(self) -> dict[str, Host]:
         """Return the hosts of the classes' representatives."""
@@ -122,18 +128,9 @@ class Machine:
         members = {name: {each.index: each.on_host for each in self.classes if each.host == name} for name in names}
         return {name: Host(self.env, devices[name], members[name], coupled=coupled[name]) for name in sorted(names)}
 
-    def classes_of(self, communication: Communication) -> tuple[RankClass, ...]:
-        """Return the classes that take part in a collective."""
-        group = communication.group
-        key = group if isinstance(group, range) else tuple(group)
-        if key not in self._members:
-            inside = group if isinstance(group, range) else set(group)
-            self._members[key] = tuple(each for each in self.classes if each.representative in inside)
-        return self._members[key]
-
-    def note_communication(self, communication: Communication, change: int) -> None:
+    def note_communication(self, meeting: Meeting, change: int) -> None:
         """Tell the hosts of a collective's members that it begins or ends."""
-        for each in self.classes_of(communication):
+        for each in meeting.classes:
             self.hosts[each.host].communicate(each.index, change)
 
     def note_bytes(self, stage: collectives.Stage) -> None:
@@ -161,7 +158,8 @@ class Machine:
             for step in range(steps):
                 for label in awaited:
                     self.finished[each.index, step, label] = self.env.event()
-            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in STREAMS)
+            streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
+            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in streams)
         everything = self.env.all_of(done)
         try:
             self.env.run(until=everything)
@@ -244,12 +242,12 @@ class Machine:
     def _communicate(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         label = task.communication
         assert label is not None
-        meeting = self.meetings.get((step, label))
-        if meeting is None:
-            communication = self.program.communications[label]
-            meeting = self.meetings[step, label] = Rendezvous(self, communication, self.scheduled[label])
-        self.waiting[index, stream] = (task, meeting)
-        yield meeting.arrive(index)
+        number, meeting = self._meeting_of[index, label]
+        rendezvous = self.begun.get((step, label, number))
+        if rendezvous is None:
+            rendezvous = self.begun[step, label, number] = Rendezvous(self, meeting)
+        self.waiting[index, stream] = (task, rendezvous)
+        yield rendezvous.arrive(index)
         del self.waiting[index, stream]
 
     def _span(self, index: int, stream: str, label: str, phase: str, began_s: float) -> None:

@@ -115,7 +115,11 @@ class Scheduler:
         across = choice.network_bytes / choice.network_bandwidth_ratio
         limited = group.network_bytes_per_s is not None and across / group.network_bytes_per_s > inside_s
         ratio = choice.network_bandwidth_ratio if limited else choice.bandwidth_ratio
-        fixed_s = choice.latency_s + self._distance_s(stages) + collectives.overhead_s(self.cluster, communication.kind)
+        fixed_s = (
+            choice.latency_s
+            + self._distance_s(stages)
+            + collectives.overhead_s(self.cluster, communication.carried_kind)
+        )
         return Scheduled(name, stages, fixed_s, 1 / ratio, path_latency=False)
 
     def _distance_s(self, stages: Sequence[Stage]) -> float:
@@ -151,6 +155,22 @@ class Scheduler:
             )
         return self._groups[members]
 
+    def kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
+        """Return a number for each of several groups: equal where collectives are carried out in the same way.
+
+        That hangs on how members are spread over hosts and, for NCCL's tuner, on how fast these are linked.
+        """
+        found = []
+        for group in groups:
+            members = self.members(group)
+            order = {host: number for number, host in enumerate(dict.fromkeys(members.hosts.tolist()))}
+            spread = tuple(order[host] for host in members.hosts.tolist())
+            inside = members.inside
+            rings = None if inside is None else tuple(map(tuple, (inside.source, inside.target, inside.weight)))
+            found.append((spread, members.shape, rings, repr(_rounded(self._group(members))) if self.tuning else ""))
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
+        return np.array([numbers[kind] for kind in found], dtype=np.int64)
+
     def candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
         """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
         if len(communication.group) == 1:
@@ -158,24 +178,24 @@ class Scheduler:
         members = self.members(communication.group, communication.root)
         table_s = collectives.measured_s(self.cluster, communication)
         if table_s is not None:
-            name = BACKEND_ALGORITHMS[self.cluster.backend][communication.kind]
-            stages = ALGORITHMS[name, communication.kind](members, communication)
+            name = BACKEND_ALGORITHMS[self.cluster.backend][communication.carried_kind]
+            stages = ALGORITHMS[name, communication.carried_kind](members, communication)
             return (Scheduled(name, stages, table_s, measured=True),)
-        if self.tuning is not None and communication.kind not in self.cluster.algorithms:
+        if self.tuning is not None and communication.carried_kind not in self.cluster.algorithms:
             return (self._tuned(self.tuning, members, communication),)
-        named = collectives.algorithm_of(self.cluster, communication.kind)
+        named = collectives.algorithm_of(self.cluster, communication.carried_kind)
         if named == "best":
             return self._fitting(members, communication)
         try:
             return (self._plain(named, members, communication),)
         except ValueError as error:
-            raise UserError(f"cluster.algorithms.{communication.kind} = {named!r}: {error}") from None
+            raise UserError(f"cluster.algorithms.{communication.carried_kind} = {named!r}: {error}") from None
 
     def _plain(self, name: str, members: Members, communication: Communication) -> Scheduled:
         """Return an algorithm with the backend's costs; raises ValueError where the group has not the shape for it."""
-        stages = ALGORITHMS[name, communication.kind](members, communication)
-        fixed_s = collectives.overhead_s(self.cluster, communication.kind)
-        return Scheduled(name, stages, fixed_s, collectives.bytes_factor(self.cluster, communication.kind))
+        stages = ALGORITHMS[name, communication.carried_kind](members, communication)
+        fixed_s = collectives.overhead_s(self.cluster, communication.carried_kind)
+        return Scheduled(name, stages, fixed_s, collectives.bytes_factor(self.cluster, communication.carried_kind))
 
     def _fitting(self, members: Members, communication: Communication) -> tuple[Scheduled, ...]:
         """Return all algorithms that the group has the shape for.
@@ -183,11 +203,21 @@ class Scheduler:
         Switches that add up are left out: they are taken where NCCL's tuner or the user says that there are some.
         """
         found = []
-        for name in collectives.algorithms_for(communication.kind):
+        for name in collectives.algorithms_for(communication.carried_kind):
             if name != "in-switch":
                 with suppress(ValueError):
                     found.append(self._plain(name, members, communication))
         return tuple(found)
+
+
+def _rounded(group: Group) -> Group:
+    """Return a group with its rates to twelve digits: sums of the same numbers may differ by their order."""
+    across = group.network_bytes_per_s
+    return replace(
+        group,
+        bandwidth_bytes_per_s=float(f"{group.bandwidth_bytes_per_s:.12g}"),
+        network_bytes_per_s=None if across is None else float(f"{across:.12g}"),
+    )
 
 
 def _priced_as(communication: Communication) -> tuple[Kind, float]:

@@ -52,6 +52,8 @@ class Folded:
     """Of a link of each class."""
     traffic: dict[tuple[int, bool], Traffic]
     """By (id of the hops, coupled)."""
+    colours: dict[tuple[int, bool], Ints]
+    """Class of every session, by the same: of hops that keep pace one for each group, else one for each hop."""
 
     def of(self, stage: Stage) -> Traffic:
         """Return the traffic of a stage."""
@@ -91,22 +93,27 @@ def fold(router: Router, stages: Sequence[Stage], capacity: Floats, *, unfolded:
     representative = np.zeros(len(capacity), dtype=bool)
     representative[first[offset:]] = True
     traffic = {key: _traffic(pattern, link_class, representative) for key, pattern in patterns.items()}
-    return Folded(link_class, capacity[first[offset:]], traffic)
+    colours = {key: pattern.colour for key, pattern in patterns.items()}
+    return Folded(link_class, capacity[first[offset:]], traffic, colours)
 
 
 def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
-    """Return the sessions of hops: one for all where they keep pace, else one for each."""
+    """Return the sessions of hops: one for all of a group where they keep pace, else one for each."""
     on = router.of(hops)
     sessions = len(hops.source)
     if not coupled or not sessions:
         return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s, np.zeros(sessions, np.int64))
-    heaviest = float(hops.weight.max())
-    loads = summed(on.link, on.share * hops.weight[on.flow], router.wiring.links)
-    link = np.flatnonzero(loads)
-    load = loads[link] / heaviest
-    mean_s = float(np.average(on.latency_s, weights=hops.weight))
-    zero = np.zeros(1, np.int64)
-    return _Pattern(np.zeros(len(link), np.int64), link, load, np.array([heaviest]), np.array([mean_s]), zero)
+    group = np.zeros(sessions, np.int64) if hops.group is None else hops.group
+    groups, links = int(group[-1]) + 1, router.wiring.links
+    heaviest = np.zeros(groups)
+    np.maximum.at(heaviest, group, hops.weight)
+    place, entry = np.unique(group[on.flow] * links + on.link, return_inverse=True)
+    loads = summed(entry, on.share * hops.weight[on.flow], len(place))
+    session, link = place // links, place % links
+    some = np.flatnonzero(loads)
+    session, link, load = session[some], link[some], loads[some] / heaviest[session[some]]
+    mean_s = summed(group, on.latency_s * hops.weight, groups) / summed(group, hops.weight, groups)
+    return _Pattern(session, link, load, heaviest, mean_s, np.zeros(groups, np.int64))
 
 
 def codes(values: Floats) -> Ints:

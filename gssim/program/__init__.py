@@ -6,15 +6,19 @@ stream runs after the one before it; `after` names tasks of other streams that i
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.mesh import DATA_AXES
+from gssim.program.borders import stages_of
 from gssim.program.compute import compute
+from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.optimizer import optimize, persistent
+from gssim.program.pipeline import held_by_stages, pipeline
 from gssim.program.push import mean_density, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
@@ -32,17 +36,23 @@ __all__ = ["Bucket", "Lowering", "Program", "Task", "Unit", "lower", "units"]
 
 
 Pass = Callable[[Lowering, int, list[Task], MicroBatch], list[Task]]
-COMMUNICATE: dict[str, Pass] = {
-    "local": keep_gradients,
-    "all-reduce": all_reduce_gradients,
-    "reduce-scatter": reduce_scatter_gradients,
-    "push": push_gradients,
+COMMUNICATE: dict[tuple[str, bool], Pass] = {
+    ("local", False): keep_gradients,
+    ("all-reduce", False): all_reduce_gradients,
+    ("reduce-scatter", True): reduce_scatter_gradients,
+    ("push", False): push_gradients,
+    ("push", True): push_units,
 }
-HOLD: dict[str, Callable[[Lowering, int, list[Task]], list[Task]]] = {
-    "replicated": keep_parameters,
-    "gathered": gather_parameters,
-    "sharded": gather_parameters_twice,
+"""By what happens to gradients, and whether parameters are sharded."""
+HOLD: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] = {
+    ("replicated", False): keep_parameters,
+    ("replicated", True): keep_parameters,
+    ("gathered", False): gather_parameters,
+    ("gathered", True): gather_flat_parameters,
+    ("sharded", False): gather_parameters_twice,
+    ("sharded", True): gather_flat_parameters_twice,
 }
+"""By how parameters are held, and whether gradients are pushed."""
 
 
 def lower(
@@ -58,14 +68,12 @@ def lower(
     roles = np.zeros(scenario.ranks, np.int64)
     parts = list(_parts_of_the_model(scenario, statistics, step))
     for low in parts:
-        apart = scenario.policies.tp > 1 and len(low.group) > 1  # each of the ranks sums with others of its own
-        found, representatives = low.roles(unfolded=unfolded or apart)
+        found, representatives = low.roles(unfolded=unfolded)
         roles[np.array(low.group)] = found + len(tasks)
         alike: dict[tuple[object, ...], list[Task]] = {}
         for rank in representatives:
-            alike = {} if apart else alike
             tasks.append(tuple(_named(low, _tasks(low, rank, alike), communications, alone=len(parts) == 1)))
-            held.append(persistent(low, rank))
+            held.append(persistent(low, rank) | (held_by_stages(low, rank) if low.stages else {}))
     return Program(
         tasks=tuple(tasks),
         communications=communications,
@@ -78,28 +86,52 @@ def lower(
 def _parts_of_the_model(scenario: Scenario, statistics: GradientStatistics | None, step: int) -> Iterator[Lowering]:
     """Give a lowering for each part of the model: the ranks that hold the same part share one."""
     mesh = scenario.policies.mesh
-    for stage in range(mesh.pp):
+    stages = stages_of(scenario.stages) if mesh.pp > 1 else ()
+    for place in range(mesh.pp):
         for part in range(mesh.tp):
-            first = stage * mesh.data_ranks * mesh.tp + part
-            yield Lowering(scenario, statistics, step, mesh.group(first, *DATA_AXES), tensor_part=part)
+            group = mesh.group(place * mesh.data_ranks * mesh.tp + part, *DATA_AXES)
+            yield Lowering(
+                scenario,
+                statistics,
+                step,
+                group,
+                stages=stages[place :: mesh.pp],
+                all_stages=stages,
+                tensor_part=part,
+            )
 
 
 def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:
     """Return a rank's step; `alike`: what ranks have done that compute alike, who may still own unequal shards."""
-    policies = low.scenario.policies
-    pushes = policies.gradients == "push"
-    kind: tuple[object, ...] = (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], pushes and rank)
+    if low.stages:
+        return optimize(low, rank, pipeline(low, rank, partial(_micro_batch, rank=rank, alike=alike)))
+    kind = _kind(low, rank)
     if kind not in alike:
-        tasks = []
-        for micro_batch in low.micro_batches:
-            key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves)
-            if key not in alike:
-                found = compute(low, rank, micro_batch)
-                found = COMMUNICATE[policies.gradients](low, rank, found, micro_batch)
-                alike[key] = HOLD[policies.parameters](low, rank, found)
-            tasks += _suffixed(low, alike[key], micro_batch.suffix)
-        alike[kind] = tasks
+        found = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
+        alike[kind] = [task for tasks in found for task in tasks]
     return optimize(low, rank, alike[kind])
+
+
+def _kind(low: Lowering, rank: int) -> tuple[object, ...]:
+    """Return what tells ranks apart that do not compute alike."""
+    pushes = low.scenario.policies.gradients == "push"
+    stages = tuple(stage.number for stage in low.stages)
+    return (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], pushes and rank, stages)
+
+
+def _micro_batch(
+    low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: dict[tuple[object, ...], list[Task]]
+) -> list[Task]:
+    """Return a micro-batch of a rank's step: the passes, one after another."""
+    policies = low.scenario.policies
+    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
+    alone = pushes and low.scenario.plan.push.threshold and micro_batch.index  # what is sent differs
+    key = (_kind(low, rank), low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
+    if key not in alike:
+        found = compute(low, rank, micro_batch)
+        found = COMMUNICATE[policies.gradients, sharded](low, rank, found, micro_batch)
+        alike[key] = HOLD[policies.parameters, pushes](low, rank, found)
+    return _suffixed(low, alike[key], micro_batch.suffix)
 
 
 def _suffixed(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:

@@ -15,6 +15,7 @@ from gssim.memory import (
     scratch_bytes,
     with_scratch,
 )
+from gssim.program.borders import stage_timeline
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.slices import cut_after, phase_label, reduced
 from gssim.program.task import Task
@@ -37,7 +38,8 @@ def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
 
 def _leaves_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
     """Return whether gradients are copied into buckets, and given back, as soon as they are ready."""
-    return micro_batch.leaves and low.scenario.policies.gradients in ("all-reduce", "push")
+    policies = low.policies
+    return micro_batch.leaves and policies.parameters == "replicated" and policies.gradients in ("all-reduce", "push")
 
 
 def backward_label(layer: LayerInstance, part: int) -> str:
@@ -101,13 +103,11 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
 
 def _timeline(low: Lowering, samples: int, lives: Lives) -> Timeline:
-    return activation_timeline(
-        low.layers,
-        batch_size=samples,
-        sequence_length=low.scenario.workload.sequence_length or 1,
-        scale=low.traced_scale,
-        lives=lives,
-    )
+    length, scale = low.scenario.workload.sequence_length or 1, low.traced_scale
+    if not low.stages:
+        return activation_timeline(low.layers, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
+    (stage,) = low.stages
+    return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
 
 
 def _checkpointed(low: Lowering, rank: int) -> Lives:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,11 @@ from gssim import shares
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
-from gssim.plan import assign_buckets, bucket_limits
-from gssim.scenario import Scenario, value_bytes
+from gssim.plan import Policies, assign_buckets, bucket_limits
+from gssim.program.borders import Stage
+from gssim.program.division import Division, divide
+from gssim.scenario import Scenario, schedule_of, value_bytes
+from gssim.schedule import Action, schedule
 from gssim.slices import held_model
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
@@ -86,6 +89,10 @@ class Lowering:
     step: int
     group: Sequence[int]
     """The ranks that hold this part of the model, each for its own samples."""
+    stages: tuple[Stage, ...] = ()
+    """The stages of a pipeline that they hold; none: the whole model."""
+    all_stages: tuple[Stage, ...] = ()
+    """Of the pipeline."""
     communications: dict[str, Communication] = field(default_factory=dict)
     found: dict[object, Any] = field(default_factory=dict)
     """What passes work out once for all ranks."""
@@ -94,10 +101,13 @@ class Lowering:
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
-        """The unrolled model, of which each rank holds its units where blocks are cut."""
-        if self.scenario.policies.tp == 1:
+        """The unrolled model, or the part that stages have, numbered from 0; of cut blocks, the units that are held."""
+        if self.scenario.policies.tp > 1:
+            return unrolled(held_model(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
+        if not self.stages:
             return self.whole_layers
-        return unrolled(held_model(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
+        held = [instance for stage in self.stages for instance in stage.layers]
+        return tuple(replace(instance, index=i) for i, instance in enumerate(held))
 
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:
@@ -109,9 +119,91 @@ class Lowering:
         """Whether each block keeps only its input, and runs its forward again for its backward."""
         return self.scenario.plan.recompute == "full"
 
+    @cached_property
+    def schedule(self) -> tuple[tuple[Action, ...], ...]:
+        """What each of a pipeline's ranks does, by its place on the axis pp."""
+        plan, ranks = self.scenario.plan, self.scenario.policies.pp
+        stages = len(self.all_stages)
+        return schedule(schedule_of(plan, ranks), ranks=ranks, stages=stages, micro_batches=plan.micro_batches)
+
     def position(self, rank: int) -> int:
         """Return the position of a rank in the group."""
         return self.group.index(rank)
+
+    @cached_property
+    def policies(self) -> Policies:
+        """The plan with every policy resolved."""
+        return self.scenario.policies
+
+    def shard_position(self, rank: int) -> int:
+        """Return the position of a rank among those that share the parameters with it: on the axis `dp_shard`."""
+        return self.position(rank) % self.shards
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks among which parameters are sharded, where they are."""
+        return self.policies.dp_shard
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there are several replicas of what is sharded, whose gradients are all-reduced (HSDP)."""
+        return self.policies.gradients == "reduce-scatter" and self.policies.dp_replicate > 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run beside the compute; see [Note: streams] in `sharded`."""
+        return self.scenario.plan.overlap and self.scenario.cluster.backend == "nccl" and len(self.group) > 1
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `division`."""
+        return len(self.group) // self.places
+
+    @property
+    def places(self) -> int:
+        """Number of devices of a node among which gradients are reduce-scattered before they are pushed."""
+        return self.policies.dp_shard if self.policies.push_axis == "dp_replicate" else 1
+
+    @property
+    def push_groups(self) -> tuple[Sequence[int], ...]:
+        """The ranks that push to one another: those of equal place, by place."""
+        return self.along(self.policies.push_axis)
+
+    def place(self, rank: int) -> int:
+        """Return a rank's place in its node."""
+        return self.position(rank) % self.places
+
+    def node(self, rank: int) -> int:
+        """Return which of the nodes a rank is in, among which gradients are pushed."""
+        return self.position(rank) // self.places
+
+    def division(self, bucket: Bucket) -> Division:
+        """Return how a bucket's elements are divided among the ranks."""
+        key = ("division", bucket.elements)
+        if key not in self.found:
+            rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
+            self.found[key] = divide(bucket.elements, by_node=rows)
+        found: Division = self.found[key]
+        return found
+
+    def pushed_elements(self, bucket: Bucket, rank: int) -> int:
+        """Return the elements of a bucket that a rank owns, where gradients are pushed to their owners."""
+        return self.division(bucket).owned[self.place(rank)][self.node(rank)]
+
+    def along(self, axis: str) -> tuple[Sequence[int], ...]:
+        """Return the group's ranks in the groups in which they stand along a data axis, by first rank."""
+        if axis not in self.found:
+            mesh = self.policies.mesh
+            alone = getattr(mesh, axis) == len(self.group)
+            groups = [self.group] if alone else [mesh.group(rank, axis) for rank in self.group]
+            self.found[axis] = tuple(dict.fromkeys(groups))
+        found: tuple[Sequence[int], ...] = self.found[axis]
+        return found
+
+    def communication(self, kind: str, axis: str, size_bytes: float, **settings: Any) -> Communication:
+        """Return a collective that every group along a data axis carries out for itself."""
+        group, *beside = self.along(axis)
+        return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
 
     @cached_property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
@@ -147,10 +239,17 @@ class Lowering:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Gradient buckets by PyTorch's rule, in the order in which they are complete."""
+        """Gradient buckets by PyTorch's rule, in the order in which they are complete.
+
+        Where parameters are sharded they are FSDP2's units: each block from the last on, then all that is no block.
+        """
         order = gradient_order(self.layers)
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
-        first, cap = bucket_limits(self.scenario.plan, self.scenario.policies)
+        if self.policies.parameters != "replicated":
+            numbers = [instance.index if instance.layer.block else -1 for instance, _ in members]
+            units = [[m for m, n in zip(members, numbers, strict=True) if n == i] for i in sorted({*numbers})[::-1]]
+            return tuple(Bucket(i, tuple(unit)) for i, unit in enumerate(units))
+        first, cap = bucket_limits(self.scenario.plan, self.policies)
         sizes = [parameter.elements * self.value_bytes for _, parameter in members]
         found = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
         return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(found))
@@ -180,26 +279,34 @@ class Lowering:
         """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
         positions = np.arange(len(self.group))
         policies, push = self.scenario.policies, self.scenario.plan.push
-        if unfolded or (policies.gradients == "push" and push.threshold):
-            return positions, list(self.group)  # what a rank sends depends on whose range holds which tensors
+        if unfolded or self.stages or (policies.gradients == "push" and push.threshold):
+            # what a rank sends depends on whose range holds which tensors; a stage's messages go to one rank each
+            return positions, list(self.group)
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes
         columns = [np.array([names[device] for device in devices]), np.array([sizes[rank] for rank in self.group])]
         if policies.gradients == "push":
-            columns += [np.array(shares.split(bucket.elements, self.shard_shares)) for bucket in self.buckets]
+            columns += [column for bucket in self.buckets for column in self._divided(bucket)]
         if self.deals_out_tensors:
             owned = [self.owned_elements(rank) for rank in self.group]
             kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
             columns.append(np.array([kinds[sizes] for sizes in owned]))
-        if policies.parameters != "replicated":
-            columns += [self._held_rows(rows, positions) for rows in self._distinct_rows]
+        if policies.gradients == "reduce-scatter":
+            columns += [self._held_rows(rows, positions % self.shards) for rows in self._distinct_rows]
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
         _, first, role = np.unique(code, return_index=True, return_inverse=True)
         by_rank = np.argsort(first, kind="stable")
         return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
+
+    def _divided(self, bucket: Bucket) -> list[Ints]:
+        """Return what tells ranks apart in a bucket: what each owns, and how its place is divided."""
+        each = self.division(bucket).owned
+        alike = {sizes: number for number, sizes in enumerate(dict.fromkeys(each))}
+        owned = np.array(each).T.ravel()  # node by node
+        return [owned] if self.places == 1 else [owned, np.tile([alike[sizes] for sizes in each], self.nodes)]
 
     @cached_property
     def _distinct_rows(self) -> list[int]:
@@ -209,7 +316,7 @@ class Lowering:
 
     def _held_rows(self, rows: int, positions: Ints) -> Ints:
         """Return how many of `rows` each rank holds."""
-        chunk = math.ceil(rows / len(positions))
+        chunk = math.ceil(rows / self.shards)
         return np.clip(rows - positions * chunk, 0, chunk)
 
     def device(self, rank: int) -> DeviceType:

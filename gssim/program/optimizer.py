@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gssim import costs, shares
+from gssim import costs
 from gssim.collectives import Communication
 from gssim.memory import (
     Event,
@@ -11,7 +11,8 @@ from gssim.memory import (
     optimizer_state_bytes,
     optimizer_temporary_bytes,
 )
-from gssim.program.lowering import Lowering
+from gssim.program.lowering import Bucket, Lowering
+from gssim.program.push import across
 from gssim.program.sharded import units
 from gssim.program.task import Task
 
@@ -21,7 +22,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     workload, device = low.scenario.workload, low.device(rank)
     owned = _owned_tensors(low, rank)
     elements = sum(owned)
-    sharded = low.scenario.policies.parameters != "replicated"
+    sharded = low.policies.gradients == "reduce-scatter"  # these are DTensors
     temporary = optimizer_temporary_bytes(
         workload.optimizer, tensor_elements=owned, value_bytes=low.value_bytes, kind=device.kind
     )
@@ -31,15 +32,16 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
         device, workload.optimizer, elements=elements, tensors=len(owned), sharded_tensors=sharded
     )
     update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
-    return [*tasks, update, *_published(low)]
+    return [*tasks, update, *_published(low, rank)]
 
 
-def _published(low: Lowering) -> Sequence[Task]:
-    """Return the tasks, the same on every rank, that bring what was updated to all replicas."""
-    if "publish" not in low.found:
-        pushes = low.scenario.policies.gradients == "push"
-        low.found["publish"] = _publish(low) if pushes else _broadcast(low) if low.deals_out_tensors else []
-    tasks: Sequence[Task] = low.found["publish"]
+def _published(low: Lowering, rank: int) -> Sequence[Task]:
+    """Return the tasks that bring what was updated to all replicas."""
+    key = ("publish", low.place(rank))
+    if key not in low.found:
+        pushes = low.policies.gradients == "push" and low.policies.parameters == "replicated"
+        low.found[key] = _publish(low, rank) if pushes else _broadcast(low) if low.deals_out_tensors else []
+    tasks: Sequence[Task] = low.found[key]
     return tasks
 
 
@@ -60,14 +62,38 @@ def _broadcast(low: Lowering) -> list[Task]:
     return tasks
 
 
-def _publish(low: Lowering) -> list[Task]:
-    """GS: updated parameters go round a ring into everybody's flat replica, bucket by bucket."""
+def _publish(low: Lowering, rank: int) -> list[Task]:
+    """GS: updated parameters go round a ring into everybody's flat replica, bucket by bucket.
+
+    On two levels they go round the push group first, then, with all of the rank's place, round the node.
+    """
     tasks = []
     for bucket in low.buckets:
-        name = f"publish bucket {bucket.index}"
-        parts = tuple(n * low.value_bytes for n in shares.split(bucket.elements, low.shard_shares))
-        low.communications[name] = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
-        tasks.append(Task(name, "exposed_communication", communication=name))
+        division = low.division(bucket)
+        label = f"publish bucket {bucket.index}"
+        if not low.policies.point_to_point:
+            tasks += _broadcast_parts(low, bucket, label)
+            continue
+        if low.nodes > 1 or low.places == 1:
+            parts = tuple(n * low.value_bytes for n in division.owned[low.place(rank)])
+            name = across(low, bucket, rank, label, "all-gather-v", sum(parts), part_bytes=parts)
+            tasks.append(Task(label, "exposed_communication", communication=name))
+        if low.places > 1:
+            label = f"{label} in the node"
+            parts = tuple(n * low.value_bytes for n in division.places)
+            low.communications[label] = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
+            tasks.append(Task(label, "exposed_communication", communication=label))
+    return tasks
+
+
+def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
+    """GS by the backend's collectives: every owner broadcasts its part of a bucket; they are taken in that order."""
+    tasks = []
+    for rank, elements in enumerate(low.division(bucket).owned[0]):
+        if elements:
+            part = f"{name} part {rank}"
+            low.communications[part] = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
+            tasks.append(Task(part, "exposed_communication", communication=part))
     return tasks
 
 
@@ -75,10 +101,9 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates."""
     gradients = low.scenario.policies.gradients
     if gradients == "push":
-        position = low.position(rank)
-        return [shares.split(bucket.elements, low.shard_shares)[position] for bucket in low.buckets]
+        return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
-        position = low.position(rank)
+        position = low.shard_position(rank)
         return [elements for unit in units(low) for elements in unit.own_elements(position)]
     if low.deals_out_tensors:
         return low.owned_elements(rank)
@@ -102,7 +127,8 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
     total = sum(parameter.elements for _, parameter in low.parameters)
     parameters = float(total * low.value_bytes)
     if policies.parameters != "replicated":
-        parameters = sum(unit.padded_bytes / unit.ranks for unit in units(low))
+        pushes = policies.gradients == "push"
+        parameters = sum(owned) * low.value_bytes if pushes else sum(u.padded_bytes / u.ranks for u in units(low))
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
@@ -111,7 +137,10 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.value_bytes
         ),
         "input": input_bytes(
-            workload.model, batch_size=low.batch_sizes[rank], sequence_length=workload.sequence_length
+            workload.model,
+            batch_size=low.batch_sizes[rank],
+            sequence_length=workload.sequence_length,
+            value_bytes=low.value_bytes,
         ),
     }
     if policies.gradients == "all-reduce":

@@ -7,6 +7,12 @@ gather of the unit that comes next (FSDPParamGroup.pre_backward, _backward_prefe
 logits, issues the last block's. The root is kept from forward to backward (FSDPState._lazy_init), and its gradients
 come last, from the callback at the end of the backward.
 
+[Note: replicas] On a mesh of two axes (HSDP), a unit's shards of gradients, once reduce-scattered over `dp_shard`, are
+all-reduced over `dp_replicate` (_fsdp_collectives.foreach_reduce). What is all-reduced stays until the callback at the
+end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward): the first micro-batch keeps it as gradient
+anyway, those of later ones are added to that and stay beside it. On nccl the all-reduces have a communicator and a
+stream of their own; nothing waits for them but that callback.
+
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events hold them back as in wait_for_unshard and
 post_backward: a gather waits until the parameters of the unit before the last have been copied out (so at most two
@@ -23,7 +29,7 @@ from functools import cached_property, lru_cache
 
 from gssim import collectives, costs
 from gssim.collectives import Communication
-from gssim.memory import Event, Footprint, footprint
+from gssim.memory import NOTHING, Event, Footprint, footprint
 from gssim.program.compute import backward_begin, backward_label
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
@@ -118,7 +124,7 @@ class Unit:
 
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    ranks, value_bytes = len(low.group), low.value_bytes
+    ranks, value_bytes = low.shards, low.value_bytes
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     whole = tuple(parameter for instance in root for parameter in instance.layer.parameters)
     found = [Unit("root", root, Tensors(whole, ranks, value_bytes))] if whole else []
@@ -136,7 +142,7 @@ Places = Mapping[str, Sequence[Task]]
 """Tasks to insert, by the label of the task that they stand beside."""
 
 
-def _inserted(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[Task]:
+def inserted(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[Task]:
     """Return `tasks` with those of `before` and `behind` beside the tasks that they name."""
     found: list[Task] = []
     for task in tasks:
@@ -146,19 +152,20 @@ def _inserted(tasks: Sequence[Task], *, before: Places, behind: Places) -> list[
     return found
 
 
-def _overlaps(low: Lowering) -> bool:
-    """Return whether collectives run beside the compute; see [Note: streams]."""
-    return low.scenario.plan.overlap and low.scenario.cluster.backend == "nccl" and len(low.group) > 1
-
-
 @lru_cache(maxsize=1024)
 def _need(*events: Event) -> Footprint:
     """Return the footprint of events; repeated blocks ask for the same one."""
     return footprint(events)
 
 
+def _exchange(low: Lowering, kind: str, size_bytes: float) -> Communication:
+    """Return a collective of those that share a unit, by the backend or by a ring of point-to-point messages."""
+    carried_as = f"{kind}-v" if low.policies.point_to_point else ""
+    return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
+
+
 def _staging(low: Lowering, communication: Communication, position: int) -> list[Event]:
-    """Return what the backend holds while a collective runs, from `position` on."""
+    """Return what is held beside its tensors while a collective runs, from `position` on."""
     size = collectives.staging_bytes(communication, low.scenario.cluster.backend)
     return [Event(position, size, "communication"), Event(position + 1, -size, "communication")]
 
@@ -170,7 +177,8 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
     """FSDP2 on a unit's last gradient: parameters freed, gradients copied into one buffer, that reduce-scattered.
 
     The buffer of one unit is held until the next unit's backward is done (comm_ctx.reduce_scatter_states). Where
-    gradients do not leave yet, the parameters are freed all the same (FSDPParamGroup.post_backward).
+    gradients do not leave yet, the parameters are freed all the same (FSDPParamGroup.post_backward). Then, where there
+    are replicas, what was scattered is all-reduced; see [Note: replicas].
     """
     behind: dict[str, list[Task]] = defaultdict(list)
     before: Unit | None = None
@@ -182,10 +190,28 @@ def reduce_scatter_gradients(low: Lowering, rank: int, tasks: list[Task], micro_
         else:
             behind[backward_label(unit.layers[0], 0)] = new
         before = unit
-    held = before.padded_bytes if before and micro_batch.leaves else 0
-    last = (_reduce_name(before),) if before and micro_batch.leaves and _overlaps(low) else ()
-    free = Task("backward callback", "backward", after=last, need=_need(Event(0, -held, "communication")))
-    return [*_inserted(tasks, before={}, behind=behind), *end, free]
+    return [*inserted(tasks, before={}, behind=behind), *end, _callback(low, before, micro_batch)]
+
+
+def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task:
+    """Return the end of the backward: the last unit's collectives are waited for, and all buffers are given back."""
+    if last is None or not micro_batch.leaves:
+        return Task("backward callback", "backward")
+    events = [Event(0, -last.padded_bytes, "communication")]
+    if low.replicates:
+        events.append(Event(0, -sum(_added_bytes(unit, micro_batch) for unit in units(low)), "gradients"))
+    names = [_reduce_name(last)] if last.ranks > 1 else []
+    names += [_all_reduce_name(last)] if low.replicates else []
+    return Task("backward callback", "backward", after=tuple(names) if low.overlaps else (), need=_need(*events))
+
+
+def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
+    """Return the bytes of a unit's gradients that are added to those of the micro-batches before."""
+    return unit.padded_bytes / unit.ranks if micro_batch.left and not micro_batch.first else 0
+
+
+def _all_reduce_name(unit: Unit) -> str:
+    return f"all-reduce {unit.name}"
 
 
 def _reshard(unit: Unit) -> Task:
@@ -201,34 +227,48 @@ def _reduce_name(unit: Unit) -> str:
 def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, micro_batch: MicroBatch) -> list[Task]:
     """Return what happens once a unit's gradients are all there; `before` is the unit whose turn came before it.
 
-    The sum of the shard's gradients is kept; in later micro-batches it is added to what is there, and given back.
+    The sum of the shard's gradients is kept; in later micro-batches it is added to what is there, and given back: at
+    once, or where it was all-reduced by the callback at the end of the backward.
     """
-    name, overlaps = _reduce_name(unit), _overlaps(low)
-    shard_bytes = unit.padded_bytes / unit.ranks
-    added_bytes = shard_bytes if micro_batch.left and not micro_batch.first else 0
+    name, overlaps = _reduce_name(unit), low.overlaps
+    added = Event(5, 0 if low.replicates else -_added_bytes(unit, micro_batch), "gradients")
     copy = Task(
         f"copy in {name}",
         "backward",
         duration_s=costs.sharded_unit_time_s(
             low.device(rank), phase="b", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
-        after=(_reduce_name(before),) if before and overlaps else (),
+        after=(_reduce_name(before),) if before and overlaps and unit.ranks > 1 else (),
         need=_need(
             Event(0, -unit.padded_bytes, "gathered_parameters"),
             Event(1, -before.padded_bytes if before else 0, "communication"),
             Event(2, unit.padded_bytes, "communication"),
             Event(3, -unit.gradient_bytes, "gradients"),
-            Event(4, shard_bytes, "gradients"),
-            Event(5, -added_bytes if overlaps or unit.ranks == 1 else 0, "gradients"),
+            Event(4, unit.padded_bytes / unit.ranks, "gradients"),
+            *([added] if overlaps or unit.ranks == 1 else []),
         ),
     )
-    if unit.ranks == 1:
-        return [copy]
-    communication = low.communications[name] = Communication("reduce-scatter", low.group, unit.padded_bytes)
-    if overlaps:
-        return [copy, Task(name, "exposed_communication", "communication", communication=name, after=(copy.label,))]
-    need = _need(*_staging(low, communication, 0), Event(2, -added_bytes, "gradients"))
-    return [copy, Task(name, "exposed_communication", communication=name, need=need)]
+    tasks = [copy]
+    if unit.ranks > 1:
+        communication = low.communications[name] = _exchange(low, "reduce-scatter", unit.padded_bytes)
+        need = NOTHING if overlaps else _need(*_staging(low, communication, 0), added)
+        tasks.append(_beside(name, copy.label, "communication", need) if overlaps else _blocking(name, need))
+    if low.replicates:
+        name, before_it = _all_reduce_name(unit), tasks[-1].label
+        size = unit.padded_bytes / unit.ranks
+        low.communications[name] = low.communication("all-reduce", "dp_replicate", size)
+        tasks.append(_beside(name, before_it, "replication", NOTHING) if overlaps else _blocking(name, NOTHING))
+    return tasks
+
+
+def _beside(name: str, after: str, stream: str, need: Footprint) -> Task:
+    """Return a collective that runs beside the compute."""
+    return Task(name, "exposed_communication", stream, communication=name, after=(after,), need=need)
+
+
+def _blocking(name: str, need: Footprint) -> Task:
+    """Return a collective that blocks the compute."""
+    return Task(name, "exposed_communication", communication=name, need=need)
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -242,7 +282,7 @@ def keep_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
 def gather_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """FSDP2 with reshard_after_forward=False: each unit is gathered before its first forward and kept."""
     before = _gather_forward(low, rank)
-    return _inserted(_begun(low, tasks), before=before, behind={})
+    return inserted(_begun(low, tasks), before=before, behind={})
 
 
 def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
@@ -255,7 +295,7 @@ def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list
         for unit in units(low)
         if not unit.is_root
     }
-    return _inserted(_begun(low, tasks), before=before, behind=behind)
+    return inserted(_begun(low, tasks), before=before, behind=behind)
 
 
 FORWARD_BEGIN = "forward begin"
@@ -263,7 +303,7 @@ FORWARD_BEGIN = "forward begin"
 
 def _begun(low: Lowering, tasks: Sequence[Task]) -> list[Task]:
     """Return tasks with a mark of the step's beginning, where other streams must wait for it."""
-    return [Task(FORWARD_BEGIN, "forward"), *tasks] if _overlaps(low) else list(tasks)
+    return [Task(FORWARD_BEGIN, "forward"), *tasks] if low.overlaps else list(tasks)
 
 
 def _gather_name(unit: Unit, phase: str) -> str:
@@ -275,9 +315,9 @@ def _gather(low: Lowering, unit: Unit, phase: str, after: tuple[str, ...]) -> li
     if unit.ranks == 1:
         return []
     name = _gather_name(unit, phase)
-    communication = low.communications[name] = Communication("all-gather", low.group, unit.padded_bytes)
+    communication = low.communications[name] = _exchange(low, "all-gather", unit.padded_bytes)
     flat = Event(0, unit.flat_bytes, "communication")
-    if _overlaps(low):
+    if low.overlaps:
         return [
             Task(f"issue {name}", phase, need=_need(flat)),
             Task(name, "exposed_communication", "communication", communication=name, after=after),
@@ -295,7 +335,7 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
         duration_s=costs.sharded_unit_time_s(
             low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
-        after=(name,) if _overlaps(low) else (),
+        after=(name,) if low.overlaps and unit.ranks > 1 else (),
         need=_need(Event(0, unit.padded_bytes, "gathered_parameters"), Event(1, -freed_bytes, "communication")),
     )
 

@@ -45,15 +45,28 @@ def reduced(
     waiting = list(enumerate(_reductions(instance.layer, phase)))
     if not waiting:
         return list(parts)
-    group, found = low.scenario.policies.mesh.group(rank, "tp"), []
+    group, *beside = _tensor_groups(low, rank)
+    of_samples = "" if len(beside) + 1 == len(low.group) else f" of {low.batch_sizes[rank]} samples"
+    found: list[Task] = []
     shape = {"b": samples, "s": low.scenario.workload.sequence_length or 1}
     for part, end in zip(parts, ends, strict=True):
         found.append(part)
         while waiting and waiting[0][1].moment.position <= end:
             number, each = waiting.pop(0)
             # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
-            name = f"all-reduce {phase_label(phase, instance, number)}"
+            name = f"all-reduce {phase_label(phase, instance, number)}{of_samples}"
             size = low.traced_scale * each.size_bytes.at(**shape)
-            low.communications[name] = Communication("all-reduce", group, size)
+            low.communications[name] = Communication("all-reduce", group, size, beside=tuple(beside))
             found.append(Task(name, "exposed_communication", communication=name))
+    return found
+
+
+def _tensor_groups(low: Lowering, rank: int) -> list[Sequence[int]]:
+    """Return the groups that share blocks, of all ranks of the lowering that take as many samples as this one."""
+    key = ("tensor groups", low.batch_sizes[rank])
+    if key not in low.found:
+        mesh, samples = low.scenario.policies.mesh, low.batch_sizes
+        alike = [each for each in low.group if samples[each] == samples[rank]]
+        low.found[key] = [mesh.group(each, "tp") for each in alike]
+    found: list[Sequence[int]] = low.found[key]
     return found

@@ -4,6 +4,7 @@ from gssim.scenario.checks import check
 from gssim.scenario.loading import load_cluster, load_model, load_scenario, read_toml
 from gssim.scenario.question import Loaded, Run, Scenario, single_device
 from gssim.scenario.rates import layer_profile, peak_flop_per_s, sample_costs, takes_tokens, value_bytes
+from gssim.scenario.stages import schedule_of, stages_per_rank
 
 __all__ = [
     "Loaded",
@@ -17,7 +18,9 @@ __all__ = [
     "peak_flop_per_s",
     "read_toml",
     "sample_costs",
+    "schedule_of",
     "single_device",
+    "stages_per_rank",
     "takes_tokens",
     "value_bytes",
 ]

@@ -3,19 +3,26 @@
 from gssim.conditions import applied, ends_of
 from gssim.plan import Plan, Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
+from gssim.scenario.stages import schedule_of, why_no_chain
+from gssim.schedule import refuse
 from gssim.slices import units_held
-from gssim.units import UserError
+from gssim.units import PRECISION_BYTES, UserError
 
 
 def check(scenario: Scenario, *, file: str) -> None:
     """Raise UserError where workload, plan and cluster do not go together."""
-    policies = scenario.policies
+    try:
+        policies = scenario.policies
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     _check_push(scenario.plan, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
+    _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
     if scenario.workload.precision == "bf16":
         raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
+    _check_pipeline(scenario, policies, file)
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
     if scenario.network:
@@ -29,24 +36,94 @@ def _check_conditions(scenario: Scenario, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
 
 
+def _check_exchange(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse messages of our own where no collective is made of them, or the backend's rings are no worse."""
+    plan, backend = scenario.plan, scenario.cluster.backend
+    two_levels = policies.push_axis == "dp_replicate" or policies.parameters != "replicated"
+    if plan.exchange == "backend" and policies.gradients == "push" and two_levels:
+        raise UserError(
+            f"{file}: plan.exchange = 'backend': cannot run yet with method '{plan.method}'; allowed: 'point-to-point'"
+        )
+    if plan.exchange != "point-to-point":
+        return
+    asked = f"{file}: plan.exchange = 'point-to-point'"
+    if policies.gradients not in ("reduce-scatter", "push"):
+        raise UserError(f"{asked}: method '{plan.method}' has no exchange of its own; allowed: 'backend'")
+    if policies.gradients == "reduce-scatter" and backend == "nccl":
+        raise UserError(f"{asked}: nccl's own collectives are rings already; allowed with nccl: 'backend'")
+
+
 def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
     devices = len(scenario.cluster.devices)
     if policies.ranks > devices:
         raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
-    if policies.gradients == "local" and policies.data_ranks > 1:
+    if policies.gradients == "local" and policies.data_ranks > 1 and policies.pp == 1:
         raise UserError(
             f"{file}: plan.method = '{scenario.plan.method}': its gradients stay on the rank, but the mesh axes make "
             f"{policies.data_ranks} replicas; allowed: a method that divides the batch (ddp, zero1, zero2, zero3, gs) "
             "with plan.tp beside its own axis, or plan.gradients"
         )
-    axis = {"all-reduce": "dp_replicate", "reduce-scatter": "dp_shard", "push": "dp_shard"}.get(policies.gradients)
+    both = policies.gradients == "reduce-scatter" or policies.push_axis == "dp_replicate"
+    axis = {"all-reduce": "dp_replicate", "push": "dp_shard"}.get(policies.gradients)
     for name in ("dp_replicate", "dp_shard"):
-        if axis and name != axis and getattr(policies, name) > 1:
+        if axis and not both and name != axis and getattr(policies, name) > 1:
             raise UserError(
                 f"{file}: plan.{name} = {getattr(policies, name)}: method '{scenario.plan.method}' uses {axis}"
             )
+
+
+def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
+    plan = scenario.plan
+    if policies.pp == 1:
+        for key in ("schedule", "stages"):
+            if getattr(plan, key) is not None:
+                raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
+        return
+    _check_pipeline_policies(plan, policies, file)
+    _check_stages(scenario, policies.pp, file)
+    for samples in scenario.data_batch_sizes:
+        if samples % plan.micro_batches:
+            raise UserError(
+                f"{file}: plan.micro_batches = {plan.micro_batches}: a replica has {samples} samples; "
+                "a pipeline's micro-batches must be equal: torch's stages learn the shape of messages once"
+            )
+
+
+def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
+    where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
+    kept = (policies.gradients, policies.optimizer_state, policies.parameters)
+    if kept not in (("local", "replicated", "replicated"), ("all-reduce", "replicated", "replicated")):
+        raise UserError(
+            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
+            "allowed today: pipeline, or ddp for replicas of one"
+        )
+    wanted = "ddp" if replicas > 1 else "pipeline"
+    if (policies.gradients == "all-reduce") != (replicas > 1):
+        raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: '{wanted}'")
+    if policies.gradient_sync != "step":
+        raise UserError(
+            f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "
+            "backward alone; allowed: 'step'"
+        )
+
+
+def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
+    plan, model = scenario.plan, scenario.workload.model
+    if model.buffer_bytes:
+        raise UserError(f"{file}: plan.pp = {ranks}: a model with module buffers cannot be cut into stages yet")
+    try:
+        stages = scenario.stages
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    try:
+        refuse(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
+    except ValueError as error:
+        raise UserError(f"{file}: plan.schedule: {error}") from None
+    reason = why_no_chain(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
+    if reason:
+        raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
 
 
 def _check_push(plan: Plan, policies: Policies, file: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.cluster import Cluster
+from gssim.data import PATHS
 from gssim.gradients import GradientStatistics, read_gradients
 from gssim.scenario.checks import check
 from gssim.scenario.question import Loaded, Scenario
@@ -32,6 +33,8 @@ def load_scenario(path: Path, overrides: Sequence[str] = (), *, gradients_needed
     workload = data.get("workload")
     if isinstance(workload, dict):
         workload["model"] = _part(workload, "model", Model, file, folders, "workload.")
+        if isinstance(workload.get("data"), dict):
+            workload["data"] = _with_paths(workload["data"], folders)
     scenario = validated(Scenario, data, file=file)
     check(scenario, file=file)
     statistics = _statistics(scenario, file, folders) if gradients_needed else None
@@ -110,6 +113,20 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     close = difflib.get_close_matches(Path(name).name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise UserError(f"{file}: {key} = '{name}': no such file{hint}")
+
+
+def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
+    """Return the table of data with its paths found; one that is nowhere stays beside the scenario (or the override).
+
+    Predictions need no data, so nothing is refused here.
+    """
+    found = dict(table)
+    for key in PATHS:
+        if isinstance(name := table.get(key), str):
+            override = folders.get(f"workload.data.{key}", folders.get("workload.data"))
+            candidates = [folder / name for folder in (override, folders[""]) if folder is not None]
+            found[key] = str(next((path for path in candidates if path.exists()), candidates[0]))
+    return found
 
 
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> GradientStatistics | None:

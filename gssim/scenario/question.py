@@ -9,14 +9,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gssim import shares
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import Plan, Policies, resolve
+from gssim.plan import TWO_LEVELS, Plan, Policies, resolve
 from gssim.scenario.rates import sample_costs
+from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
-from gssim.workload import Workload
+from gssim.workload import LayerInstance, Workload
 
 
 @spec
@@ -45,7 +46,9 @@ class Scenario:
     @property
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
-        return resolve(self.plan, devices=len(self.cluster.devices))
+        devices, backend = self.cluster.devices, self.cluster.backend
+        hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
+        return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
 
     @property
     def ranks(self) -> int:
@@ -90,6 +93,19 @@ class Scenario:
         return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
 
     @property
+    def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
+        """The layers of each stage of the pipeline; stage i is on the ranks whose place on the axis pp is i, and round.
+
+        Raises UserError where the plan's stages do not fit the model.
+        """
+        mesh = self.policies.mesh
+        types: list[list[DeviceType]] = [[] for _ in range(mesh.pp)]
+        for rank in range(mesh.ranks):
+            types[mesh.place(rank).pp].append(self.cluster.type_of(rank))
+        samples = max(1, max(self.data_batch_sizes) // self.plan.micro_batches)
+        return cut_layers(self.plan, self.workload, types, samples=samples)
+
+    @property
     def slice_shares(self) -> tuple[float, ...]:
         """Share of each rank of a tensor group, by position, in the blocks that they cut among them."""
         wanted, policies = self.plan.shares.shards, self.policies
@@ -121,10 +137,15 @@ class Scenario:
         for key in ("source", "name"):
             del workload["model"][key]
         del workload["model"]["sliced_layers"]  # follows from the module too
+        source = workload["model"]["input"]
+        workload["model"]["input"] = {key: value for key, value in source.items() if value is not None}
         for layer in workload["model"]["layers"]:
             for key in ("units", "reductions", "recompute_flop", "recompute_bytes", "recompute_operations"):
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
+        del plan["exchange"]
+        if self.policies.pp > 1:
+            plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
         question = {
             "workload": workload,
@@ -133,6 +154,8 @@ class Scenario:
             "cluster": _structure(self.cluster, self.ranks),
             "run": _adapter(Run).dump_python(self.run, mode="json"),
         }
+        if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
+            question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
         if self.network:
             question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)

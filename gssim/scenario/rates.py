@@ -1,8 +1,10 @@
 """What of a device a workload meets: its profile, its peak, and the cost of a sample."""
 
+from collections.abc import Sequence
+
 from gssim.cluster import DeviceType, LayerProfile
 from gssim.units import PRECISION_BYTES, Precision, UserError
-from gssim.workload import Layer, Model, TokenInput, Workload
+from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload
 
 
 def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
@@ -24,6 +26,26 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
                 return 0.0, sum(n * curve.at(largest) for n, curve in curves) / largest
     flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
     return 0.0, flop / (peak_flop_per_s(device, workload.precision) * device.efficiency_ratio)
+
+
+def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
+    """Return the time of `samples` in each layer, forward and backward: from its profile, else from achieved FLOP/s.
+
+    Like `sample_costs`, it serves to divide the work.
+    """
+    each: dict[int, float] = {}
+    for instance in layers:
+        if id(instance.layer) not in each:
+            each[id(instance.layer)] = _layer_cost_s(device, workload, instance.layer, samples)
+    return [each[id(instance.layer)] for instance in layers]
+
+
+def _layer_cost_s(device: DeviceType, workload: Workload, layer: Layer, samples: int) -> float:
+    profile = layer_profile(device, workload, layer)
+    if profile is not None:
+        return profile.forward_s.at(samples) + profile.backward_s.at(samples)
+    one = _training_flop(layer, workload.sequence_length or 1) / layer.repeats
+    return samples * one / (peak_flop_per_s(device, workload.precision) * device.efficiency_ratio)
 
 
 def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:

@@ -20,6 +20,8 @@ def _pairs(members: Members) -> Hops:
 
 def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Everybody sends to everybody at once; an all-reduce is a reduce-scatter and an all-gather."""
+    if communication.pair_bytes:
+        return direct_uneven(members, communication)
     n = members.count
     part = communication.size_bytes / n
     many = n * (n - 1) > SINGLE_FLOWS

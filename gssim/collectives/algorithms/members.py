@@ -8,7 +8,7 @@ import numpy as np
 from gssim.collectives.stage import Hops
 from gssim.units import Ints
 
-made_once = lru_cache(maxsize=64)
+made_once = lru_cache(maxsize=512)
 """Hops of the groups of recent simulations are kept."""
 
 

@@ -96,11 +96,14 @@ def ring_all_to_all(members: Members, communication: Communication) -> tuple[Sta
 def store_and_forward(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Ring of unequal parts, each passed on once it has come whole: in step r, member i sends the part of member i-r.
 
-    What gsreal's ring of point-to-point messages does; a reduce-scatter is the same, backwards.
+    What gsreal's ring of point-to-point messages does; a reduce-scatter is the same, backwards. Without parts they are
+    equal, and all steps are one stage.
     """
     n = members.count
+    backwards = communication.carried_kind == "reduce-scatter-v"
+    if not communication.part_bytes:
+        return (_ring(members, communication.size_bytes, turns=1, reduces=backwards),)
     parts = np.array(communication.part_bytes, dtype=float)
-    backwards = communication.kind == "reduce-scatter-v"
     positions = np.arange(n)
     stages = []
     for step in range(n - 1):

@@ -1,0 +1,150 @@
+"""Stages of the model on different ranks: torch.distributed.pipelining, alone or replicated by DDP."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from gsreal.build import loss_of
+from gsreal.measure import Timeline
+from gsreal.methods.blocks import checkpoint_block
+from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.training import Training, Weights
+from gsreal.stages import StageModules, process_group, stage_module
+from gssim.mesh import DATA_AXES
+from gssim.plan import DDP_BUCKET_BYTES, MIB
+from gssim.scenario import Scenario, schedule_of
+
+__all__ = ["StageModules", "pipeline_stages"]
+
+
+class ObservedStage(PipelineStage):
+    """A stage that notes when it computes; what is between, in a step, is waiting for neighbours."""
+
+    def observe(self, timeline: Timeline, last_gradient: list[Any]) -> None:
+        """Note what goes on from now on; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
+        self.timeline, self.last_gradient = timeline, last_gradient
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **settings: Any) -> Any:
+        """Run the forward of a micro-batch."""
+        with self.timeline.span(f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}", "forward"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
+        """Run the backward of a micro-batch; DDP's replicas agree in that of the last."""
+        self.last_gradient.clear()
+        with self.timeline.span(f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}", "backward"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **settings)
+        if self.last_gradient:
+            self.timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
+
+
+@dataclass
+class Losses:
+    """The loss function of a schedule: micro-batches come in their order, and may count unequally."""
+
+    stage: PipelineStage
+    timeline: Timeline
+    factors: tuple[float, ...] = ()
+    """On each micro-batch's mean loss before its backward."""
+    means: list[Tensor] = field(default_factory=list)
+
+    def begin(self, factors: tuple[float, ...]) -> None:
+        """Begin a step."""
+        self.factors, self.means = factors, []
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return a micro-batch's part of the step's loss."""
+        with self.timeline.span("forward loss", "forward"):
+            loss = loss_of(output, targets)
+            if not self.stage.fwd_cache:  # in the first step, torch tries shapes out
+                return loss
+            factor = self.factors[len(self.means)]
+            self.means.append(loss.detach())
+            return loss if factor == 1 else loss * factor
+
+
+@dataclass
+class PipelineTraining(Training):
+    """A rank of a pipeline: a step runs the schedule."""
+
+    run: Callable[..., Any] = print
+    losses: Losses | None = None
+
+    def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
+        """Train on one batch. Returns the mean loss on ranks of the last stage, elsewhere 0."""
+        assert self.losses is not None
+        scale = self.scale * weights.ranks[rank]
+        self.losses.begin(tuple(scale * weight for weight in weights.micro_batches))
+        arguments = (inputs,) if inputs.numel() else ()
+        with self.timeline.span("wait for neighbours", "exposed_communication"):
+            self.run(*arguments, target=targets if targets.numel() else None, return_outputs=False)
+        self._update()
+        self.timeline.end_step()
+        means = self.losses.means
+        parts = [weight * mean for weight, mean in zip(weights.micro_batches, means, strict=False)]
+        return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """Keep this rank's stages of the module, replicated by DDP where the plan says so, and schedule them."""
+    mesh, rank, stages = scenario.policies.mesh, dist.get_rank(), scenario.stages
+    group = process_group(mesh, rank, "pp")
+    numbers = range(mesh.place(rank).pp, len(stages), mesh.pp)
+    last_gradient: list[Any] = []
+    modules = []
+    for number in numbers:
+        part = stage_module(module, stages[number], shared=number != numbers[-1])
+        if scenario.plan.recompute == "full":
+            inner = dict(part.named_modules())
+            for instance in stages[number]:
+                if instance.layer.block:
+                    checkpoint_block(inner[instance.module])
+        modules.append(part)
+    if mesh.data_ranks > 1:
+        replicas = process_group(mesh, rank, *DATA_AXES)
+        modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
+    made = [ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)]
+    for stage in made:
+        stage.observe(timeline, last_gradient)
+    losses = Losses(made[-1], timeline)
+    held = StageModules(modules, group)
+    return PipelineTraining(
+        held,
+        make_optimizer(scenario.workload, held.parameters(), device),
+        timeline,
+        scale=float(mesh.data_ranks),
+        last_gradient=last_gradient,
+        run=_schedule(scenario, made, losses).step,
+        losses=losses,
+    )
+
+
+def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -> Any:
+    """Return the schedule over this rank's stages; gradients are scaled by the losses alone."""
+    settings: dict[str, Any] = {"loss_fn": losses, "scale_grads": False}
+    count, name = scenario.plan.micro_batches, schedule_of(scenario.plan, scenario.policies.pp)
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B(list(stages), count, **settings)
+    return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], count, **settings)
+
+
+def _replicated(
+    scenario: Scenario, module: nn.Module, group: dist.ProcessGroup, timeline: Timeline, last_gradient: list[Any]
+) -> nn.Module:
+    """Return a stage's module in DDP; PipelineStage lets gradients leave in the backward of the last micro-batch."""
+
+    def note(_parameter: Tensor) -> None:
+        if wrapped.require_backward_grad_sync:
+            last_gradient[:] = [timeline.mark()]
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    cap = scenario.plan.bucket_bytes
+    options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
+    wrapped = nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **options)
+    return wrapped

@@ -1,0 +1,157 @@
+"""A rank of a pipeline: the forwards and backwards of its stages in the schedule's order, and the messages between."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from gssim import collectives
+from gssim.collectives import Communication
+from gssim.memory import Footprint, input_bytes
+from gssim.program.borders import Stage
+from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.task import Task
+from gssim.schedule import Action, Message
+
+Chunk = Callable[[Lowering, MicroBatch], Sequence[Task]]
+"""Gives the forward and the backward of one stage for one micro-batch, with the collectives of the plan's policies."""
+
+
+def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
+    """Return what a rank of a pipeline does until its gradients are there.
+
+    Messages go in the background, those to and from a peer in the order in which they are handed over; the rank waits
+    where torch's schedule does. The backend starts a message when both ends have handed it over (gloo's sender waits
+    for the receiver's note, NCCL's kernel for its peer).
+    """
+    writer = _Writer(low, rank, {stage.number: _of_stage(low, stage) for stage in low.stages})
+    writer.add(Task("begin", "idle"))
+    for action in low.schedule[low.scenario.policies.mesh.place(rank).pp]:
+        writer.write(action, chunk)
+    return writer.tasks
+
+
+def _of_stage(low: Lowering, stage: Stage) -> Lowering:
+    """Return the lowering of one of a rank's stages, the same for all replicas: they share the collectives in it."""
+    if len(low.stages) == 1:
+        return low
+    key = ("stage", stage.number)
+    if key not in low.found:
+        low.found[key] = replace(low, stages=(stage,), communications={}, found={})
+    found: Lowering = low.found[key]
+    return found
+
+
+@dataclass
+class _Writer:
+    """Writes actions of the schedule down as tasks."""
+
+    low: Lowering
+    rank: int
+    stages: dict[int, Lowering]
+    tasks: list[Task] = field(default_factory=list)
+    latest: str = ""
+    """The latest task of the compute stream: what is handed over now is handed over after it."""
+
+    def add(self, *tasks: Task) -> None:
+        """Write tasks down."""
+        self.tasks += tasks
+        self.latest = next((task.label for task in reversed(tasks) if task.stream == "compute"), self.latest)
+
+    def write(self, action: Action, chunk: Chunk) -> None:
+        """Write an action down."""
+        if action.kind in ("forward", "backward"):
+            self.compute(action, chunk)
+        elif action.kind == "wait":
+            label = f"for {', '.join(self.name(message) for message in action.messages)}"
+            after = tuple(self.label(message) for message in action.messages)
+            self.add(Task(label, "exposed_communication", after=after))
+        elif action.kind == "release":
+            for message in action.messages:
+                self.release(message)
+        else:
+            for message in action.messages:
+                self.hand_over(message, sends=action.kind == "send")
+
+    def compute(self, action: Action, chunk: Chunk) -> None:
+        """Write the forward or the backward of a stage down."""
+        low = self.stages[action.stage]
+        found = chunk(low, self.low.micro_batches[action.micro_batch])
+        count = sum(1 for task in found if task.label.startswith("forward"))
+        part = found[:count] if action.kind == "forward" else found[count:]
+        if low is not self.low:
+            part = [self.of_stage(task, low, action.stage) for task in part]
+        self.add(*part)
+
+    def of_stage(self, task: Task, low: Lowering, stage: int) -> Task:
+        """Return a task with its stage in its name, where a rank has several."""
+        suffix = f" stage {stage}"
+        name = task.communication and task.communication + suffix
+        if name and task.communication:
+            self.low.communications[name] = low.communications[task.communication]
+        after = tuple(label + suffix for label in task.after)
+        return replace(task, label=task.label + suffix, communication=name, after=after)
+
+    def name(self, message: Message) -> str:
+        """Return what a message is called on both sides."""
+        return f"{message.kind} of stage {message.source}{self.low.micro_batches[message.micro_batch].suffix}"
+
+    def label(self, message: Message) -> str:
+        """Return the label of the task that carries a message."""
+        return ("send " if message.source in self.stages else "receive ") + self.name(message)
+
+    def hand_over(self, message: Message, *, sends: bool) -> None:
+        """Let a message begin once the rank is here, on a stream of its peer's."""
+        mesh = self.low.scenario.policies.mesh
+        ranks = mesh.group(self.rank, "pp")
+        ends = (ranks[message.source % len(ranks)], ranks[message.target % len(ranks)])
+        size = self.size_bytes(message)
+        name = self.name(message)
+        self.low.communications[name] = Communication("send", ends, size)
+        posting_s = collectives.posting_s(self.low.scenario.cluster, size) if sends else 0.0
+        if posting_s:
+            self.add(Task(f"post {name}", "exposed_communication", duration_s=posting_s))
+        stream = f"send to {ends[1]}" if sends else f"receive from {ends[0]}"
+        task = Task(self.label(message), "exposed_communication", stream, communication=name, after=(self.latest,))
+        self.add(task)
+
+    def release(self, message: Message) -> None:
+        """Give back the tensor that a stage has made."""
+        stage = self.stages[message.source].stages[0]
+        category = stage.output[1] if message.kind == "activation" else "temporaries"
+        gone = Footprint(kept=((category, -self.size_bytes(message)),))
+        self.add(Task(f"release {self.name(message)}", "idle", need=gone))
+
+    def size_bytes(self, message: Message) -> float:
+        """Return the size of a message: of the output of its source, or of the input of which it is the gradient."""
+        stage = message.source if message.kind == "activation" else message.target
+        return _output_bytes(self.low, stage, self.rank)
+
+
+def _output_bytes(low: Lowering, stage: int, rank: int) -> float:
+    """Return the size of a stage's output for one of a rank's micro-batches, which are equal."""
+    size, _ = low.all_stages[stage].output
+    samples = low.samples(rank, low.micro_batches[0])
+    return low.traced_scale * size.at(b=samples, s=low.scenario.workload.sequence_length or 1)
+
+
+def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:
+    """Return what a rank of a pipeline holds all the time for its stages' ends, by category.
+
+    Inputs are with the first stage, targets with the last. PipelineStage makes a buffer for each micro-batch's input,
+    and for each gradient of its output, in the first step, and keeps it.
+    """
+    last = len(low.all_stages) - 1
+    numbers = {stage.number for stage in low.stages}
+    received = [number - 1 for number in numbers if number > 0] + [number for number in numbers if number < last]
+    each = sum(_output_bytes(low, number, rank) for number in received)
+    workload = low.scenario.workload
+    return {
+        "input": input_bytes(
+            workload.model,
+            batch_size=low.batch_sizes[rank],
+            sequence_length=workload.sequence_length,
+            value_bytes=low.value_bytes,
+            inputs=0 in numbers,
+            targets=last in numbers,
+        ),
+        "receive_buffers": each * len(low.micro_batches),
+    }

@@ -1,0 +1,83 @@
+"""Real: pipelines on real ranks equal single-device training, and rungs (a) and (b) of the prediction hold."""
+
+import json
+from typing import Any
+
+import pytest
+from real_runs import predicted, run_cases, scenario_file, star
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
+PIPELINE = ["plan.method=pipeline"]
+SCHEDULES = {name: [*PIPELINE, f'plan.schedule="{name}"'] for name in ("gpipe", "1f1b", "interleaved")}
+FOUR, SIX = ["plan.micro_batches=4"], ["plan.micro_batches=6"]
+BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
+
+REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
+DIGITS = ["workload.global_batch_size=12"]
+
+CASES: dict[int, dict[str, list[str]]] = {
+    2: {
+        "gpipe-sgd": [*GPT, *SGD, *SCHEDULES["gpipe"], *FOUR],
+        "1f1b-adamw": [*GPT, *ADAMW64, *SCHEDULES["1f1b"], *SIX, "plan.stages=[2,5]"],
+        "interleaved-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *FOUR],
+        "gpipe-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["gpipe"], *FOUR],
+        "1f1b-resnet-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.stages=[7,1]"],
+        "1f1b-recompute-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
+        "interleaved-recompute-bert-sgd": [*GPT, *SGD, *SCHEDULES["interleaved"], *FOUR, "plan.recompute=full"],
+        "1f1b-resnet-recompute-sgd": [*DIGITS, *SGD, *SCHEDULES["1f1b"], *FOUR, "plan.recompute=full"],
+        "1f1b-bert-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR],
+    },
+    4: {
+        "1f1b-ddp-sgd": [*GPT, *SGD, *REPLICATED, *FOUR[:0], "plan.micro_batches=3", "plan.bucket_bytes=300000"],
+    },
+    3: {"1f1b-sgd": [*GPT, *SGD, *SCHEDULES["1f1b"], *FOUR]},
+}
+
+
+def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, overrides in CASES[ranks].items():
+        base = next((file for key, file in BASE.items() if key in name), "demo.toml")
+        found[name] = {"scenario": scenario_file(base), "overrides": [star(ranks), *overrides]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Run all cases, one launch for each number of ranks; return what they showed."""
+    return {
+        ranks: run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases_for(ranks), ranks=ranks) for ranks in CASES
+    }
+
+
+NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
+
+
+@pytest.mark.parametrize(("ranks", "name"), NAMES)
+def test_parameters_of_all_stages_after_five_steps_equal_those_of_one_device(worlds, ranks, name):
+    seen = worlds[ranks][name]
+    assert seen["largest_parameter"] > 0.05
+    assert seen["difference"] <= TOLERANCE[name.rpartition("-")[2]] * seen["largest_parameter"]
+    assert seen["replicas_equal"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), NAMES)
+def test_the_predicted_messages_are_the_ones_that_the_process_group_saw(worlds, ranks, name):
+    entries = sorted([list(entry.key) for entry in predicted(cases_for(ranks)[name]).collectives], key=str)
+    assert json.loads(json.dumps(entries)) == sorted(worlds[ranks][name]["collectives"], key=str)
+
+
+@pytest.mark.parametrize(("ranks", "name"), NAMES)
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(worlds, ranks, name):
+    classes = predicted(cases_for(ranks)[name]).ranks
+    peaks = {rank: entry.peak_allocated_bytes for entry in classes for rank in entry.ranks}
+    for rank, measured in enumerate(worlds[ranks][name]["peaks"]):
+        low, high = (0.7, 1.02) if "resnet" in name else (0.99, 1.01)
+        assert low <= peaks[rank] / measured <= high, (rank, peaks[rank], measured)
