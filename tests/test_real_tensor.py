@@ -18,7 +18,7 @@ ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.lear
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
 """Design section 10, relative to the largest parameter."""
 BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
-UNEVEN = {2: "plan.shares.shards=[0.7,0.3]", 3: "plan.shares.shards=[0.5,0.25,0.25]"}
+UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 
 
 def tiny_gpt2(folder: Path) -> Path:
@@ -44,38 +44,37 @@ def tiny_gpt2(folder: Path) -> Path:
 
 
 def cases_for(ranks: int, gpt2: Path) -> dict[str, dict[str, object]]:
-    found = beside_replicas_and_shards() if ranks == 4 else alone(ranks, gpt2)
+    found = on_two_ranks(gpt2) if ranks == 2 else on_four_ranks()
     return {
         name: {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *overrides]}
         for name, overrides in found.items()
     }
 
 
-def alone(ranks: int, gpt2: Path) -> dict[str, list[str]]:
-    tensor, uneven = ["plan.method=tensor"], ["plan.method=gs_tp", UNEVEN[ranks]]
-    if ranks == 3:
-        return {"gpt-uneven-adamw": [*GPT, *ADAMW64, *uneven], "resnet-uneven-sgd": [*IMAGES, *SGD, *uneven]}
+def on_two_ranks(gpt2: Path) -> dict[str, list[str]]:
+    tensor = ["plan.method=tensor"]
     return {
         "gpt-even-sgd": [*GPT, *SGD, *tensor],
         "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
-        "gpt-uneven-sgd": [*GPT, *SGD, *uneven],
+        "gpt-uneven-adamw": [*GPT, *ADAMW64, *UNEVEN],
         "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
-        "bert-uneven-recompute-sgd": [*GPT, *SGD, *uneven, "plan.recompute=full"],
+        "bert-uneven-recompute-sgd": [*GPT, *SGD, *UNEVEN, "plan.recompute=full"],
         "resnet-even-sgd": [*IMAGES, *SGD, *tensor],
-        "gpt-hugging-face-adamw": [f"workload.model={gpt2}", *GPT, *ADAMW64, *uneven],
+        "gpt-hugging-face-adamw": [f"workload.model={gpt2}", *GPT, *ADAMW64, *UNEVEN],
     }
 
 
-def beside_replicas_and_shards() -> dict[str, list[str]]:
+def on_four_ranks() -> dict[str, list[str]]:
     replicas, shards = ["plan.tp=2", "plan.dp_replicate=2"], ["plan.tp=2", "plan.dp_shard=2"]
     return {
+        "resnet-uneven-sgd": [*IMAGES, *SGD, "plan.method=gs_tp", "plan.shares.shards=[0.4,0.3,0.2,0.1]"],
         "gpt-ddp-sgd": [*GPT, *SGD, "plan.method=ddp", *replicas, "plan.shares.batch=[0.75,0.25]"],
         "gpt-zero3-adamw": [*GPT, *ADAMW64, "plan.method=zero3", *shards],
         "gpt-gs-sgd": [*GPT, *SGD, "plan.method=gs", *shards, "plan.shares.shards=[0.7,0.3]"],
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 4])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
