@@ -148,17 +148,17 @@ class Feed:
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.scenario, self.rank, self.device = scenario, rank, device
-        sizes, mesh = scenario.data_batch_sizes, scenario.policies.mesh
+        sizes, policies = scenario.data_batch_sizes, scenario.policies
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         # the ranks that hold parts of one replica take the same rows
-        self.rows = [parts[mesh.data_rank(each)] for each in range(scenario.ranks)]
-        places = [mesh.place(i).pp for i in range(scenario.ranks)]
-        self.counts = [place == mesh.pp - 1 for place in places]
+        self.rows = [parts[policies.data_rank(each)] for each in range(scenario.ranks)]
+        places = [policies.mesh.place(i).pp for i in range(scenario.ranks)]
+        self.counts = [place == policies.pp - 1 for place in places]
         """Which ranks compute a loss: in a pipeline, those of the last stage."""
         self.reads = places[rank] == 0
-        self.copies = mesh.tp
-        """Ranks that compute the same loss: those that hold slices of one replica."""
+        self.copies = scenario.ranks // policies.pp // policies.data_ranks
+        """Ranks that compute the same loss: those that hold slices of one replica, or make parts of its gradients."""
         self.source = data.open_source(scenario.workload)
         self._prepared: dict[int, Batch] = {}
 

@@ -1,9 +1,11 @@
 """How long compute takes on one device, alone: a measured profile where there is one, else a roofline."""
 
+from typing import NamedTuple
+
 from gssim.cluster import CompressionCost, DeviceType, OptimizerCost, ShardedUnitCost
 from gssim.scenario import layer_profile, peak_flop_per_s
 from gssim.units import Precision
-from gssim.workload import Layer, Workload
+from gssim.workload import Layer, Polynomial, Workload
 
 ADAMW_BYTES_PER_ELEMENT = 28
 """Read parameter, gradient, two moments; write parameter, two moments: 7 fp32 values (D.4)."""
@@ -15,52 +17,75 @@ INDEX_BYTES = 4
 
 
 def layer_time_s(
-    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, batch_size: int, whole: Layer | None = None
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    *,
+    phase: str,
+    batch_size: int,
+    selective: bool = False,
+    whole: Layer | None = None,
 ) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
 
-    `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed. A profile does not
-    tell how far that is: its forward is then shared out as the roofline's is. Assumes that nothing else runs on the
-    device; the machine slows it down while it communicates. `whole`: the layer of which `layer` is a slice; a profile
-    is of the whole one, and shared out as the roofline is too.
+    `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed; `selective`: without
+    its compute-heavy operations. A profile does not tell how much that is: its forward is then shared out as the
+    roofline's is. Assumes that nothing else runs on the device; the machine slows it down while it communicates.
+    `whole`: the layer of which `layer` is a slice, or whose backward it has a part of; a profile is of the whole one,
+    and shared out as the roofline is too.
     """
     if whole is not None and whole is not layer:
-        if layer_profile(device, workload, whole) is None:
-            return _layer_roofline_s(device, workload, layer, phase, batch_size)
-        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size)
-        own_s, whole_s = (_layer_roofline_s(device, workload, each, phase, batch_size) for each in (layer, whole))
+        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
+        works = [_work(each, phase, selective=selective) for each in (layer, whole)]
+        own_s, whole_s = (_layer_roofline_s(device, workload, work, batch_size) for work in works)
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
+    work = _work(layer, phase, selective=selective)
     if profile is None:
-        return _layer_roofline_s(device, workload, layer, phase, batch_size)
+        return _layer_roofline_s(device, workload, work, batch_size)
     if phase == "b":
         return profile.backward_s.at(batch_size)
     forward_s = profile.forward_s.at(batch_size)
-    if phase == "f" or _repeats_all(layer):
+    forward = _work(layer, "f")
+    if work == forward:
         return forward_s
-    again_s, whole_s = (_layer_roofline_s(device, workload, layer, each, batch_size) for each in "rf")
+    again_s, whole_s = (_layer_roofline_s(device, workload, each, batch_size) for each in (work, forward))
     return forward_s * again_s / whole_s if whole_s else forward_s
 
 
-def _repeats_all(layer: Layer) -> bool:
-    return layer.recompute_flop is None or layer.recompute_operations == layer.forward_operations
+class Work(NamedTuple):
+    """What a phase of a layer does."""
+
+    flop: Polynomial
+    moved_bytes: Polynomial
+    operations: int
 
 
-def _layer_roofline_s(device: DeviceType, workload: Workload, layer: Layer, phase: str, batch_size: int) -> float:
-    shape = {"b": batch_size, "s": workload.sequence_length or 1}
-    flop, moved_bytes, operations = layer.forward_flop, layer.forward_bytes, layer.forward_operations
+def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
+    """Return what a phase does; of what runs again, the whole forward where the model file tells no more."""
     if phase == "b":
-        flop, moved_bytes, operations = layer.backward_flop, layer.backward_bytes, layer.backward_operations
-    elif phase == "r":
-        flop = flop if layer.recompute_flop is None else layer.recompute_flop
-        moved_bytes = moved_bytes if layer.recompute_bytes is None else layer.recompute_bytes
-        operations = operations if layer.recompute_operations is None else layer.recompute_operations
+        return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations)
+    forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations)
+    if phase == "f":
+        return forward
+    flop, moved_bytes, operations = layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations
+    if selective:
+        flop, moved_bytes, operations = layer.selective_flop, layer.selective_bytes, layer.selective_operations
+    return Work(
+        forward.flop if flop is None else flop,
+        forward.moved_bytes if moved_bytes is None else moved_bytes,
+        forward.operations if operations is None else operations,
+    )
+
+
+def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:
+    shape = {"b": batch_size, "s": workload.sequence_length or 1}
     return roofline_s(
         device,
         workload.precision,
-        flop=flop.at(**shape),
-        moved_bytes=moved_bytes.at(**shape),
-        operations=operations,
+        flop=work.flop.at(**shape),
+        moved_bytes=work.moved_bytes.at(**shape),
+        operations=work.operations,
     )
 
 

@@ -107,8 +107,8 @@ RUNS_TODAY = frozenset(
     }
 )
 """(parameters, gradients, optimizer_state) that can be simulated; what cannot run for real yet, `gsreal` refuses."""
-NOT_YET = frozenset({"gs_wgrad"})
-"""Methods that cannot run."""
+DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
+"""The same, where `partition` is weight-gradient."""
 
 
 @spec
@@ -166,7 +166,9 @@ class Plan:
     publish: Publish = field(default_factory=Publish)
     shares: ShareRules = field(default_factory=ShareRules)
     recompute: Literal["none", "selective", "full"] = "none"
-    """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing)."""
+    """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
+    `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and
+    only the others run again: torch's selective activation checkpointing."""
     micro_batches: PositiveInt = 1
     """Parts in which each rank takes its samples, one after another, before it updates (gradient accumulation)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
@@ -224,8 +226,12 @@ class Policies:
 
     @property
     def data_ranks(self) -> int:
-        """Number of parts into which the batch is divided."""
-        return self.mesh.data_ranks
+        """Number of parts into which the batch is divided: one, for all, where ranks divide the weight gradients."""
+        return 1 if self.partition == "weight-gradient" else self.mesh.data_ranks
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of these parts a rank takes."""
+        return 0 if self.partition == "weight-gradient" else self.mesh.data_rank(rank)
 
 
 def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
@@ -301,9 +307,10 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    in_stages = policies.tp > 1 and policies.pp > 1
-    if combination not in RUNS_TODAY or policies.partition != "data" or in_stages:
-        allowed = ", ".join(name for name in PRESETS if name not in NOT_YET)
+    composed = policies.tp > 1 and (policies.partition == "weight-gradient" or policies.pp > 1)
+    runs = DIVIDES_WEIGHT_GRADIENTS if policies.partition == "weight-gradient" else RUNS_TODAY
+    if combination not in runs or composed:
+        allowed = ", ".join(PRESETS)
         raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
@@ -313,8 +320,6 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     today = Plan(method=plan.method)
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
-    if plan.recompute == "selective":
-        raise UserError(f"{file}: plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'")
     _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
     for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)

@@ -1,11 +1,17 @@
 """When the buffers of a checkpointed block live: its traced buffers, moved to where checkpointing puts them.
 
 [Note: checkpoint] What torch.utils.checkpoint does with use_reentrant=False (torch 2.13). In the forward, autograd
-saves placeholders instead of tensors, so nothing but the block's inputs is kept. The first of the block's backward
-nodes that needs a saved tensor runs the forward again, which stops once the last saved tensor is there (early_stop);
-each is then freed by the node that uses it, as without checkpointing. The inputs, and the state of the random numbers
-at the forward, are held by the placeholders: until the last of the block's nodes is done. The phase `r` is this second
-forward, with the positions of the first.
+saves placeholders instead of tensors, so nothing but the block's inputs is kept: all else goes with the last name for
+it, as a forward shows that is traced with nothing saved. The first of the block's backward nodes that needs a saved
+tensor runs the forward again, which stops once the last saved tensor is there (early_stop); each is then freed by the
+node that uses it, as without checkpointing. The inputs, and the state of the random numbers at the forward, are held by
+the placeholders: until the last of the block's nodes is done. The phase `r` is this second forward, with the positions
+of the first.
+
+[Note: selective] With create_selective_checkpoint_contexts, each output of a compute-heavy operation (matrix product,
+convolution, attention) is kept from the first forward, whether the backward needs it or not. The second forward takes
+it from there instead of running the operation, and so makes it its own: it goes when that of a second forward would
+have gone. What the second forward does not come to, since it stops early, is kept as long as the placeholders.
 """
 
 from collections.abc import Iterator
@@ -20,15 +26,26 @@ LAST = 2**31
 
 
 def recomputed_buffers(
-    layer: Layer, before: Layer | None, after: Layer | None, *, random_state_bytes: int = 0
+    layer: Layer,
+    before: Layer | None,
+    after: Layer | None,
+    *,
+    selective: bool = False,
+    random_state_bytes: int = 0,
 ) -> tuple[Buffer, ...]:
-    """Return the buffers of `layer` where each block is checkpointed; `before`, `after`: the layers beside it."""
+    """Return the buffers of `layer` where each block is checkpointed; `before`, `after`: the layers beside it.
+
+    `selective`: the outputs of compute-heavy operations are kept; see [Note: selective].
+    """
     found: list[Buffer] = []
     output = _own_output(layer) if layer.block else None
+    releases = dict(zip(map(id, _saved(layer)), layer.recompute_releases or (), strict=False))
     for buffer in layer.buffers:
-        if layer.block and _is_saved(buffer):
-            # in the first forward it goes with the last name for it, which no trace shows: at the end at the latest
-            end = _last_use(layer, after) if buffer is output else Moment("f", LAST)
+        if layer.block and selective and _is_heavy(buffer, layer):
+            found.append(replace(buffer, freed=_handed_over(buffer, layer, before), category="activations"))
+        elif layer.block and _is_saved(buffer):
+            # older model files do not tell when it goes in the first forward: at the end at the latest
+            end = _last_use(layer, after) if buffer is output else Moment("f", releases.get(id(buffer), LAST))
             found += [replace(buffer, freed=end), replace(buffer, born=replace(buffer.born, phase="r"))]
         else:
             found.append(replace(buffer, freed=_moved(buffer.freed, layer, after)))
@@ -48,18 +65,44 @@ def _saved(layer: Layer) -> list[Buffer]:
     return [buffer for buffer in layer.buffers if _is_saved(buffer)]
 
 
+def _positions(layer: Layer) -> int:
+    """Return how many positions the second forward has: it stops where the last saved buffer is there."""
+    if layer.recompute_positions is not None:
+        return layer.recompute_positions
+    return 1 + max((buffer.born.position for buffer in _saved(layer)), default=-1)
+
+
 def last_saved(layer: Layer) -> int:
-    """Return the position at which the second forward stops: where the last saved buffer is made."""
-    return max((buffer.born.position for buffer in _saved(layer)), default=-1)
+    """Return the last position of the second forward."""
+    return _positions(layer) - 1
 
 
 def _made_again(buffer: Buffer, layer: Layer) -> Iterator[Buffer]:
     """Give what a second forward makes of a buffer that it does not keep: the same, until it stops."""
-    stop = last_saved(layer)
-    if buffer.born.phase == "f" and buffer.born.position <= stop:
-        inside = buffer.freed.phase == "f" and buffer.freed.layer_offset == 0 and buffer.freed.position <= stop
-        freed = Moment("r", buffer.freed.position if inside else LAST)
+    if buffer.born.phase == "f" and buffer.born.position < _positions(layer):
+        freed = _freed_again(buffer, layer)
         yield replace(buffer, born=replace(buffer.born, phase="r"), freed=freed, category="temporaries")
+
+
+def _freed_again(buffer: Buffer, layer: Layer) -> Moment:
+    """Return when a second forward gives up a buffer that it does not keep."""
+    inside = buffer.freed.phase == "f" and buffer.freed.layer_offset == 0
+    position = buffer.freed.position if inside and buffer.freed.position < _positions(layer) else LAST
+    return Moment("r", position)
+
+
+def _is_heavy(buffer: Buffer, layer: Layer) -> bool:
+    """Return whether a compute-heavy operation of the forward makes a buffer."""
+    return buffer.born.phase == "f" and buffer.born.position in (layer.selective_positions or ())
+
+
+def _handed_over(buffer: Buffer, layer: Layer, before: Layer | None) -> Moment:
+    """Return when a buffer is freed that the second forward takes from the first."""
+    if buffer.freed.phase == "end":
+        return buffer.freed
+    if buffer.born.position >= _positions(layer):
+        return Moment("b", _released(layer, before))
+    return buffer.freed if _is_saved(buffer) else _freed_again(buffer, layer)
 
 
 def _own_output(layer: Layer) -> Buffer | None:

@@ -1,7 +1,9 @@
 """Who gets how much: pure solvers over given numbers, used alike by the simulator and the real backend."""
 
 import heapq
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 
@@ -87,7 +89,7 @@ def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def contiguous(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
+def balanced_stages(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Return how many of a chain's layers, in order, each stage gets: at least one, the slowest as fast as can be.
 
     `times_s[i][j]`: the time of layer j on the device of stage i. The least time of stages 0..i over layers 0..j is
@@ -96,7 +98,7 @@ def contiguous(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
     whose first part grows with k while the second shrinks, so that the best k only grows with j.
 
-    >>> contiguous([[1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]])
+    >>> balanced_stages([[1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]])
     (4, 2)
     """
     layers = len(times_s[0])
@@ -118,3 +120,39 @@ def contiguous(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
         counts.append(end - chosen[end])
         end = chosen[end]
     return tuple(reversed(counts))
+
+
+@lru_cache(maxsize=256)
+def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple[int, int], ...]:
+    """Return half-open ranges of `sizes`, one a part and in order, of which the largest for its share is least.
+
+    `wanted`: the parts' shares, positive. Every part gets something: there must be as many sizes above 0 as parts.
+    Dynamic programming: the best of the first parts over the first sizes, for every number of both.
+
+    >>> contiguous((4, 1, 1, 2), (0.5, 0.5))
+    ((0, 1), (1, 4))
+    """
+    ends = [0, *accumulate(sizes)]
+    worst = [0.0] + [math.inf] * len(sizes)
+    starts: list[list[int]] = []
+    for share in wanted:
+        found = [_last_start(ends, worst, last, share) for last in range(len(ends))]
+        worst = [value for value, _ in found]
+        starts.append([start for _, start in found])
+    ranges, last = [], len(sizes)
+    for chosen in reversed(starts):
+        ranges.append((chosen[last], last))
+        last = chosen[last]
+    return tuple(reversed(ranges))
+
+
+def _last_start(ends: Sequence[int], worst: Sequence[float], last: int, share: float) -> tuple[float, int]:
+    """Return what the fullest part holds for its share where the last one ends at `last`, and where that begins."""
+    best, chosen = math.inf, 0
+    for start in range(last - 1, -1, -1):
+        held = (ends[last] - ends[start]) / share
+        if held >= best:
+            break
+        if held and max(held, worst[start]) < best:
+            best, chosen = max(held, worst[start]), start
+    return best, chosen

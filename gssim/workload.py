@@ -107,13 +107,15 @@ class Moment:
     layer_offset: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> "Moment":
+    def parse(cls, text: object) -> "Moment":
         """Return the moment that `text` spells.
 
         >>> Moment.parse("b7@+1")
         Moment(phase='b', position=7, layer_offset=1)
         """
-        match = _MOMENT.match(text)
+        if isinstance(text, Moment):
+            return text
+        match = _MOMENT.match(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"{text!r} is not a moment such as f3, b7, b7@+1 or end")
         phase, position, offset = match.groups()
@@ -154,6 +156,18 @@ class Buffer:
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
+
+
+def handed_on(buffers: Sequence[Buffer]) -> Buffer | None:
+    """Return what a layer makes for the next: the last made of its buffers that live beyond it."""
+    crossing = [b for b in buffers if b.born.phase == "f" and b.freed.layer_offset > 0]
+    return max(crossing, key=lambda buffer: buffer.born.position, default=None)
+
+
+def handed_back(buffers: Sequence[Buffer]) -> Buffer | None:
+    """Return the gradient that a layer makes for the one before it."""
+    crossing = [b for b in buffers if b.born.phase == b.freed.phase == "b" and b.freed.layer_offset == -1]
+    return max(crossing, key=lambda buffer: buffer.born.position, default=None)
 
 
 BUFFER_CATEGORIES = ("input", "activations", "temporaries")
@@ -252,6 +266,25 @@ def _text_of(cls: Any) -> Any:
 
 
 @spec
+class PartialBackward:
+    """What is left of a layer's training where some parameters are frozen, so that others get their gradients alone.
+
+    Its forward costs the same; what it keeps for the backward, and the backward, are less.
+    """
+
+    backward_flop: Quantity
+    backward_bytes: Quantity
+    backward_operations: Count
+    parameters: tuple[_text_of(Parameter), ...] = ()  # type: ignore[valid-type]
+    """Those that are trained, with their moments in this backward."""
+    buffers: tuple[_text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    input_freed: _text_of(Moment) | None = None  # type: ignore[valid-type]
+    """When it lets go of what the layer before handed on; absent: that one keeps it longer itself."""
+    gradient_freed: _text_of(Moment) | None = None  # type: ignore[valid-type]
+    """When it lets go of the gradient of its output; absent: not known to differ."""
+
+
+@spec
 class Layer:
     """One layer, or `repeats` identical ones in a row; FLOP, bytes and buffers are of one, for a whole batch."""
 
@@ -275,11 +308,28 @@ class Layer:
     """Of the forward, what checkpointing runs again: up to the last tensor that autograd saves; absent: all of it."""
     recompute_bytes: Quantity | None = None
     recompute_operations: Count | None = None
+    recompute_positions: Count | None = None
+    """How many of the forward's positions that takes."""
+    recompute_releases: tuple[Count, ...] | None = None
+    """Where in a forward that saves nothing those buffers go which are kept for the layer's own backward, in order."""
+    selective_flop: Quantity | None = None
+    """Of that, what is run again where the outputs of compute-heavy operations are kept; absent: not known."""
+    selective_bytes: Quantity | None = None
+    selective_operations: Count | None = None
+    selective_positions: tuple[Count, ...] | None = None
+    """Of the forward's compute-heavy operations: matrix products, convolutions, attention."""
     buffers: tuple[_text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     units: PositiveInt | None = None
     """Of a block that is cut: how many units there are of it; see [Note: units]."""
     reductions: tuple[_text_of(Reduction), ...] = ()  # type: ignore[valid-type]
     """Of a block that is cut: the sums over ranks, in the order of their moments."""
+    untrained_buffers: tuple[_text_of(Buffer), ...] | None = None  # type: ignore[valid-type]
+    """Its buffers where neither it nor a layer before it is trained: autograd keeps nothing; absent: not traced."""
+    frozen: PartialBackward | None = None
+    """Where a layer before it is trained, but not itself; absent in the first layer, and where not traced."""
+    deepest: PartialBackward | None = None
+    """Where it is trained, but no layer before it; absent in the first layer, whose backward is this, without
+    parameters, and where not traced."""
 
     @property
     def repeats(self) -> int:

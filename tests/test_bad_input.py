@@ -167,6 +167,7 @@ PLAN_FAULTS = [
     (("plan.method=gs", "plan.push.threshold=nan"), "plan.push.threshold = nan: "),
     (("plan.method=gs", "plan.push.kind=loud"), "plan.push.kind = 'loud': input should be 'absolute', 'relative' or 'target-density'"),
     (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
+    (("plan.recompute=selective",), "plan.recompute = 'selective': the model file does not tell what the block 'h' keeps: trace it again"),
     (('plan.bucket_bytes="25 MB/s"',), "plan.bucket_bytes = '25 MB/s': is in bytes/s, but bytes is needed"),
     (("plan.bucket_bytes=true",), "plan.bucket_bytes = True: "),
     (("plan.schedule=1f1b",), "plan.schedule = '1f1b': there is no pipeline; leave it out"),
@@ -182,10 +183,8 @@ PLAN_FAULTS = [
 ]  # fmt: skip
 
 NOT_YET = [
-    (("plan.recompute=selective",), "plan.recompute = 'selective': cannot run yet; allowed today: 'none', 'full'"),
     (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
     (("plan.method=tensor",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
-    (("plan.method=gs_wgrad",), "plan.method = 'gs_wgrad': cannot run yet"),
     (("plan.method=gs_tp",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
     (("plan.method=gs_hier", "plan.parameters=sharded"), "plan.parameters = 'sharded': cannot run yet with method 'gs_hier'"),
     (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),

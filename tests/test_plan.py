@@ -6,7 +6,6 @@ from gssim.plan import (
     DDP_BUCKET_BYTES,
     DDP_FIRST_BUCKET_BYTES,
     MIB,
-    NOT_YET,
     PRESETS,
     Plan,
     assign_buckets,
@@ -15,8 +14,6 @@ from gssim.plan import (
     resolve,
 )
 from gssim.units import UserError
-
-RUNNING = tuple(sorted(set(PRESETS) - NOT_YET))
 
 
 def buckets(sizes, first=MIB, cap=25 * MIB):
@@ -105,19 +102,10 @@ def test_a_policy_that_the_user_sets_overrides_the_methods():
     assert resolve(Plan(method="ddp", optimizer_state="sharded"), devices=2).optimizer_state == "sharded"
 
 
-@pytest.mark.parametrize("method", RUNNING)
-def test_what_runs_today_is_not_refused(method):
+@pytest.mark.parametrize("method", PRESETS)
+def test_every_method_runs(method):
     plan = Plan(method=method)
     assert refuse_what_cannot_run(plan, resolve(plan, devices=2), file="f") is None
-
-
-@pytest.mark.parametrize("method", sorted(set(PRESETS) - set(RUNNING)))
-def test_a_method_that_cannot_run_yet_is_refused_by_name(method):
-    plan = Plan(method=method)
-    with pytest.raises(
-        UserError, match=f"'{method}': cannot run yet; allowed today: single, ddp, zero1, zero2, zero3, "
-    ):
-        refuse_what_cannot_run(plan, resolve(plan, devices=2), file="f")
 
 
 @pytest.mark.parametrize(

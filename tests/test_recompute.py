@@ -1,5 +1,7 @@
 """Gradient checkpointing as predicted: what is kept, what is made again, when, and how long it takes."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from gssim.workload import Model, unrolled
 
 MODELS = Path(__file__).resolve().parents[1] / "scenarios" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
-METHODS = ["single", "ddp", "zero2", "zero3", "gs"]
+METHODS = ["single", "ddp", "zero1", "zero2", "zero3", "gs"]
 GPT = load_model(MODELS / "gpt-byte-1m.toml")
 BATCH, LENGTH = 3, 40
 TOKENS = BATCH * LENGTH
@@ -29,8 +31,9 @@ def trained(recompute: str, method: str = "single", *, model: Model = GPT, ranks
     return scenario_of(cluster, {"method": method, "recompute": recompute}, **settings | workload)
 
 
-def timeline_of(model: Model, *, batch: int = BATCH, length: int = LENGTH):
-    return activation_timeline(unrolled(model), batch_size=batch, sequence_length=length, lives=recomputed_buffers)
+def timeline_of(model: Model, *, batch: int = BATCH, length: int = LENGTH, selective: bool = False):
+    lives = partial(recomputed_buffers, selective=selective)
+    return activation_timeline(unrolled(model), batch_size=batch, sequence_length=length, lives=lives)
 
 
 def result_of(scenario: Scenario):
@@ -48,11 +51,26 @@ def test_a_block_keeps_its_input_alone_and_makes_again_what_it_would_have_kept()
         assert footprint(timeline.at(block, "r")).kept == (("activations", own),)
 
 
+def test_a_block_keeps_its_matrix_products_and_attention_too_and_makes_the_rest_again():
+    timeline = timeline_of(GPT, selective=True)
+    # by hand, values of 4 bytes: q, k and v (3 x 144); attention's output (144) and a logarithm for each of 4 heads;
+    # its projection (144); up (4 x 144); down (144)
+    heavy = 4 * (3 * 144 + 144 + 4 + 144 + 4 * 144 + 144) * TOKENS
+    # both norms' outputs, means and standard deviations, and the activation function's output
+    light = 4 * (2 * (144 + 2) + 4 * 144) * TOKENS
+    kept_again = light + 4 * 144 * TOKENS  # the sum of the first residual, which the second norm keeps
+    projection = 4 * 144 * TOKENS  # of attention: taken over for that sum alone, and given up then
+    for block in (1, 2, 3, 4):
+        assert footprint(timeline.at(block, "f")).kept == (("activations", 4 * 144 * TOKENS + heavy),)
+        assert footprint(timeline.at(block, "r")).kept == (("activations", kept_again - projection),)
+
+
+@pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name):
+def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name, selective):
     model = load_model(MODELS / f"{name}.toml")
     layers = unrolled(model)
-    timeline = timeline_of(model, batch=2, length=16)
+    timeline = timeline_of(model, batch=2, length=16, selective=selective)
     places = [*((i, "f") for i in range(len(layers)))]
     places += [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
     assert set(timeline.events) <= set(places)
@@ -64,29 +82,29 @@ def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_block_needs_more_in_its_first_forward_than_when_it_runs_again(name):
-    """So that how soon its buffers go in the first is no matter: the step's worst moment is not there."""
-    layers = unrolled(load_model(MODELS / f"{name}.toml"))
-    timeline = activation_timeline(layers, batch_size=2, sequence_length=16, lives=recomputed_buffers)
-    for instance in layers:
-        if instance.layer.block:
-            first, again = (footprint(timeline.at(instance.index, phase)) for phase in "fr")
-            output = instance.layer.output_bytes.at(b=2, s=16)
-            assert first.peak_bytes <= again.peak_bytes + 2 * output  # of which one is the gradient's, then
+def test_buffers_go_no_later_in_the_first_forward_than_a_model_file_without_their_releases_assumes(name):
+    told = load_model(MODELS / f"{name}.toml")
+    untold = replace(told, layers=tuple(replace(layer, recompute_releases=None) for layer in told.layers))
+    found, assumed = (timeline_of(model, batch=2, length=16) for model in (told, untold))
+    for instance in unrolled(told):
+        here, there = (footprint(each.at(instance.index, "f")) for each in (found, assumed))
+        assert here.peak_bytes <= there.peak_bytes
+        assert here.kept == there.kept
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["gpt-byte-1m", "bert-byte-1m", "resnet-digits"]), st.sampled_from(METHODS), st.integers(1, 64))
-def test_recomputing_needs_no_more_memory_but_for_the_states_of_random_numbers(name, method, batch):
+def test_the_more_is_recomputed_the_less_memory_but_for_the_states_of_random_numbers(name, method, batch):
     model = load_model(MODELS / f"{name}.toml")
     ranks = 1 if method == "single" else 2
     shape = {"sequence_length": None if name == "resnet-digits" else 32, "global_batch_size": batch * ranks}
-    kept, again = (
+    none, selective, full = (
         result_of(trained(each, method, model=model, ranks=ranks, **shape)).ranks[0].peak_allocated_bytes
-        for each in ("none", "full")
+        for each in ("none", "selective", "full")
     )
-    blocks = sum(instance.layer.block for instance in unrolled(model))
-    assert again <= kept + (blocks + 1) * CPU_RANDOM_STATE_BYTES
+    states = (sum(instance.layer.block for instance in unrolled(model)) + 1) * CPU_RANDOM_STATE_BYTES
+    assert selective <= none + states
+    assert full <= selective
 
 
 def test_equal_blocks_hold_an_input_each_and_the_activations_of_one():
@@ -131,12 +149,44 @@ def test_what_comes_after_the_last_saved_tensor_is_not_run_again():
     assert 0.6 * forward_s < again_s < 0.8 * forward_s  # the last projection, a third of the block, is left out
 
 
-# Order ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_the_more_is_kept_the_less_is_run_again(name):
+    layers = [layer for layer in load_model(MODELS / f"{name}.toml").layers if layer.block]
+    shape = {"b": 2, "s": 16}
+    for layer in layers:
+        assert (
+            0 == layer.selective_flop.at(**shape) < layer.recompute_flop.at(**shape) <= layer.forward_flop.at(**shape)
+        )
+        assert 0 < layer.selective_bytes.at(**shape) < layer.recompute_bytes.at(**shape)
+        assert 0 < layer.selective_operations < layer.recompute_operations <= layer.forward_operations
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(method):
-    program = lower(trained("full", method, ranks=1 if method == "single" else 2))
+def test_the_more_is_kept_the_sooner_a_step_is_over_and_with_the_same_traffic(method):
+    none, selective, full = (
+        result_of(trained(each, method, ranks=1 if method == "single" else 2)) for each in ("none", "selective", "full")
+    )
+    assert none.step_time_s < selective.step_time_s < full.step_time_s
+    assert none.collectives == selective.collectives == full.collectives
+
+
+def test_selective_checkpointing_adds_the_light_operations_of_each_block():
+    none, selective = (result_of(trained(each)) for each in ("none", "selective"))
+    scenario = trained("selective")
+    again_s = costs.layer_time_s(
+        scenario.cluster.type_of(0), scenario.workload, GPT.layers[1], phase="r", batch_size=BATCH, selective=True
+    )
+    assert again_s == pytest.approx((2304 + 8656 * TOKENS) / 1e9)  # bytes at 1 GB/s
+    assert selective.step_time_s == pytest.approx(none.step_time_s + 4 * again_s, rel=1e-12)
+
+
+# Order ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("method", METHODS)
+def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(method, recompute):
+    program = lower(trained(recompute, method, ranks=1 if method == "single" else 2))
     labels = [task.label for task in program.tasks[0]]
     assert len(set(labels)) == len(labels)
     for block in range(4):
@@ -148,8 +198,9 @@ def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(m
     }
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("method", METHODS)
-def test_all_that_a_recomputed_step_takes_is_given_back(method):
-    scenario = trained("full", method, ranks=1 if method == "single" else 2)
+def test_all_that_a_recomputed_step_takes_is_given_back(method, recompute):
+    scenario = trained(recompute, method, ranks=1 if method == "single" else 2)
     one, two = (machine_of(scenario, steps=steps)[0].memory[0].peak for steps in (1, 2))
     assert one == two

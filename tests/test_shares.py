@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.shares import balance_batch, contiguous, even, greedy, proportional, ranges, split
+from gssim.shares import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
 
 WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 1e-3)
 
@@ -101,7 +101,7 @@ def test_no_cut_of_a_chain_is_faster_than_the_one_that_is_found(data):
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         return max(sum(times_s[i][end - count : end]) for i, (count, end) in enumerate(zip(counts, ends, strict=True)))
 
-    found = contiguous(times_s)
+    found = balanced_stages(times_s)
     assert sum(found) == layers
     assert min(found) >= 1
     cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]

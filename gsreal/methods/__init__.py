@@ -15,6 +15,7 @@ from gsreal.methods.pushed import push_gradients
 from gsreal.methods.replicated import all_reduce_gradients, train_alone
 from gsreal.methods.tensor import slice_blocks
 from gsreal.methods.training import Training, Weights
+from gsreal.methods.weight_gradient import train_owned_layers
 from gsreal.tensor_slices import whole_parameter
 from gssim.scenario import Scenario
 
@@ -28,6 +29,7 @@ APPLY: dict[tuple[str, str], Apply] = {
     ("sharded", "reduce-scatter"): fully_shard_parameters,
     ("replicated", "push"): push_gradients,
 }
+"""By parameters and gradients, where each rank has samples of its own."""
 
 
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -35,11 +37,13 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     policies = scenario.policies
     if policies.pp > 1:
         return pipeline_stages(scenario, module, timeline, device)
-    if scenario.plan.recompute == "full":
-        checkpoint_blocks(scenario.workload.model, module)
+    if scenario.plan.recompute != "none":
+        checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
     if policies.tp > 1:
         slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
     apply = APPLY[policies.parameters, policies.gradients]
+    if policies.partition == "weight-gradient":
+        apply = train_owned_layers
     return apply(scenario, module, timeline, device)
 
 

@@ -99,11 +99,11 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     modules = []
     for number in numbers:
         part = stage_module(module, stages[number], shared=number != numbers[-1])
-        if scenario.plan.recompute == "full":
+        if scenario.plan.recompute != "none":
             inner = dict(part.named_modules())
             for instance in stages[number]:
                 if instance.layer.block:
-                    checkpoint_block(inner[instance.module])
+                    checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
         modules.append(part)
     if mesh.data_ranks > 1:
         replicas = process_group(mesh, rank, *DATA_AXES)

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsreal.trace.fit import NoPolynomialError, Shape, fitted_layers, grouped
+from gsreal.trace.parts import with_parts
 from gsreal.trace.recorder import Record
 from gsreal.trace.step import fake_module, fewest_units, record_step
 from gssim.units import UserError
@@ -74,7 +75,8 @@ def _layers(
     """Return the model's layers, whole, and with their blocks cut (none where these cannot be)."""
     shapes = list(product(TRACED_BATCH_SIZES, lengths))
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
-    whole = grouped(fitted_layers(records, record_step(model, *checked, where=where), checked))
+    found = fitted_layers(records, record_step(model, *checked, where=where), checked)
+    whole = grouped(with_parts(model, found, shapes, checked, where=where))
     units = fewest_units(model, where)
     if units < 2:
         return whole, ()

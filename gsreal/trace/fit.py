@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from gsreal.layers import LOSS
-from gsreal.trace.recorder import Record, Work
+from gsreal.trace.recorder import Again, Record, Work
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
 
@@ -27,7 +27,7 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
         raise NoPolynomialError("the operations depend on batch size or sequence length")
 
     def fit(read: Any, what: str) -> Polynomial:
-        return _polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
+        return fitted_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
 
     layers = []
     for index, name in enumerate([*first.modules, LOSS]):
@@ -37,19 +37,18 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
             costs[f"{key}_flop"] = fit(lambda r, p=place: r.flop[p], f"{name}: FLOP")
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
         if name in first.blocks:
-            costs |= _recomputed(index, name, fit)
-            costs["recompute_operations"] = first.until_saved.get(index, Work()).operations
+            costs |= _recomputed(first, index, name, fit)
         layers.append(
             Layer(
                 name=name,
                 modules=(name,) if index < len(first.modules) else (),
                 block=name in first.blocks,
-                parameters=_parameters(everything, index, name),
+                parameters=parameters_of(everything, index, name),
                 saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
                 backward_operations=first.operations[index, "b"],
-                buffers=_buffers(first, everything, checked, index, name),
+                buffers=fitted_buffers(everything, checked, index, name),
                 units=first.units.get(index),
                 reductions=_reductions(everything, index, fit),
                 **costs,
@@ -58,15 +57,38 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
     return layers
 
 
-def _recomputed(index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]) -> dict[str, Any]:
-    """Return what of a block's forward checkpointing runs again."""
-    return {
-        "recompute_flop": fit(lambda r: r.until_saved.get(index, Work()).flop, f"{name}: recomputed FLOP"),
-        "recompute_bytes": fit(lambda r: r.until_saved.get(index, Work()).bytes_moved, f"{name}: recomputed bytes"),
-    }
+def _recomputed(
+    first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
+) -> dict[str, Any]:
+    """Return what of a block's forward checkpointing runs again, and selective checkpointing; what the latter keeps."""
+
+    def cost(kind: str, read: Callable[[Again], Work]) -> dict[str, Any]:
+        def work(record: Record) -> Work:
+            return read(record.until_saved.get(index, Again()))
+
+        return {
+            f"{kind}_flop": fit(lambda r: work(r).flop, f"{name}: recomputed FLOP"),
+            f"{kind}_bytes": fit(lambda r: work(r).bytes_moved, f"{name}: recomputed bytes"),
+            f"{kind}_operations": work(first).operations,
+        }
+
+    found = cost("recompute", lambda again: again.work)
+    counted = [-1, *first.counted[index]]
+    found["recompute_positions"] = counted[found["recompute_operations"]] + 1
+    found["recompute_releases"] = tuple(
+        counted[-1] if alive.unsaved is None else alive.unsaved
+        for alive in first.alive
+        if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
+        if alive.freed[0] <= index
+    )
+    if index not in first.overwritten:
+        found |= cost("selective", lambda again: again.light)
+        found["selective_positions"] = tuple(first.heavy[index])
+    return found
 
 
-def _parameters(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+    """Return the parameters that a layer is the first to use."""
     (_, _, *held), first = next(iter(everything.items()))
     found = []
     for name, (layer, shape, born, ready) in first.parameters.items():
@@ -109,9 +131,9 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
     return Moment("end") if at is None else Moment(at[1], at[2], at[0] - layer)
 
 
-def _buffers(
-    first: Record, everything: dict[Shape, Record], checked: Shape, index: int, name: str
-) -> tuple[Buffer, ...]:
+def fitted_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
+    """Return the buffers that a layer makes, their sizes as functions of the shape."""
+    first = next(iter(everything.values()))
     found = []
     for number, alive in enumerate(first.alive):
         if alive.born[0] != index or (alive.freed == alive.born and alive.size_bytes == 0):
@@ -126,13 +148,13 @@ def _buffers(
                 born=_moment(alive.born, index),
                 freed=_moment(alive.freed, index),
                 category="activations" if kept else "temporaries",
-                size_bytes=_polynomial(sizes, checked, f"{name}: a buffer"),
+                size_bytes=fitted_polynomial(sizes, checked, f"{name}: a buffer"),
             )
         )
     return tuple(found)
 
 
-def _polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
+def fitted_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
     """Return the polynomial through all values but the checked one, which it must meet too."""
     shapes = [shape for shape in values if shape != checked]
     lengths = {shape[1] for shape in shapes}
@@ -168,11 +190,16 @@ def _solve(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction]
 
 
 def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
-    """Return layers with neighbours that differ only in their module put together."""
+    """Return layers with neighbours that differ only in their module put together.
+
+    Of what is left of them where others are frozen, only when buffers end in their neighbours differs, which is found
+    again from these. The second has all of it, the model's first layer has not.
+    """
+    nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
     groups = []
-    for _, members in groupby(layers, key=lambda layer: repr(replace(layer, name="", modules=()))):
+    for _, members in groupby(layers, key=lambda layer: repr(replace(layer, **nothing))):
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
-        groups.append(replace(run[0], name=name or run[0].name, modules=modules))
+        groups.append(replace(run[min(1, len(run) - 1)], name=name or run[0].name, modules=modules))
     return tuple(groups)

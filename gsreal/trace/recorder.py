@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from gsreal.recompute import COMPUTE_HEAVY
+
 aten = torch.ops.aten
 # torch counts no FLOP for the CPU's flash attention; its arguments are those of the CUDA kernel
 FLOP_ALIASES = {
@@ -26,6 +28,8 @@ class Alive:
     size_bytes: int
     born: tuple[int, str, int]
     freed: tuple[int, str, int] | None = None
+    unsaved: int | None = None
+    """Position of its own layer's forward at which it would go if autograd did not save it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,19 @@ class Work:
     flop: int = 0
     bytes_moved: int = 0
     operations: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        """Return what both do."""
+        return Work(self.flop + other.flop, self.bytes_moved + other.bytes_moved, self.operations + other.operations)
+
+
+@dataclass(frozen=True)
+class Again:
+    """What checkpointing runs again of a module's forward."""
+
+    work: Work = Work()
+    light: Work = Work()
+    """Of that, what is not compute-heavy."""
 
 
 @dataclass
@@ -48,8 +65,14 @@ class Record:
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    until_saved: dict[int, "Work"] = field(default_factory=dict)
+    until_saved: dict[int, Again] = field(default_factory=dict)
     """What a module's forward does until autograd has saved the last of its tensors: checkpointing repeats that."""
+    counted: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Positions of a layer's forward at which operations (not views) run."""
+    heavy: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Those of compute-heavy operations."""
+    overwritten: set[int] = field(default_factory=set)
+    """Layers that change the output of a compute-heavy operation in place, so that it cannot be kept."""
     alive: list[Alive] = field(default_factory=list)
     parameters: dict[str, tuple[int, tuple[int, ...], tuple[int, str, int], tuple[int, str, int]]] = field(
         default_factory=dict
@@ -71,6 +94,7 @@ class Recorder(TorchDispatchMode):
         self.position: dict[tuple[int, str], int] = defaultdict(lambda: -1)
         self.live: dict[int, Alive] = {}
         self.first_use: dict[int, int] = {}
+        self.light: dict[tuple[int, str], Work] = defaultdict(Work)
 
     def enter(self, layer: int, phase: str) -> None:
         """Book what comes to a phase of a layer."""
@@ -80,6 +104,10 @@ class Recorder(TorchDispatchMode):
         """Return what the present phase of the present layer has done so far."""
         place, record = (self.layer, self.phase), self.record
         return Work(record.flop[place], record.bytes_moved[place], record.operations[place])
+
+    def again(self) -> Again:
+        """Return what is run again where the present layer's forward need not go on."""
+        return Again(self.work(), self.light[self.layer, self.phase])
 
     def now(self) -> tuple[int, str, int]:
         """Return the moment: layer, phase, position."""
@@ -95,6 +123,7 @@ class Recorder(TorchDispatchMode):
             key = tensor.untyped_storage()._cdata
             if key in self.known:
                 self.first_use.setdefault(key, self.layer)
+        self._written(func, args)
         result = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if outputs and not func.is_view:
@@ -114,11 +143,28 @@ class Recorder(TorchDispatchMode):
         place: tuple[int, str],
     ) -> None:
         packet = FLOP_ALIASES.get(func._overloadpacket, func._overloadpacket)
-        if packet in flop_registry:
-            self.record.flop[place] += flop_registry[packet](*args, **kwargs, out_val=result)
+        flop = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         moved = {id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}
+        self.record.flop[place] += flop
         self.record.bytes_moved[place] += sum(moved.values())
         self.record.operations[place] += 1
+        heavy = func in COMPUTE_HEAVY
+        if not heavy:
+            self.light[place] += Work(flop, sum(moved.values()), 1)
+        if place[1] == "f":
+            self.record.counted[place[0]].append(self.position[place])
+            if heavy:
+                self.record.heavy[place[0]].append(self.position[place])
+
+    def _written(self, func: Any, args: Any) -> None:
+        """Note the layer whose compute-heavy operation made what is now changed in place."""
+        if self.phase != "f" or not func._schema.is_mutable:
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor):
+                alive = self.live.get(value.untyped_storage()._cdata)
+                if alive is not None and alive.born[2] in self.record.heavy[alive.born[0]]:
+                    self.record.overwritten.add(alive.born[0])
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Stand in for a sum over ranks: what torch's functional all-reduce does on its own rank, which is a copy."""

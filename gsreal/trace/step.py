@@ -1,5 +1,6 @@
 """One training step of a module under fake tensors, and what it showed."""
 
+from bisect import bisect_right
 from typing import Any
 from unittest import mock
 
@@ -42,6 +43,7 @@ def record_step(
         _record_saved(record, module, inputs, targets, stand_in)
         module.zero_grad(set_to_none=True)
         _record_operations(record, module, inputs, targets, where, stand_in)
+        _record_unsaved(record, module, inputs, targets, stand_in)
     return record
 
 
@@ -107,14 +109,15 @@ def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Ten
     return order
 
 
-def _known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+    """Return the storages that are there before a step, by address."""
     kept = [*module.parameters(), *module.buffers(), *tensors]
     return {tensor.untyped_storage()._cdata for tensor in kept}
 
 
 def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
     """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
-    known = _known_storages(module, inputs, targets)
+    known = known_storages(module, inputs, targets)
     seen: set[int] = set()
     keep = []
     stand_in.recorder = recorder = Recorder(Record(record.modules, record.blocks), known)
@@ -126,7 +129,7 @@ def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Te
             keep.append(storage)  # so that no other storage takes its place
             record.saved[recorder.layer] += storage.nbytes()
         if recorder.layer not in record.output:  # its module has not returned
-            record.until_saved[recorder.layer] = recorder.work()
+            record.until_saved[recorder.layer] = recorder.again()
         return tensor
 
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -137,6 +140,21 @@ def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Te
         record.output[len(record.modules)] = loss.numel() * loss.element_size()
     for handle in handles:
         handle.remove()
+
+
+def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
+    """Book when what a forward makes would go if autograd saved nothing, as in the forward of a checkpointed block."""
+    seen = Record(record.modules, record.blocks)
+    hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
+    stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
+    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+        loss_of(out(logits_of(module(inputs))), targets)
+    made = [alive for alive in record.alive if alive.born[1] == "f"]
+    for alive, again in zip(made, seen.alive, strict=True):
+        if again.freed is not None and again.freed[:2] == again.born[:2]:
+            layer, _, position = again.freed
+            # positions differ by views, operations do not
+            alive.unsaved = record.counted[layer][bisect_right(seen.counted[layer], position) - 1]
 
 
 def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
@@ -156,7 +174,7 @@ def _record_operations(
     record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _StandIn
 ) -> None:
     """Book every operation and every storage of one forward and backward."""
-    known = _known_storages(module, inputs, targets)
+    known = known_storages(module, inputs, targets)
     stand_in.recorder = recorder = Recorder(record, known)
     ready: dict[str, tuple[int, str, int]] = {}
     handles = []

@@ -114,9 +114,9 @@ def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]
 
 def _kind(low: Lowering, rank: int) -> tuple[object, ...]:
     """Return what tells ranks apart that do not compute alike."""
-    pushes = low.scenario.policies.gradients == "push"
+    own = low.owned_ranges[rank] if low.deals_out_layers else low.scenario.policies.gradients == "push" and rank
     stages = tuple(stage.number for stage in low.stages)
-    return (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], pushes and rank, stages)
+    return (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], own, stages)
 
 
 def _micro_batch(

@@ -63,13 +63,15 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new one to what is there
     and gives it back at once. Where gradients then go into buckets, the sum goes as well.
     """
-    samples = low.samples(rank, micro_batch)
+    samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
     in_buckets, cut_at = _leaves_in_buckets(low, micro_batch), cuts(low, micro_batch)
-    traced = _timeline(low, samples, as_traced)
-    timeline = _timeline(low, samples, _checkpointed(low, rank)) if low.recomputes else traced
+    traced = timeline = _timeline(low, samples, low.layers, as_traced)
+    if low.recomputes or own.layers is not low.layers:
+        lives = _checkpointed(low, rank) if low.recomputes else as_traced
+        timeline = _timeline(low, samples, own.layers, lives)
     always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=0)
     given_back = micro_batch.accumulates + in_buckets
-    gradients = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=given_back)
+    gradients = gradient_events(own.layers, value_bytes=low.value_bytes, given_back=given_back)
     hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
     once: dict[tuple[object, ...], list[Task]] = {}
 
@@ -88,9 +90,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         return reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
 
     tasks = []
-    for instance in low.layers:
+    for instance in own.layers:
         tasks += alike(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
-    for instance in reversed(low.layers):
+    for instance in reversed(own.layers[own.deepest :]):
         if low.recomputes and instance.layer.block:
             tasks += alike(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
         place = (instance.index, "b")
@@ -102,10 +104,10 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     return tasks
 
 
-def _timeline(low: Lowering, samples: int, lives: Lives) -> Timeline:
+def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], lives: Lives) -> Timeline:
     length, scale = low.scenario.workload.sequence_length or 1, low.traced_scale
     if not low.stages:
-        return activation_timeline(low.layers, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
+        return activation_timeline(layers, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
     (stage,) = low.stages
     return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
 
@@ -114,7 +116,7 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
     """Return what checkpointing makes of a layer's buffers on the rank's device."""
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
     unscaled = round(state / low.traced_scale)  # bytes, whatever the precision
-    return partial(recomputed_buffers, random_state_bytes=unscaled)
+    return partial(recomputed_buffers, selective=low.selective, random_state_bytes=unscaled)
 
 
 def _named(task: Task, label: str) -> Task:
@@ -122,9 +124,14 @@ def _named(task: Task, label: str) -> Task:
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
-    whole = low.whole_layers[instance.index].layer
     return costs.layer_time_s(
-        low.device(rank), low.scenario.workload, instance.layer, phase=phase, batch_size=samples, whole=whole
+        low.device(rank),
+        low.scenario.workload,
+        instance.layer,
+        phase=phase,
+        batch_size=samples,
+        selective=low.selective,
+        whole=low.whole(instance),
     )
 
 
@@ -137,6 +144,8 @@ def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:
 def _scratch(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, events: Sequence[Event]
 ) -> float:
+    if phase == "r" and low.selective:
+        return 0.0  # the kernels that need scratch are those of compute-heavy operations
     workload = low.scenario.workload
     if instance.layer.reductions:
         return 0.0  # profiles are of whole blocks: what the kernels of a slice take for themselves is not known

@@ -15,11 +15,12 @@ from gssim.gradients import GradientStatistics
 from gssim.plan import Policies, assign_buckets, bucket_limits
 from gssim.program.borders import Stage
 from gssim.program.division import Division, divide
+from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.scenario import Scenario, schedule_of, value_bytes
 from gssim.schedule import Action, schedule
 from gssim.slices import held_model
 from gssim.units import PRECISION_BYTES, Ints
-from gssim.workload import LayerInstance, Parameter, gradient_order, unrolled
+from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class Lowering:
         held = [instance for stage in self.stages for instance in stage.layers]
         return tuple(replace(instance, index=i) for i, instance in enumerate(held))
 
+    def whole(self, instance: LayerInstance) -> Layer | None:
+        """Return the layer of which a rank runs a part: a slice of it, or what is left of its backward; else None."""
+        parts = self.deals_out_layers or self.scenario.policies.tp > 1
+        return self.whole_layers[instance.index].layer if parts else None
+
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:
         """The unrolled model as it is on one device."""
@@ -116,8 +122,13 @@ class Lowering:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether each block keeps only its input, and runs its forward again for its backward."""
-        return self.scenario.plan.recompute == "full"
+        """Whether each block runs its forward again for its backward, or those operations that cost little."""
+        return self.scenario.plan.recompute != "none"
+
+    @cached_property
+    def selective(self) -> bool:
+        """Whether each block keeps the outputs of its compute-heavy operations, and only its others run again."""
+        return self.scenario.plan.recompute == "selective"
 
     @cached_property
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
@@ -264,6 +275,26 @@ class Lowering:
         """Which of `parameters`, by position, each rank updates where whole tensors are dealt out (ZeRO-1)."""
         return shares.greedy([parameter.elements for _, parameter in self.parameters], len(self.group))
 
+    @cached_property
+    def deals_out_layers(self) -> bool:
+        """Whether each rank gets the weight gradients of its own layers alone, and updates these."""
+        return self.scenario.policies.partition == "weight-gradient"
+
+    @cached_property
+    def owned_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The layers that each rank updates where layers are dealt out, as half-open ranges."""
+        return self.scenario.owned_layers
+
+    def layers_of(self, rank: int) -> OwnedLayers:
+        """Return the layers as a rank runs them: whole, unless others make some of the weight gradients."""
+        if not self.deals_out_layers:
+            return OwnedLayers(self.layers)
+        key = ("layers", self.owned_ranges[rank])
+        if key not in self.found:
+            self.found[key] = owned_layers(self.layers, frozenset(range(*self.owned_ranges[rank])))
+        found: OwnedLayers = self.found[key]
+        return found
+
     @property
     def deals_out_tensors(self) -> bool:
         """Whether gradients are all-reduced, but each tensor is updated by one rank alone (ZeRO-1)."""
@@ -292,6 +323,8 @@ class Lowering:
             owned = [self.owned_elements(rank) for rank in self.group]
             kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
             columns.append(np.array([kinds[sizes] for sizes in owned]))
+        if self.deals_out_layers:
+            columns.append(np.array([first for first, _ in self.owned_ranges]))
         if policies.gradients == "reduce-scatter":
             columns += [self._held_rows(rows, positions % self.shards) for rows in self._distinct_rows]
         code = np.zeros(len(positions), np.int64)

@@ -40,7 +40,8 @@ def _published(low: Lowering, rank: int) -> Sequence[Task]:
     key = ("publish", low.place(rank))
     if key not in low.found:
         pushes = low.policies.gradients == "push" and low.policies.parameters == "replicated"
-        low.found[key] = _publish(low, rank) if pushes else _broadcast(low) if low.deals_out_tensors else []
+        whole = _publish_layers(low) if low.deals_out_layers else []
+        low.found[key] = _publish(low, rank) if pushes else _broadcast(low) if low.deals_out_tensors else whole
     tasks: Sequence[Task] = low.found[key]
     return tasks
 
@@ -97,6 +98,19 @@ def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
     return tasks
 
 
+def _publish_layers(low: Lowering) -> list[Task]:
+    """Weight gradients dealt out: everybody's updated layers go round a ring into the flat replica, all at once."""
+    name = "publish"
+    parts = tuple(float(sum(_elements(low, *layers)) * low.value_bytes) for layers in low.owned_ranges)
+    low.communications[name] = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
+    return [Task(name, "exposed_communication", communication=name)]
+
+
+def _elements(low: Lowering, first: int, last: int) -> list[int]:
+    """Return the elements of every parameter of a range of layers."""
+    return [parameter.elements for instance in low.layers[first:last] for parameter in instance.layer.parameters]
+
+
 def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates."""
     gradients = low.scenario.policies.gradients
@@ -107,6 +121,8 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
         return [elements for unit in units(low) for elements in unit.own_elements(position)]
     if low.deals_out_tensors:
         return low.owned_elements(rank)
+    if low.deals_out_layers:
+        return _elements(low, *low.owned_ranges[rank])
     return [parameter.elements for _, parameter in low.parameters]
 
 

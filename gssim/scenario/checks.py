@@ -25,6 +25,9 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_pipeline(scenario, policies, file)
     if policies.tp > 1:
         _check_slices(scenario, policies, file)
+    _check_recompute(scenario, policies, file)
+    if policies.partition == "weight-gradient":
+        _check_dealt_out_layers(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
 
@@ -59,11 +62,16 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
-    if policies.gradients == "local" and policies.data_ranks > 1 and policies.pp == 1:
+    divided = policies.partition == "weight-gradient" or policies.pp > 1
+    if policies.gradients == "local" and policies.data_ranks > 1 and not divided:
         raise UserError(
             f"{file}: plan.method = '{scenario.plan.method}': its gradients stay on the rank, but the mesh axes make "
             f"{policies.data_ranks} replicas; allowed: a method that divides the batch (ddp, zero1, zero2, zero3, gs) "
             "with plan.tp beside its own axis, or plan.gradients"
+        )
+    if policies.partition == "weight-gradient" and policies.dp_replicate > 1:
+        raise UserError(
+            f"{file}: plan.dp_replicate = {policies.dp_replicate}: method '{scenario.plan.method}' uses dp_shard"
         )
     both = policies.gradients == "reduce-scatter" or policies.push_axis == "dp_replicate"
     axis = {"all-reduce": "dp_replicate", "push": "dp_shard"}.get(policies.gradients)
@@ -137,20 +145,34 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
                 f"{file}: plan.push.{key} = {value!r}: method '{plan.method}' pushes no gradients; "
                 "allowed with gs, gs_z3, gs_hier"
             )
-    if plan.publish.threshold is not None:
+    if plan.publish.threshold is not None and policies.partition == "data":
         raise UserError(f"{file}: plan.publish.threshold: method '{plan.method}' publishes no parameters")
 
 
+def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
+    if scenario.plan.recompute != "selective":
+        return
+    if policies.tp > 1:
+        raise UserError(f"{file}: plan.recompute = 'selective': cannot run with cut blocks yet; allowed: none, full")
+    for layer in scenario.workload.model.layers:
+        if layer.block and layer.selective_positions is None:
+            raise UserError(
+                f"{file}: plan.recompute = 'selective': the model file does not tell what the block '{layer.name}' "
+                "keeps: trace it again; nothing can be kept of a matrix product or convolution that is changed in place"
+            )
+
+
 def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
-    rules, total, ranks = scenario.plan.shares, scenario.workload.global_batch_size, policies.data_ranks
+    rules, total = scenario.plan.shares, scenario.workload.global_batch_size
     cuts_unevenly = policies.slices == "shares"
-    if rules.shards != "even" and policies.gradients != "push" and not cuts_unevenly:
+    shards_unevenly = policies.gradients == "push" or policies.partition == "weight-gradient" or cuts_unevenly
+    if rules.shards != "even" and not shards_unevenly:
         raise UserError(
             f"{file}: plan.shares.shards = {rules.shards!r}: method '{scenario.plan.method}' cannot shard unevenly; "
             "allowed: 'even'"
         )
-    by_name = (("batch", rules.batch, ranks), ("shards", rules.shards, policies.tp if cuts_unevenly else ranks))
-    for name, wanted, ranks in by_name:
+    owners = policies.tp if cuts_unevenly else policies.dp_replicate * policies.dp_shard
+    for name, wanted, ranks in (("batch", rules.batch, policies.data_ranks), ("shards", rules.shards, owners)):
         if isinstance(wanted, str):
             continue
         if len(wanted) != ranks:
@@ -213,3 +235,31 @@ def _check_batch(wanted: object, total: int, ranks: int, file: str) -> None:
                 f"{file}: plan.shares.batch = {list(wanted)}: {broken[0]} of global_batch_size = {total} "
                 "is no whole number of samples"
             )
+
+
+def _check_dealt_out_layers(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse what does not go with weight gradients that are dealt out by layers."""
+    rules, model = scenario.plan.shares, scenario.workload.model
+    if rules.batch != "even":
+        raise UserError(
+            f"{file}: plan.shares.batch = {rules.batch!r}: method '{scenario.plan.method}' runs the whole batch on "
+            "every rank; leave it out"
+        )
+    if scenario.plan.recompute != "none":
+        raise UserError(
+            f"{file}: plan.recompute = '{scenario.plan.recompute}': method '{scenario.plan.method}' cannot: what a "
+            "checkpointed block keeps while its parameters are frozen is not traced; allowed: 'none'"
+        )
+    if any(layer.untrained_buffers is None for layer in model.layers):
+        raise UserError(
+            f"{file}: workload.model: '{model.name}' does not say what its layers cost where their parameters are "
+            "frozen; trace it again with `gsreal trace` (a layer may use only what the one before it made, and no "
+            "parameter of another's)"
+        )
+    owners = sum(layer.repeats for layer in model.layers if layer.elements)
+    if policies.ranks > owners:
+        raise UserError(
+            f"{file}: plan: {policies.ranks} ranks for {owners} layers with parameters; each rank must own one"
+        )
+    if not isinstance(rules.shards, str) and min(rules.shards) == 0:
+        raise UserError(f"{file}: plan.shares.shards = {list(rules.shards)}: each rank must own a layer; none may be 0")

@@ -17,7 +17,10 @@ from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
-from gssim.workload import LayerInstance, Workload
+from gssim.workload import LayerInstance, Workload, unrolled
+
+FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "untrained_buffers", "frozen", "deepest")
+"""Of a layer: files traced before these were kept ask the same question."""
 
 
 @spec
@@ -57,21 +60,22 @@ class Scenario:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each rank in one step; the ranks that hold parts of one replica take the same ones."""
-        mesh, parts = self.policies.mesh, self.data_batch_sizes
-        return parts if mesh.ranks == len(parts) else tuple(parts[mesh.data_rank(rank)] for rank in range(mesh.ranks))
+        """Samples of each rank in one step; the ranks that share a replica, or its gradients, take the same ones."""
+        policies, parts = self.policies, self.data_batch_sizes
+        return parts if policies.ranks == len(parts) else tuple(parts[policies.data_rank(r)] for r in range(self.ranks))
 
     @property
     def data_batch_sizes(self) -> tuple[int, ...]:
         """Samples of each part into which the data axes divide a step's batch."""
-        wanted, total, mesh = self.plan.shares.batch, self.workload.global_batch_size, self.policies.mesh
+        wanted, total, policies = self.plan.shares.batch, self.workload.global_batch_size, self.policies
         if wanted == "throughput":
             costs = self._sample_costs()
-            slowest = [(0.0, 0.0)] * mesh.data_ranks  # of the ranks that hold parts of one replica
+            slowest = [(0.0, 0.0)] * policies.data_ranks  # of the ranks that hold parts of one replica
             for rank, cost in enumerate(costs):
-                slowest[mesh.data_rank(rank)] = max(slowest[mesh.data_rank(rank)], cost, key=lambda c: c[1])
+                part = policies.data_rank(rank)
+                slowest[part] = max(slowest[part], cost, key=lambda c: c[1])
             return shares.balance_batch(total, sample_s=[c[1] for c in slowest], fixed_s=[c[0] for c in slowest])
-        return shares.split(total, shares.even(mesh.data_ranks) if isinstance(wanted, str) else wanted)
+        return shares.split(total, shares.even(policies.data_ranks) if isinstance(wanted, str) else wanted)
 
     @property
     def shard_shares(self) -> tuple[float, ...]:
@@ -79,11 +83,38 @@ class Scenario:
 
         Where blocks are cut among ranks: each one's fraction of them.
         """
-        wanted, mesh = self.plan.shares.shards, self.policies.mesh
+        policies, mesh = self.policies, self.policies.mesh
+        if policies.partition == "weight-gradient":
+            sizes = [instance.layer.elements for instance in unrolled(self.workload.model)]
+            return tuple(sum(sizes[slice(*layers)]) / sum(sizes) for layers in self.owned_layers)
         if mesh.tp == mesh.ranks > 1:
             return self.slice_shares
-        if self.policies.slices == "shares":  # they say how blocks are cut
+        if policies.slices == "shares":  # they say how blocks are cut
             return shares.even(mesh.data_ranks) * mesh.tp
+        return self._wanted_shards
+
+    @property
+    def owned_layers(self) -> tuple[tuple[int, int], ...]:
+        """Half-open range of the layers whose weight gradients each rank makes, where these are dealt out.
+
+        Whole layers, in the model's order, as many as come nearest to the shares: a rank's backward ends at the first
+        of its own, so that only the rank that owns the model's first layers goes all the way down; were tensors dealt
+        out here and there, all would. Where shares follow the devices' speeds these are the fastest's, else rank 0's.
+        """
+        ranks = range(self.ranks)
+        if self.plan.shares.shards == "compute":
+            costs = [each for _, each in self._sample_costs()]
+            order = sorted(ranks, key=lambda rank: costs[rank])
+        else:
+            order = list(ranks)
+        wanted = self._wanted_shards
+        sizes = tuple(instance.layer.elements for instance in unrolled(self.workload.model))
+        found = shares.contiguous(sizes, tuple(wanted[rank] for rank in order))
+        return tuple(layers for _, layers in sorted(zip(order, found, strict=True)))
+
+    @property
+    def _wanted_shards(self) -> tuple[float, ...]:
+        wanted, mesh = self.plan.shares.shards, self.policies.mesh
         if wanted == "compute":
             costs = self._sample_costs()
             return shares.proportional([1 / each for _, each in costs])
@@ -140,13 +171,16 @@ class Scenario:
         source = workload["model"]["input"]
         workload["model"]["input"] = {key: value for key, value in source.items() if value is not None}
         for layer in workload["model"]["layers"]:
-            for key in ("units", "reductions", "recompute_flop", "recompute_bytes", "recompute_operations"):
+            dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
+            for key in [key for key in layer if key.startswith(dropped)]:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
         del plan["exchange"]
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
+        if self.policies.partition == "weight-gradient":
+            plan["shares"]["layers"] = self.owned_layers
         question = {
             "workload": workload,
             "plan": plan,

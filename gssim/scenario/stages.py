@@ -44,7 +44,7 @@ def cut_layers(
         raise UserError(f"plan.pp = {len(devices)}: {stages} stages, but the model has {len(chain)} layers (no loss)")
     else:
         rows = [_slowest_s(types, workload, chain, samples) for types in devices]
-        counts = shares.contiguous([rows[stage % len(rows)] for stage in range(stages)])
+        counts = shares.balanced_stages([rows[stage % len(rows)] for stage in range(stages)])
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     ends[-1] = len(layers)
     return tuple(layers[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
