@@ -58,7 +58,7 @@ def on_two_ranks(gpt2: Path) -> dict[str, list[str]]:
         "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
         "gpt-uneven-adamw": [*GPT, *ADAMW64, *UNEVEN],
         "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
-        "bert-uneven-recompute-sgd": [*GPT, *SGD, *UNEVEN, "plan.recompute=full"],
+        "bert-uneven-selective-sgd": [*GPT, *SGD, *UNEVEN, "plan.recompute=selective"],
         "resnet-even-sgd": [*IMAGES, *SGD, *tensor],
         "gpt-hugging-face-adamw": [f"workload.model={gpt2}", *GPT, *ADAMW64, *UNEVEN],
     }

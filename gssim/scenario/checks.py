@@ -152,9 +152,8 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
 def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
     if scenario.plan.recompute != "selective":
         return
-    if policies.tp > 1:
-        raise UserError(f"{file}: plan.recompute = 'selective': cannot run with cut blocks yet; allowed: none, full")
-    for layer in scenario.workload.model.layers:
+    model = scenario.workload.model
+    for layer in model.sliced_layers if policies.tp > 1 else model.layers:
         if layer.block and layer.selective_positions is None:
             raise UserError(
                 f"{file}: plan.recompute = 'selective': the model file does not tell what the block '{layer.name}' "
