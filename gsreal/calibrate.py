@@ -89,8 +89,9 @@ def _device_type(measured: dict[str, Any], settings: Settings, source: str) -> d
 def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> dict[str, Any]:
     """Return a cluster file's content with layers that were measured again averaged into its profiles.
 
-    A shared machine drifts by minutes: several measurements at different times say better what a run will find.
-    Raises UserError where the file is of another device, or has no profile of such a model and shape.
+    A shared machine drifts by minutes: several measurements at different times say better what a run will find. A model
+    that is there in another precision gets a profile, and the device a peak, of this one beside it. Raises UserError
+    where the file is of another device, or has no profile of such a model and shape.
     """
     device = data["device_types"].get(measured["name"])
     if device is None:
@@ -101,10 +102,18 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
             device[key] = (device.get(key, measured[key]) * count + measured[key]) / (count + 1)
     for new in measured["profiles"]:
         same = [old for old in device["profiles"] if all(old.get(key) == new.get(key) for key in PROFILE_KEYS)]
-        if not same:
-            raise UserError(f"{where}: has no profile of {new['model']} at this precision and sequence length")
-        _average(same[0], new, where)
+        if same:
+            _average(same[0], new, where)
+        elif any(_differs_in_precision(old, new) for old in device["profiles"]):
+            device["profiles"].append(new)
+        else:
+            raise UserError(f"{where}: has no profile of {new['model']} at this sequence length")
+    device["peak_flop_per_s"] = measured.get("peak_flop_per_s", {}) | device.get("peak_flop_per_s", {})
     return data
+
+
+def _differs_in_precision(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return all(old.get(key) == new.get(key) for key in PROFILE_KEYS if key != "precision")
 
 
 DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")

@@ -101,9 +101,9 @@ def calibrate_command(
     ranks: Annotated[int | None, typer.Option("--ranks", help="Devices to use; all by default.")] = None,
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Samples at which layers are profiled.")] = "2,8,16",
     sequence_length: Annotated[int, typer.Option("--sequence-length", help="For models of tokens.")] = 128,
-    precision: Annotated[str, typer.Option("--precision", help="fp32 or fp64.")] = "fp32",
+    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp64.")] = "fp32",
     again: Annotated[
-        bool, typer.Option("--again", help="Measure layers again and average them into the profiles of --out.")
+        bool, typer.Option("--again", help="Measure layers again: averaged into the profiles of --out, or added.")
     ] = False,
 ) -> None:
     """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
@@ -113,10 +113,11 @@ def calibrate_command(
     from gsreal.calibrate import averaged, cluster_data, measure, write_cluster
     from gsreal.machine import usable_cores
     from gssim.scenario import load_model, read_toml
+    from gssim.units import PRECISION_BYTES
     from gssim.workload import TokenInput
 
-    if precision not in ("fp32", "fp64"):
-        raise UserError(f"--precision {precision}: allowed: fp32, fp64")
+    if precision not in PRECISION_BYTES:
+        raise UserError(f"--precision {precision}: allowed: {', '.join(PRECISION_BYTES)}")
     sizes = sorted(_numbers(batch_sizes, "--batch-sizes"))
     if sizes[0] < 1 or any(size % 1 for size in sizes) or sequence_length < 1:
         raise UserError("--batch-sizes and --sequence-length must be whole numbers of at least 1")
@@ -170,6 +171,9 @@ def trace_command(
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Trace at this length alone, not as a function of it.")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
+    ] = None,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU."""
     from gsreal.modelfile import Request, traced_model, write_model
@@ -186,6 +190,7 @@ def trace_command(
         padding=padding,
         auto_class=auto_class,
         sequence_length=sequence_length,
+        precision=precision,
     )
     traced = traced_model(request)
     write_model(out, traced)

@@ -11,6 +11,9 @@ gradient, where its magnitude reaches the threshold (push). Owners add what they
 of the batch, to their own gradient, which is never thresholded, and update. The updated parameters go back to
 everybody (publish). At threshold 0 this is the same training as on a single device.
 
+Parameters in bf16 or fp16 are replicas: owners keep an fp32 master copy of their shard, add up gradients in fp32, and
+update and publish from it.
+
 Memory beside the model, per rank: optimizer state and one gradient for the own shard, and at most two buckets. Bytes
 sent per step and rank, n parameters, own share s: (1-s)*n values densely, or (value + 4) bytes for each element over
 the threshold, and (ranks-1)/ranks*n values published (even shares).
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.exchanges import Pending, all_gather_v, all_to_all_v, broadcast_parts
+from gsreal.master import master_type
 from gssim import shares as share_solver
 from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, assign_buckets
 
@@ -54,9 +58,19 @@ class _Bucket:
             parameter.data = self.flat[place].view(parameter.shape)
             self.places[parameter] = place
             start = place.stop
-        self.shard = nn.Parameter(self.flat[self.own])
+        self.shard: nn.Parameter
         self.gradient: Tensor | None = None
         self.missing = set(parameters)
+
+    def take_shard(self) -> None:
+        """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32."""
+        own = self.flat[self.own]
+        self.shard = nn.Parameter(own.to(master_type(own.dtype)))
+
+    def write_back(self) -> None:
+        """Bring what was updated to the replica."""
+        if self.shard.dtype != self.flat.dtype:
+            self.flat[self.own].copy_(self.shard.detach())
 
 
 class _Incoming:
@@ -139,9 +153,9 @@ class GradientSharding:
     def _keep_own(bucket: _Bucket, gradient: Tensor, weight: float) -> None:
         """Keep the own range's gradient, which is never thresholded; later pushes of a step add to the first."""
         if bucket.shard.grad is None:
-            bucket.shard.grad = gradient * weight
+            bucket.shard.grad = gradient.to(bucket.shard.dtype, copy=True).mul_(weight)
         else:
-            bucket.shard.grad.add_(gradient, alpha=weight)
+            bucket.shard.grad.add_(gradient.to(bucket.shard.dtype), alpha=weight)
 
     def _packed(self, bucket: _Bucket, owner: int) -> tuple[Tensor | None, int]:
         """Return the message for an owner and how many entries it holds."""
@@ -162,8 +176,9 @@ class GradientSharding:
         del mask
         size = part.element_size()
         message = torch.empty(entries * (size + INDEX_BYTES), dtype=torch.uint8, device=part.device)
-        torch.index_select(part, 0, index, out=message[: entries * size].view(part.dtype))
-        message[entries * size :].view(torch.int32).copy_(index)
+        values, places = _parts(message, entries, part.dtype)
+        torch.index_select(part, 0, index, out=values)
+        places.copy_(index)
         return message, entries
 
     def _is_dense(self, entries: int, elements: int) -> bool:
@@ -224,15 +239,13 @@ class GradientSharding:
             for sender, message, entries in incoming.messages:
                 self._add(gradient, message, entries, self.weights[sender])
 
-    @staticmethod
-    def _add(gradient: Tensor, message: Tensor, entries: int | None, weight: float) -> None:
+    def _add(self, gradient: Tensor, message: Tensor, entries: int | None, weight: float) -> None:
+        """Add a contribution in the owner's precision."""
         if entries is None:
-            gradient.add_(message, alpha=weight)
+            gradient.add_(message.to(gradient.dtype), alpha=weight)
             return
-        size = gradient.element_size()
-        values = message[: entries * size].view(gradient.dtype)
-        index = message[entries * size :].view(torch.int32)
-        gradient.index_add_(0, index, values, alpha=weight)
+        values, index = _parts(message, entries, self.buckets[0].flat.dtype)
+        gradient.index_add_(0, index, values.to(gradient.dtype), alpha=weight)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -263,6 +276,8 @@ class GradientSharding:
         with self.observe("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            for bucket in self.buckets:
+                bucket.write_back()
         publish = all_gather_v if self.point_to_point else broadcast_parts
         for bucket in self.buckets:
             with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
@@ -275,6 +290,14 @@ class GradientSharding:
 
     def zero_grad(self) -> None:
         """Do nothing: gradients never outlive the bucket that they are collected in."""
+
+
+def _parts(message: Tensor, entries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the values and the indices in a sparse message; the wider of them come first, so that both are aligned."""
+    values, indices = dtype.itemsize * entries, INDEX_BYTES * entries
+    if dtype.itemsize >= INDEX_BYTES:
+        return message[:values].view(dtype), message[values:].view(torch.int32)
+    return message[indices:].view(dtype), message[:indices].view(torch.int32)
 
 
 def shard_gradients(
@@ -312,5 +335,7 @@ def shard_gradients(
     buckets = [_Bucket(i, [parameters[p] for p in members], shares, rank) for i, members in enumerate(found)]
     for tensor in [*(bucket.flat for bucket in buckets), *model.buffers()]:
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    for bucket in buckets:
+        bucket.take_shard()
     optimizer = optimizer_factory([bucket.shard for bucket in buckets])
     return GradientSharding(buckets, optimizer, group, threshold, encoding, point_to_point, observe)

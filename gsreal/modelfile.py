@@ -1,18 +1,19 @@
 """Model files: what to trace, as asked on the command line, and the traced model as TOML."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tomli_w
 import torch
 from pydantic import TypeAdapter
 
+from gsreal.build import DTYPES
 from gsreal.trace import trace, trace_at
 from gssim.result import write_text
 from gssim.scenario import load_model
-from gssim.units import UserError, validated
+from gssim.units import Precision, UserError, validated
 from gssim.workload import Model, TokenInput
 
 CLASSIFICATION = "sequence-classification"
@@ -40,12 +41,18 @@ class Request:
     auto_class: str | None
     sequence_length: int | None
     padding: int = 0
+    precision: str | None = None
+    """To trace in; None: that of the model file, or fp32."""
 
 
 def traced_model(request: Request) -> Model:
     """Return the model that `request` asks for, traced; raise UserError where it cannot be."""
     where = f"gsreal trace {request.model}"
     model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
+    if request.precision is not None:
+        if request.precision not in DTYPES:
+            raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
+        model = replace(model, traced_precision=cast(Precision, request.precision))
     if request.sequence_length is not None:
         _check_length(model, request.sequence_length, where)
         return trace_at(model, request.sequence_length, where=where)

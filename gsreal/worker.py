@@ -233,6 +233,7 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
     for step in range(3):
         inputs, targets, weights = feed.at(step)
         kept = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
+        kept += _state_of(training)  # master copies
         kept += [value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)]
         peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), kept))
     reserved = [peak for _, peak in peaks if peak is not None]

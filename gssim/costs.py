@@ -3,15 +3,11 @@
 from typing import NamedTuple
 
 from gssim.cluster import CompressionCost, DeviceType, OptimizerCost, ShardedUnitCost
-from gssim.scenario import layer_profile, peak_flop_per_s
-from gssim.units import Precision
+from gssim.optimizers import implementation_on, optimizer_moved_values, optimizer_operations
+from gssim.scenario import has_master_copy, layer_profile, master_bytes, peak_flop_per_s, value_bytes
+from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import Layer, Polynomial, Workload
 
-ADAMW_BYTES_PER_ELEMENT = 28
-"""Read parameter, gradient, two moments; write parameter, two moments: 7 fp32 values (D.4)."""
-SGD_BYTES_PER_ELEMENT = {"sgd": 12, "sgd-momentum": 20, "adamw": ADAMW_BYTES_PER_ELEMENT}
-OPERATIONS_PER_TENSOR = {"sgd": 1, "sgd-momentum": 2, "adamw": 7}
-"""Operations that torch's single-tensor optimizers issue for each parameter."""
 INDEX_BYTES = 4
 """COO entries carry an int32 index relative to the owner's range."""
 
@@ -80,11 +76,12 @@ def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
 
 def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:
     shape = {"b": batch_size, "s": workload.sequence_length or 1}
+    scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     return roofline_s(
         device,
         workload.precision,
         flop=work.flop.at(**shape),
-        moved_bytes=work.moved_bytes.at(**shape),
+        moved_bytes=work.moved_bytes.at(**shape) * scale,
         operations=work.operations,
     )
 
@@ -105,21 +102,41 @@ def roofline_s(device: DeviceType, precision: Precision, *, flop: float, moved_b
 
 
 def optimizer_time_s(
-    device: DeviceType, optimizer: str, *, elements: int, tensors: int, sharded_tensors: bool = False
+    device: DeviceType, workload: Workload, *, elements: int, tensors: int, sharded_tensors: bool = False
 ) -> float:
     """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
 
-    `sharded_tensors`: they are DTensors, each of which costs more host time.
+    `sharded_tensors`: they are DTensors, each of which costs more host time. A measured cost is of torch's default
+    implementation; one of another is read under its name, such as `adamw fused`. Without one:
+
+        t = values moved * bytes of a value / memory bandwidth + operations * overhead
     """
     if elements == 0:
         return 0.0
-    cost: OptimizerCost | None = device.optimizers.get(optimizer)
+    optimizer, decay = workload.optimizer, workload.weight_decay
+    implementation = implementation_on(device.kind, workload.optimizer_implementation)
+    default = implementation == implementation_on(device.kind, "default")
+    cost: OptimizerCost | None = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
     if cost is not None:
         each_s = cost.tensor_s + (cost.sharded_tensor_s if sharded_tensors else 0.0)
         return tensors * each_s + cost.elements_s.at(elements)
-    moved_bytes = SGD_BYTES_PER_ELEMENT[optimizer] * elements
-    operations = tensors * OPERATIONS_PER_TENSOR[optimizer]
+    values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=decay)
+    operations = optimizer_operations(
+        optimizer, implementation=implementation, tensors=tensors, device_kind=device.kind, weight_decay=decay
+    )
+    moved_bytes = values * master_bytes(workload) * elements
     return moved_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+
+
+def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int, tensors: int, casts: int) -> float:
+    """Return the time to cast `elements` between the workload's precision and its master copy's, `casts` times.
+
+    Each reads one and writes the other, tensor by tensor. Nothing where there is no master copy.
+    """
+    if not has_master_copy(workload):
+        return 0.0
+    moved_bytes = (value_bytes(workload) + master_bytes(workload)) * elements
+    return casts * (moved_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s)
 
 
 def copy_time_s(device: DeviceType, size_bytes: float) -> float:

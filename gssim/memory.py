@@ -11,10 +11,6 @@ from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Mome
 Bytes = tuple[tuple[str, float], ...]
 """Bytes by category, sorted by category."""
 
-STEP_COUNTER_BYTES = 4
-"""torch's Adam keeps a float32 step counter for each tensor."""
-OPTIMIZER_VALUES_PER_ELEMENT = {"sgd": 0, "sgd-momentum": 1, "adamw": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -203,26 +199,3 @@ def input_bytes(
         return float(batch_size * (inputs * value_bytes * channels * height * width + targets * 8))
     length = sequence_length or 1
     return float(8 * batch_size * (inputs * length + targets * (length if model.input.classes is None else 1)))
-
-
-def optimizer_state_bytes(optimizer: str, *, elements: int, tensors: int, value_bytes: int) -> float:
-    """Return the bytes that the optimizer keeps between steps.
-
-    >>> optimizer_state_bytes("adamw", elements=1000, tensors=2, value_bytes=4)
-    8008.0
-    """
-    counters = tensors * STEP_COUNTER_BYTES if optimizer == "adamw" else 0
-    return float(OPTIMIZER_VALUES_PER_ELEMENT[optimizer] * elements * value_bytes + counters)
-
-
-def optimizer_temporary_bytes(optimizer: str, *, tensor_elements: Sequence[int], value_bytes: int, kind: str) -> float:
-    """Return what an optimizer step holds beside its state, as torch's default implementation of the device does it.
-
-    CPU, one tensor after another: AdamW holds the square root and its quotient of the largest tensor (2 values an
-    element). CUDA, foreach: one value for every element. Source: torch/optim/adam.py, _single_tensor_adam and
-    _multi_tensor_adam.
-    """
-    if optimizer != "adamw" or not tensor_elements:
-        return 0.0
-    values = 2 * max(tensor_elements) if kind == "cpu" else sum(tensor_elements)
-    return float(values * value_bytes)

@@ -15,6 +15,23 @@ from gssim.units import UserError, spec, validated
 
 SCHEMA: Literal["gssim.result/1"] = "gssim.result/1"
 
+CATEGORIES = {
+    "parameters": "the model's parameters as a rank keeps them: replicas, or FSDP2's shards, its master copy",
+    "master_copy": "fp32 copies of what a rank updates, beside parameters of lower precision",
+    "gradients": "gradients of parameters, from where autograd makes them until they are copied or the update is done",
+    "buckets": "flat buffers that gradients are collected in before they travel",
+    "optimizer": "what the optimizer keeps between steps",
+    "activations": "what the forward makes and the backward needs",
+    "temporaries": "what is made and freed within a layer's forward or backward, or an update; kernel scratch",
+    "communication": "buffers that messages and collectives are sent from and received in",
+    "gathered_parameters": "whole parameters, gathered from their shards",
+    "residuals": "gradients that stayed under the threshold, kept for the next step (error feedback)",
+    "input": "the batch: inputs and targets",
+    "buffers": "the module's buffers: what it keeps that is no parameter",
+    "workspace": "what libraries take from the allocator and keep",
+}
+"""Categories of memory, and what is booked under each."""
+
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
 
 
@@ -121,6 +138,7 @@ class RankClass:
     peak_allocated_bytes: float
     peak_reserved_bytes: float | None = None
     peak_by_category_bytes: dict[str, float]
+    """Of `CATEGORIES`, at the moment of the peak, which is their sum (simulated)."""
     phases_s: dict[str, float]
     bytes_sent: float | None = None
     bytes_received: float | None = None

@@ -16,6 +16,7 @@ import numpy as np
 from gssim.machine import Machine, RankClass, is_jittery
 from gssim.program import Program, lower
 from gssim.result import (
+    CATEGORIES,
     Collective,
     Density,
     Fit,
@@ -242,10 +243,11 @@ def _rank_classes(scenario: Scenario, machine: Machine, phases: list[dict[str, f
     sent, received = machine.carried_by_rank()
     for each, same in _alike(machine, sent, received):
         memory, rank = machine.memory[each.index], int(same[0])
+        peak = {category: memory.peak[category] for category in CATEGORIES if memory.peak.get(category)}
         outcome = {
             "device": scenario.cluster.devices[rank].type,
-            "peak_allocated_bytes": memory.peak_bytes,
-            "peak_by_category_bytes": {k: v for k, v in sorted(memory.peak.items()) if v},
+            "peak_allocated_bytes": sum(peak.values()),
+            "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
             "bytes_sent": float(sent[rank]) / machine.steps,
             "bytes_received": float(received[rank]) / machine.steps,

@@ -409,6 +409,8 @@ class Model:
     module: Module
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
     traced_precision: Precision = "fp32"
+    """Bytes are of this precision, and scaled to a workload's; whole numbers, masks and sums that are kept in fp32 are
+    scaled with them, so that a trace in the workload's own precision is the more exact one."""
     traced_batch_sizes: tuple[PositiveInt, ...]
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
     exact_sequence: bool = True
@@ -435,7 +437,10 @@ class Workload:
     global_batch_size: PositiveInt
     sequence_length: PositiveInt | None = None
     precision: Precision = "fp32"
-    optimizer: Literal["sgd", "sgd-momentum", "adamw"] = "adamw"
+    """`bf16`: parameters, activations and gradients in bf16, and an fp32 master copy that the optimizer updates."""
+    optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
+    optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
+    """Which of torch's: `default` is foreach on CUDA and for-loop on a CPU; they differ in memory and time."""
     learning_rate: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: NonNegativeFloat = 0.0

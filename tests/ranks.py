@@ -68,10 +68,11 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     # float sums differ between ranks by the order of addition alone
     same = [None] * dist.get_world_size()
     dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in parameters.items()})
-    difference, size = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0)
+    difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
     return {
         "difference": difference,
         "largest_parameter": size,
+        "difference_ratio": ratio,
         "replicas_equal": all(each == same[0] for each in same),
         "collectives": [list(entry.key) for entry in collectives_of(seen)],
         "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
@@ -79,30 +80,37 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     }
 
 
-def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Return the largest difference to the parameters of the same training on one device, and the largest of those."""
+def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) -> tuple[float, float, float]:
+    """Return how far parameters are from those of the same training on one device.
+
+    The largest difference, the largest of those parameters, and the norm of the difference over that of the training.
+    """
     single = single_device(scenario)
     if single.scenario_id not in references:
         references[single.scenario_id] = trained_alone(single)
-    reference = references[single.scenario_id]
+    before, reference = references[single.scenario_id]
     assert set(reference) == set(parameters)
+    parameters = {name: p.to(reference[name].dtype) for name, p in parameters.items()}  # FSDP2 holds the master copy
     difference = max(float((parameters[name] - p).abs().max()) for name, p in reference.items())
-    return difference, max(float(p.abs().max()) for p in reference.values())
+    away = sum(float((parameters[name] - p).double().square().sum()) for name, p in reference.items())
+    trained = sum(float((p - before[name]).double().square().sum()) for name, p in reference.items())
+    return difference, max(float(p.abs().max()) for p in reference.values()), (away / trained) ** 0.5
 
 
-references: dict[str, dict[str, torch.Tensor]] = {}
-"""Parameters of the single-device trainings so far: methods of one workload share theirs."""
+references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+"""Parameters of the single-device trainings so far, before and after: methods of one workload share theirs."""
 
 
-def trained_alone(single: Any) -> dict[str, torch.Tensor]:
-    """Return all parameters after the first steps on one device."""
+def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return all parameters before and after the first steps on one device."""
     device = torch.device("cpu")
     training = build(single, Timeline(0, device), device)
     feed = Feed(single, 0, device)
+    before = full_parameters(training.module)
     for step in range(STEPS):
         inputs, targets, weights = feed.at(step)
         training.step(inputs, targets, weights, 0)
-    return full_parameters(training.module)
+    return before, full_parameters(training.module)
 
 
 def all_agree(mine: bool) -> bool:

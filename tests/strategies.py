@@ -150,7 +150,7 @@ def device_type(**changes: Any) -> dict[str, Any]:
     return {
         "kind": "cpu",
         "memory_bytes": 2**30,
-        "peak_flop_per_s": {"fp32": 1e9, "fp64": 5e8},
+        "peak_flop_per_s": {"fp32": 1e9, "fp64": 5e8, "bf16": 2e9},
         "memory_bandwidth_bytes_per_s": 1e9,
         "source": "assumed",
     } | changes
@@ -421,7 +421,7 @@ def clusters(draw: st.DrawFn, *, devices: int) -> Cluster:
     types = {
         name: device_type(
             kind=draw(st.sampled_from(["cpu", "cuda"])),
-            peak_flop_per_s={"fp32": draw(st.sampled_from([2e8, 1e9, 3e9])), "fp64": 1e8},
+            peak_flop_per_s={"fp32": draw(st.sampled_from([2e8, 1e9, 3e9])), "fp64": 1e8, "bf16": 4e8},
             operation_overhead_s=draw(st.sampled_from([0.0, 1e-5])),
             communicating_slowdown_ratio=draw(slowdown),
             neighbour_slowdown_ratio=draw(slowdown),

@@ -189,7 +189,6 @@ NOT_YET = [
     (("plan.method=gs_hier", "plan.parameters=sharded"), "plan.parameters = 'sharded': cannot run yet with method 'gs_hier'"),
     (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),
     (("plan.parameters=gathered",), "cannot run yet"),
-    (("workload.precision=bf16",), "workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64"),
     ((*GS, "plan.push.error_feedback=true"), "plan.push.error_feedback = True: cannot run yet; allowed today: False"),
     ((*GS, "plan.push.kind=relative"), "plan.push.kind = 'relative': cannot run yet; allowed today: 'absolute'"),
     ((*GS, "plan.push.aggregate=received-weight"), "plan.push.aggregate = 'received-weight': cannot run yet"),

@@ -45,6 +45,21 @@ def test_a_file_of_another_device_or_model_is_refused(other: dict):
         averaged(cluster(1.0, 2.0), other, where="f")
 
 
+def test_another_precision_is_kept_beside_the_first():
+    other = again(3.0, 4.0) | {"peak_flop_per_s": {"bf16": 2e12}}
+    other["profiles"][0]["precision"] = "bf16"
+    before = cluster(1.0, 2.0)
+    before["device_types"]["cpu"]["peak_flop_per_s"] = {"fp32": 1e12}
+    device = averaged(before, other, where="f")["device_types"]["cpu"]
+    assert device["peak_flop_per_s"] == {"fp32": 1e12, "bf16": 2e12}
+    assert [(p["precision"], p["layers"]["a"]["forward_s"]["values"]) for p in device["profiles"]] == [
+        ("fp32", [1.0, 2.0]),
+        ("bf16", [3.0, 4.0]),
+    ]
+    other["peak_flop_per_s"] = {"fp32": 3e12}
+    assert averaged(before, other, where="f")["device_types"]["cpu"]["peak_flop_per_s"]["fp32"] == 1e12
+
+
 def test_another_choice_of_batch_sizes_is_refused():
     other = again(1.0, 2.0)
     other["profiles"][0]["layers"]["a"]["forward_s"]["sizes"] = [4, 16]

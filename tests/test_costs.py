@@ -94,22 +94,23 @@ def test_a_precision_without_peak_or_profile_is_the_users_to_mend():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "values", "operations"), [("sgd", 3, 1), ("sgd-momentum", 5, 2), ("adamw", 7, 7)]
+    ("optimizer", "values", "operations"), [("sgd", 3, 1), ("sgd-momentum", 8, 3), ("adam", 18, 7), ("adamw", 18, 7)]
 )
 def test_an_optimizer_moves_every_value_and_issues_for_every_tensor(optimizer, values, operations):
-    found = costs.optimizer_time_s(device(operation_overhead_s=1e-3), optimizer, elements=1000, tensors=3)
+    workload = replace(WORKLOAD, optimizer=optimizer)
+    found = costs.optimizer_time_s(device(operation_overhead_s=1e-3), workload, elements=1000, tensors=3)
     assert found == pytest.approx(4 * values * 1000 / 1e9 + 3 * operations * 1e-3)
 
 
 def test_an_optimizer_takes_its_measured_time_where_there_is_one():
     cost = OptimizerCost(tensor_s=1.0, sharded_tensor_s=0.5, elements_s=Curve(sizes=(10,), values=(100.0,)))
     measured = replace(device(), optimizers={"adamw": cost})
-    assert costs.optimizer_time_s(measured, "adamw", elements=20, tensors=3) == 203.0
-    assert costs.optimizer_time_s(measured, "adamw", elements=20, tensors=3, sharded_tensors=True) == 204.5
+    assert costs.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3) == 203.0
+    assert costs.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3, sharded_tensors=True) == 204.5
 
 
 def test_an_optimizer_without_parameters_takes_no_time():
-    assert costs.optimizer_time_s(device(operation_overhead_s=1.0), "adamw", elements=0, tensors=3) == 0
+    assert costs.optimizer_time_s(device(operation_overhead_s=1.0), WORKLOAD, elements=0, tensors=3) == 0
 
 
 def test_thresholding_costs_by_elements_looked_at_and_sent():

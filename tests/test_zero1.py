@@ -129,7 +129,7 @@ def test_a_step_of_one_bucket_is_compute_all_reduce_the_largest_share_and_a_tree
         size_bytes=PARAMETERS, ranks=ranks, bandwidth_bytes_per_s=rate, latency_s=path_s
     )  # the bucket is complete with the last gradient: nothing hides it
     owned = [low.owned_elements(rank) for rank in range(ranks)]
-    update_s = max(costs.optimizer_time_s(device, optimizer, elements=sum(e), tensors=len(e)) for e in owned)
+    update_s = max(costs.optimizer_time_s(device, scenario.workload, elements=sum(e), tensors=len(e)) for e in owned)
     broadcast_s = depth * (6 * path_s + PARAMETERS / rate)
     step_s = simulate(loaded_of(scenario)).result.step_time_s
     assert step_s == pytest.approx(compute_s + copy_s + reduce_s + update_s + broadcast_s, rel=1e-9)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gsreal.benchmarks.bench import Bench, Settings
 from gsreal.benchmarks.communication import communicating_slowdown, communication_cost
-from gsreal.benchmarks.device import OPTIMIZERS, compression_cost, device_rates, optimizer_cost
+from gsreal.benchmarks.device import OPTIMIZERS, compression_cost, device_rates, matrix_rate, optimizer_cost
 from gsreal.benchmarks.profile import profile_model, trained_between
 from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance
@@ -50,7 +50,9 @@ def run(settings: Settings) -> dict[str, Any]:
         "memory_counter": counter.method,
         "provenance": provenance(bench.device),
     }
-    if not settings.layers_only:
+    if settings.layers_only:
+        found["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
+    else:
         found |= _device_costs(bench)
     found |= _layer_costs(bench, counter)
     if bench.ranks > 1 and not settings.layers_only:

@@ -17,7 +17,7 @@ COMPRESSION_ELEMENTS = 2**20
 def device_rates(bench: Bench) -> dict[str, float]:
     """Return matrix and copy rates, the time to issue one small operation, and the device's memory."""
     return {
-        "peak_flop_per_s": _matrix_rate(bench),
+        "peak_flop_per_s": matrix_rate(bench),
         "memory_bandwidth_bytes_per_s": _copy_rate(bench),
         "operation_overhead_s": _issue_s(bench),
         "workspace_bytes": float(_workspace_bytes(bench.device)),
@@ -25,7 +25,7 @@ def device_rates(bench: Bench) -> dict[str, float]:
     }
 
 
-def _matrix_rate(bench: Bench) -> float:
+def matrix_rate(bench: Bench) -> float:
     """Return the FLOP/s of a large square matrix product."""
     side = 1024 if bench.device.type == "cpu" else 8192
     dtype = DTYPES[bench.settings.precision]

@@ -9,14 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gsreal.build import DTYPES
 from gsreal.exchanges import all_gather_into_tensor, reduce_scatter_tensor
+from gsreal.master import master_type
 from gsreal.measure import Timeline
 from gsreal.methods.axes import data_mesh, device_mesh
 from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
 from gssim.plan import Policies
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, has_master_copy
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
@@ -25,13 +27,20 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not. On a mesh of
     two axes (HSDP), shards of gradients are all-reduced over `dp_replicate` once they are reduce-scattered. FSDP2's
     hooks carry out the plan's exchange; on a CPU it calls them on the thread that computes, so that both ways block.
+    With a master copy, the shards are it: they are cast to the workload's precision when they are gathered, and the
+    gradients are reduced in that and then cast back.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    precision = MixedPrecisionPolicy()
+    if has_master_copy(scenario.workload):
+        precision = MixedPrecisionPolicy(param_dtype=DTYPES[scenario.workload.precision])
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(master_type(parameter.dtype))
     mesh = _mesh(scenario.policies, device)
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
     _observe(module, timeline, point_to_point=scenario.policies.point_to_point, replicated=mesh.ndim > 1)
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
 

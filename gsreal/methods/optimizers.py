@@ -1,35 +1,59 @@
 """The workload's optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gsreal.master import MasterCopy, master_type
+from gssim.scenario import has_master_copy
 from gssim.workload import Workload
+
+KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the workload's kind of optimizer and its settings: torch's default form for the device.
+    """Return the workload's kind of optimizer and its settings.
 
-    One tensor at a time on a CPU, all together on a GPU.
+    torch's default form for the device: one tensor at a time on a CPU, all together on a GPU.
     """
-    settings = {"lr": workload.learning_rate, "weight_decay": workload.weight_decay, "foreach": device.type == "cuda"}
-    if workload.optimizer == "adamw":
-        return torch.optim.AdamW, settings
-    momentum = workload.momentum if workload.optimizer == "sgd-momentum" else 0.0
-    return torch.optim.SGD, settings | {"momentum": momentum}
+    wanted = workload.optimizer_implementation
+    foreach = device.type == "cuda" if wanted == "default" else wanted == "foreach"
+    settings = {
+        "lr": workload.learning_rate,
+        "weight_decay": workload.weight_decay,
+        "foreach": foreach,
+        "fused": wanted == "fused",
+    }
+    if workload.optimizer == "sgd-momentum":
+        settings["momentum"] = workload.momentum
+    return KINDS[workload.optimizer], settings
+
+
+def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """Return the same for parameters in the workload's precision: over a master copy of them where it has one."""
+    kind, settings = optimizer_of(workload, device)
+    return (partial(MasterCopy, kind=kind) if has_master_copy(workload) else kind), settings
 
 
 def make_optimizer(
-    workload: Workload, parameters: Sequence[nn.Parameter] | Any, device: torch.device
+    workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the parameters.
+    """Return the workload's optimizer over the parameters, whose precision tells whether they need a master copy.
 
     DTensors and others are groups of their own: torch's optimizers that take all tensors together refuse a mixture.
     """
-    kind, settings = optimizer_of(workload, device)
-    parameters = list(parameters)
-    kinds = [[p for p in parameters if isinstance(p, DTensor) is native] for native in (True, False)]
-    return kind([{"params": each} for each in kinds if each], **settings)
+    found = list(parameters)
+    low = any(parameter.dtype != master_type(parameter.dtype) for parameter in found)
+    kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)
+    kinds = [[p for p in found if isinstance(p, DTensor) is native] for native in (True, False)]
+    made: torch.optim.Optimizer = kind([{"params": each} for each in kinds if each], **settings)
+    return made

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gsreal.measure import Timeline
 from gsreal.methods.axes import data_group
-from gsreal.methods.optimizers import make_optimizer, optimizer_of
+from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
 from gsreal.methods.training import Training
 from gssim.plan import DDP_BUCKET_BYTES, MIB
 from gssim.scenario import Scenario
@@ -70,6 +70,6 @@ def _dealt_out_optimizer(
             with timeline.span("broadcast parameters", "exposed_communication"):
                 super()._sync_params()  # type: ignore[misc]
 
-    kind, settings = optimizer_of(workload, device)
+    kind, settings = replica_optimizer_of(workload, device)
     group = module.process_group
     return ObservedZeroRedundancyOptimizer(module.parameters(), kind, process_group=group, **settings)

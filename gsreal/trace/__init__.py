@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gsreal.trace.fit import NoPolynomialError, Shape, fitted_layers, grouped
 from gsreal.trace.parts import with_parts
 from gsreal.trace.recorder import Record
-from gsreal.trace.step import fake_module, fewest_units, record_step
+from gsreal.trace.step import fake_module, fewest_units, record_step, traced_precision
 from gssim.units import UserError
 from gssim.workload import Layer, Model, TokenInput
 
@@ -91,7 +91,7 @@ def _layers(
 def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
     """Return the bytes of the module's buffers, a number for each data type in order of first appearance."""
     sizes: dict[torch.dtype, int] = defaultdict(int)
-    with FakeTensorMode():
+    with FakeTensorMode(), traced_precision(model):
         for tensor in fake_module(model, where).buffers():
             sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
     return tuple(sizes.values())

@@ -1,15 +1,18 @@
 """One training step of a module under fake tensors, and what it showed."""
 
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from gsreal.build import build_module, example_batch, first_line, logits_of, loss_of
+from gsreal.build import DTYPES, build_module, example_batch, first_line, logits_of, loss_of
 from gsreal.layers import layer_boundaries, layer_modules
 from gsreal.tensor_slices import cut_of, slice_block
 from gsreal.trace.recorder import Record, Recorder
@@ -23,6 +26,17 @@ def fake_module(model: Model, where: str) -> nn.Module:
         return build_module(model.module, where=where)
 
 
+@contextmanager
+def traced_precision(model: Model) -> Iterator[None]:
+    """Let modules and images be made in the precision that the model is traced in, while the context lasts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[model.traced_precision])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def record_step(
     model: Model, batch_size: int, sequence_length: int | None, units: int | None = None, *, where: str
 ) -> Record:
@@ -30,7 +44,7 @@ def record_step(
 
     `units`: each block is cut, and these are what is left of it here.
     """
-    with FakeTensorMode(allow_non_fake_inputs=False):
+    with FakeTensorMode(allow_non_fake_inputs=False), traced_precision(model):
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)

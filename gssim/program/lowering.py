@@ -16,7 +16,7 @@ from gssim.plan import Policies, assign_buckets, bucket_limits
 from gssim.program.borders import Stage
 from gssim.program.division import Division, divide
 from gssim.program.owned import OwnedLayers, owned_layers
-from gssim.scenario import Scenario, schedule_of, value_bytes
+from gssim.scenario import Scenario, has_master_copy, master_bytes, schedule_of, value_bytes
 from gssim.schedule import Action, schedule
 from gssim.slices import held_model
 from gssim.units import PRECISION_BYTES, Ints
@@ -240,13 +240,23 @@ class Lowering:
 
     @cached_property
     def value_bytes(self) -> int:
-        """Bytes of one element."""
+        """Bytes of one element of what is trained with: parameters, activations, gradients, messages."""
         return value_bytes(self.scenario.workload)
 
     @cached_property
     def traced_scale(self) -> float:
         """Bytes of an element over those of the traced precision."""
         return self.value_bytes / PRECISION_BYTES[self.scenario.workload.model.traced_precision]
+
+    @cached_property
+    def master_bytes(self) -> int:
+        """Bytes of one element of what the optimizer updates, and of its state."""
+        return master_bytes(self.scenario.workload)
+
+    @cached_property
+    def has_master_copy(self) -> bool:
+        """Whether these differ."""
+        return has_master_copy(self.scenario.workload)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -8,12 +8,11 @@ from gssim.memory import (
     Event,
     footprint,
     input_bytes,
-    optimizer_state_bytes,
-    optimizer_temporary_bytes,
 )
+from gssim.optimizers import implementation_on, optimizer_state_bytes, optimizer_temporary_bytes
 from gssim.program.lowering import Bucket, Lowering
 from gssim.program.push import across
-from gssim.program.sharded import units
+from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task
 
 
@@ -24,15 +23,30 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     elements = sum(owned)
     sharded = low.policies.gradients == "reduce-scatter"  # these are DTensors
     temporary = optimizer_temporary_bytes(
-        workload.optimizer, tensor_elements=owned, value_bytes=low.value_bytes, kind=device.kind
+        workload.optimizer,
+        implementation=implementation_on(device.kind, workload.optimizer_implementation),
+        tensor_elements=owned,
+        value_bytes=low.master_bytes,
+        weight_decay=workload.weight_decay,
     )
-    events = [Event(0, temporary, "temporaries"), Event(1, -temporary, "temporaries")]
-    events.append(Event(2, -_gradient_bytes_at_end(low, rank), "gradients"))
+    cast = float(elements * low.master_bytes) if _casts_gradients(low) else 0.0
+    events = [Event(0, cast, "temporaries"), Event(1, temporary, "temporaries")]
+    events += [Event(2, -temporary, "temporaries"), Event(3, -cast, "temporaries")]
+    events.append(Event(4, -_gradient_bytes_at_end(low, rank), "gradients"))
     duration_s = costs.optimizer_time_s(
-        device, workload.optimizer, elements=elements, tensors=len(owned), sharded_tensors=sharded
+        device, workload, elements=elements, tensors=len(owned), sharded_tensors=sharded
     )
+    if not sharded:  # what was updated is copied to the parameters, which FSDP2 does as it gathers them
+        duration_s += costs.master_copy_time_s(
+            device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
+        )
     update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
     return [*tasks, update, *_published(low, rank)]
+
+
+def _casts_gradients(low: Lowering) -> bool:
+    """Return whether the optimizer casts all gradients to its own precision; where they are sharded, they are in it."""
+    return low.has_master_copy and low.policies.gradients in ("local", "all-reduce")
 
 
 def _published(low: Lowering, rank: int) -> Sequence[Task]:
@@ -117,8 +131,7 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     if gradients == "push":
         return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
-        position = low.shard_position(rank)
-        return [elements for unit in units(low) for elements in unit.own_elements(position)]
+        return owned_rows(low, rank)
     if low.deals_out_tensors:
         return low.owned_elements(rank)
     if low.deals_out_layers:
@@ -127,13 +140,17 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
 
 
 def _gradient_bytes_at_end(low: Lowering, rank: int) -> float:
-    """Return the bytes of gradients that live until the optimizer is done (DDP's are views of its buckets)."""
+    """Return the bytes of gradients that live until the optimizer is done (DDP's are views of its buckets).
+
+    A shard's are in the precision of its optimizer: owners add up in that, FSDP2 casts what it has reduced.
+    """
     gradients = low.scenario.policies.gradients
     if gradients == "all-reduce":
         return 0.0
     if gradients == "reduce-scatter":
-        return sum(unit.padded_bytes / unit.ranks for unit in units(low))
-    return float(sum(_owned_tensors(low, rank)) * low.value_bytes)
+        return sum(unit.shard_bytes for unit in units(low))
+    value_bytes = low.master_bytes if gradients == "push" else low.value_bytes
+    return float(sum(_owned_tensors(low, rank)) * value_bytes)
 
 
 def persistent(low: Lowering, rank: int) -> dict[str, float]:
@@ -144,13 +161,13 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
     parameters = float(total * low.value_bytes)
     if policies.parameters != "replicated":
         pushes = policies.gradients == "push"
-        parameters = sum(owned) * low.value_bytes if pushes else sum(u.padded_bytes / u.ranks for u in units(low))
+        parameters = sum(owned) * low.value_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
         "buffers": float(sum(workload.model.buffer_bytes)),
         "optimizer": optimizer_state_bytes(
-            workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.value_bytes
+            workload.optimizer, elements=sum(owned), tensors=len(owned), value_bytes=low.master_bytes
         ),
         "input": input_bytes(
             workload.model,
@@ -159,6 +176,8 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             value_bytes=low.value_bytes,
         ),
     }
+    if low.has_master_copy and policies.parameters == "replicated":
+        held["master_copy"] = float(sum(owned) * low.master_bytes)  # FSDP2's sharded parameters are the master copy
     if policies.gradients == "all-reduce":
         held["buckets"] = total * low.value_bytes
     return held

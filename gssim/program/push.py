@@ -120,7 +120,8 @@ def _push_bucket(
     if thresholded:
         tasks += _count_exchange(low, bucket)
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
-    posted, released = _exchange_events(low, packed, sent_bytes, received_bytes)
+    cast_bytes = _largest_cast(low, bucket, rank, [row[own] for row in entries])
+    posted, released = _exchange_events(low, packed, cast_bytes, sent_bytes, received_bytes)
     posting_s = _posting_s(low, rank, sent_bytes)
     tasks.append(Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=footprint(posted)))
     stream = "communication" if low.scenario.plan.overlap else "compute"
@@ -155,17 +156,20 @@ def _carried_as(low: Lowering) -> str:
 
 
 def _exchange_events(
-    low: Lowering, packed: Event, sent_bytes: float, received_bytes: float
+    low: Lowering, packed: Event, cast_bytes: float, sent_bytes: float, received_bytes: float
 ) -> tuple[list[Event], list[Event]]:
     """Return what is taken and given back when a push is posted, and when it has come and is added.
 
-    `packed` gives back what the messages are in. The backend's own call has them in a flat copy, and brings what comes
-    in another, until it is waited for.
+    `packed` gives back what the messages are in, once these are done; what was received goes once it is added, one
+    contribution after another, each cast to the owner's precision. The backend's own call has the messages in a flat
+    copy, and brings what comes in another, until it is waited for.
     """
+    cast = [Event(1, cast_bytes, "temporaries"), Event(2, -cast_bytes, "temporaries")]
     if low.policies.point_to_point:
-        return [Event(0, received_bytes, "communication")], [Event(0, -received_bytes, "communication"), packed]
+        came = [packed, *cast, Event(3, -received_bytes, "communication")]
+        return [Event(0, received_bytes, "communication")], came
     size = 2 * received_bytes + sent_bytes
-    return [Event(0, size, "communication"), packed], [Event(0, -size, "communication")]
+    return [Event(0, size, "communication"), packed], [*cast, Event(3, -size, "communication")]
 
 
 def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
@@ -173,6 +177,15 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
     if low.policies.point_to_point:
         return collectives.posting_s(low.scenario.cluster, sent_bytes)
     return costs.copy_time_s(low.device(rank), sent_bytes)
+
+
+def _largest_cast(low: Lowering, bucket: Bucket, rank: int, entries: Sequence[float]) -> float:
+    """Return the bytes of the largest contribution in the owner's precision, which it is added in, if it is another."""
+    if not low.has_master_copy:
+        return 0.0
+    own = low.pushed_elements(bucket, rank)
+    others = [sent for sender, sent in enumerate(entries) if sender != low.node(rank)]
+    return low.master_bytes * max((own if _is_dense(low, own, sent) else sent for sent in others), default=0)
 
 
 def _prepare(
@@ -186,7 +199,7 @@ def _prepare(
     """Return the task that takes the own gradient and thresholds and packs the rest."""
     device = low.device(rank)
     own = low.pushed_elements(bucket, rank)
-    duration_s = costs.copy_time_s(device, own * low.value_bytes)
+    duration_s = costs.copy_time_s(device, own * low.master_bytes)
     if low.scenario.plan.push.threshold is not None:
         sent = sum(entries for _, entries in messages)
         offered = low.division(bucket).places[low.place(rank)] - own
@@ -204,9 +217,11 @@ def _prepare_need(
     `messages`: (bytes, entries) for each owner. Where the bucket was reduced beside the compute, it is given back now.
     """
     sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
-    whole = float(bucket.elements * low.value_bytes)
+    whole, mine = float(bucket.elements * low.value_bytes), float(sizes[own] * low.master_bytes)
     # later pushes of a step add to the gradient that the first one left
-    events = [Event(0, float(sizes[own] * low.value_bytes), "gradients")] if _is_first_push(micro_batch) else []
+    events = [Event(0, mine, "gradients")]
+    if not _is_first_push(micro_batch):
+        events = [Event(0, mine, "temporaries"), Event(0, -mine, "temporaries")] if low.has_master_copy else []
     if low.places > 1 and low.overlaps:
         events.insert(0, Event(-1, -whole, "buckets"))
     if low.scenario.plan.push.threshold is None:

@@ -43,6 +43,8 @@ class Tensors:
     parameters: tuple[Parameter, ...]
     ranks: int
     value_bytes: int
+    master_bytes: int
+    """Bytes of an element of a shard: FSDP2 keeps it, and its gradient, in the precision of the optimizer."""
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:
@@ -59,6 +61,11 @@ class Tensors:
     def padded_bytes(self) -> int:
         """Bytes of the gathered parameters: each padded in its first dimension to a multiple of the ranks."""
         return self.ranks * sum(self.shard_elements) * self.value_bytes
+
+    @cached_property
+    def shard_bytes(self) -> int:
+        """Bytes of the parameters, or of their gradients, that one rank keeps, padding included."""
+        return sum(self.shard_elements) * self.master_bytes
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -108,6 +115,21 @@ class Unit:
         return self.padded_bytes if self.ranks > 1 else 0
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of the parameters, or of their gradients, that one rank keeps."""
+        return self.tensors.shard_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one rank's part of what travels."""
+        return self.padded_bytes // self.ranks
+
+    @property
+    def casts(self) -> bool:
+        """Whether what travels is of another precision than what is kept."""
+        return self.tensors.value_bytes != self.tensors.master_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of the unsharded gradients."""
         return self.tensors.gradient_bytes
@@ -124,18 +146,26 @@ class Unit:
 
 def units(low: Lowering) -> tuple[Unit, ...]:
     """Return FSDP2's units in the order in which they are gathered: the root first, then each block."""
-    ranks, value_bytes = low.shards, low.value_bytes
+    ranks, sizes = low.shards, (low.value_bytes, low.master_bytes)
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     whole = tuple(parameter for instance in root for parameter in instance.layer.parameters)
-    found = [Unit("root", root, Tensors(whole, ranks, value_bytes))] if whole else []
+    found = [Unit("root", root, Tensors(whole, ranks, *sizes))] if whole else []
     repeated: dict[int, Tensors] = {}
     for instance in low.layers:
         layer = instance.layer
         if layer.block and layer.parameters:
             if id(layer) not in repeated:
-                repeated[id(layer)] = Tensors(layer.parameters, ranks, value_bytes)
+                repeated[id(layer)] = Tensors(layer.parameters, ranks, *sizes)
             found.append(Unit(instance.module, (instance,), repeated[id(layer)]))
     return tuple(found)
+
+
+def owned_rows(low: Lowering, rank: int) -> list[int]:
+    """Return the elements that `rank` keeps of each parameter, in the model's order, which is the optimizer's."""
+    own: dict[int, int] = {}
+    for unit in units(low):
+        own |= zip(map(id, unit.parameters), unit.own_elements(low.shard_position(rank)), strict=True)
+    return [own[id(parameter)] for _, parameter in low.parameters]
 
 
 Places = Mapping[str, Sequence[Task]]
@@ -244,21 +274,21 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
             Event(1, -before.padded_bytes if before else 0, "communication"),
             Event(2, unit.padded_bytes, "communication"),
             Event(3, -unit.gradient_bytes, "gradients"),
-            Event(4, unit.padded_bytes / unit.ranks, "gradients"),
-            *([added] if overlaps or unit.ranks == 1 else []),
+            Event(4, unit.chunk_bytes, "communication" if unit.casts else "gradients"),
+            *([added] if (overlaps or unit.ranks == 1) and not unit.casts else []),
         ),
     )
     tasks = [copy]
     if unit.ranks > 1:
         communication = low.communications[name] = _exchange(low, "reduce-scatter", unit.padded_bytes)
-        need = NOTHING if overlaps else _need(*_staging(low, communication, 0), added)
+        need = NOTHING if overlaps else _need(*_staging(low, communication, 0), *([] if unit.casts else [added]))
         tasks.append(_beside(name, copy.label, "communication", need) if overlaps else _blocking(name, need))
     if low.replicates:
-        name, before_it = _all_reduce_name(unit), tasks[-1].label
-        size = unit.padded_bytes / unit.ranks
-        low.communications[name] = low.communication("all-reduce", "dp_replicate", size)
-        tasks.append(_beside(name, before_it, "replication", NOTHING) if overlaps else _blocking(name, NOTHING))
-    return tasks
+        all_reduce, before_it = _all_reduce_name(unit), tasks[-1].label
+        low.communications[all_reduce] = low.communication("all-reduce", "dp_replicate", unit.chunk_bytes)
+        beside = _beside(all_reduce, before_it, "replication", NOTHING)
+        tasks.append(beside if overlaps else _blocking(all_reduce, NOTHING))
+    return [*tasks, *_cast(low, rank, unit, f"cast {name}", added)]
 
 
 def _beside(name: str, after: str, stream: str, need: Footprint) -> Task:
@@ -269,6 +299,24 @@ def _beside(name: str, after: str, stream: str, need: Footprint) -> Task:
 def _blocking(name: str, need: Footprint) -> Task:
     """Return a collective that blocks the compute."""
     return Task(name, "exposed_communication", communication=name, need=need)
+
+
+def _cast(low: Lowering, rank: int, unit: Unit, name: str, added: Event) -> list[Task]:
+    """Return the cast of what was reduced to the precision of the shard (foreach_reduce), if it is another.
+
+    Where collectives overlap, it runs behind the collective and beside the compute, but its memory is taken, and the
+    reduced gradients' given back, when the host issues both. `added`: where it is added to what is there.
+    """
+    if not unit.casts:
+        return []
+    need = _need(Event(0, unit.shard_bytes, "gradients"), Event(1, -unit.chunk_bytes, "communication"), added)
+    duration_s = costs.master_copy_time_s(
+        low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
+    )
+    if not low.overlaps:
+        return [Task(name, "backward", duration_s=duration_s, need=need)]
+    stream = "replication" if low.replicates else "communication"
+    return [Task(f"issue {name}", "backward", need=need), Task(name, "backward", stream, duration_s=duration_s)]
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -310,20 +358,28 @@ def _gather_name(unit: Unit, phase: str) -> str:
     return f"all-gather {unit.name}" + (" backward" if phase == "backward" else "")
 
 
-def _gather(low: Lowering, unit: Unit, phase: str, after: tuple[str, ...]) -> list[Task]:
-    """Return the gather of a unit into a flat buffer that it leaves behind; `after` is what it waits for on nccl."""
+def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, ...]) -> list[Task]:
+    """Return the gather of a unit into a flat buffer that it leaves behind; `after` is what it waits for on nccl.
+
+    A shard of another precision is first cast, to a copy that is held until the gather is done (on nccl: issued).
+    """
     if unit.ranks == 1:
         return []
     name = _gather_name(unit, phase)
     communication = low.communications[name] = _exchange(low, "all-gather", unit.padded_bytes)
-    flat = Event(0, unit.flat_bytes, "communication")
+    copy_bytes = unit.chunk_bytes if unit.casts else 0
+    flat = [Event(0, copy_bytes, "communication"), Event(1, unit.flat_bytes, "communication")]
+    cast_s = costs.master_copy_time_s(
+        low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
+    )
     if low.overlaps:
-        return [
-            Task(f"issue {name}", phase, need=_need(flat)),
-            Task(name, "exposed_communication", "communication", communication=name, after=after),
-        ]
-    need = _need(flat, *_staging(low, communication, 1))
-    return [Task(name, "exposed_communication", communication=name, need=need)]
+        issued = _need(*flat, Event(2, -copy_bytes, "communication"))
+        cast = [Task(f"cast {name}", phase, "communication", duration_s=cast_s, after=after)] if unit.casts else []
+        gather = Task(name, "exposed_communication", "communication", communication=name, after=after)
+        return [Task(f"issue {name}", phase, need=issued), *cast, gather]
+    need = _need(*flat, *_staging(low, communication, 2), Event(3, -copy_bytes, "communication"))
+    tasks = [Task(f"cast {name}", phase, duration_s=cast_s)] if unit.casts else []
+    return [*tasks, Task(name, "exposed_communication", communication=name, need=need)]
 
 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
@@ -336,8 +392,18 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
             low.device(rank), phase="f", tensors=len(unit.parameters), copied_bytes=unit.padded_bytes
         ),
         after=(name,) if low.overlaps and unit.ranks > 1 else (),
-        need=_need(Event(0, unit.padded_bytes, "gathered_parameters"), Event(1, -freed_bytes, "communication")),
+        need=_need(
+            Event(0, unit.padded_bytes, "gathered_parameters"),
+            *_alone(unit),
+            Event(2, -freed_bytes, "communication"),
+        ),
     )
+
+
+def _alone(unit: Unit) -> list[Event]:
+    """Return what a rank alone holds while it copies parameters of another precision: its last one's cast."""
+    size = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
+    return [Event(0, size, "communication"), Event(1, -size, "communication")]
 
 
 def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:
@@ -354,7 +420,7 @@ def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:
         copy = _copy_out(low, rank, unit, "forward", held)
         first = low.layers[0] if unit.is_root else unit.layers[0]
         start = () if number else (FORWARD_BEGIN,)
-        before[f"forward {first.module}"] += [*_gather(low, unit, "forward", after or start), copy]
+        before[f"forward {first.module}"] += [*_gather(low, rank, unit, "forward", after or start), copy]
         held = unit.flat_bytes
     end = Task("forward end", "forward", need=_need(Event(0, -held, "communication")))
     before[f"forward {low.layers[-1].module}"].append(end)
@@ -373,11 +439,11 @@ def _gather_backward(low: Lowering, rank: int) -> dict[str, list[Task]]:
         return before
     last_copy = (f"copy out {_gather_name(blocks[0], 'forward')}",)
     issuer = low.layers[-2] if found[0].is_root else blocks[0].layers[0]
-    before[backward_begin(low, issuer)] += _gather(low, blocks[0], "backward", last_copy)
+    before[backward_begin(low, issuer)] += _gather(low, rank, blocks[0], "backward", last_copy)
     for number, unit in enumerate(blocks):
         copy = _copy_out(low, rank, unit, "backward", unit.flat_bytes)
         new = [copy]
         if number + 1 < len(blocks):
-            new += _gather(low, blocks[number + 1], "backward", (copy.label,))
+            new += _gather(low, rank, blocks[number + 1], "backward", (copy.label,))
         before[backward_begin(low, unit.layers[0])] += new
     return before

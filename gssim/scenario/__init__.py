@@ -3,7 +3,15 @@
 from gssim.scenario.checks import check
 from gssim.scenario.loading import load_cluster, load_model, load_scenario, read_toml
 from gssim.scenario.question import Loaded, Run, Scenario, single_device
-from gssim.scenario.rates import layer_profile, peak_flop_per_s, sample_costs, takes_tokens, value_bytes
+from gssim.scenario.rates import (
+    has_master_copy,
+    layer_profile,
+    master_bytes,
+    peak_flop_per_s,
+    sample_costs,
+    takes_tokens,
+    value_bytes,
+)
 from gssim.scenario.stages import schedule_of, stages_per_rank
 
 __all__ = [
@@ -11,10 +19,12 @@ __all__ = [
     "Run",
     "Scenario",
     "check",
+    "has_master_copy",
     "layer_profile",
     "load_cluster",
     "load_model",
     "load_scenario",
+    "master_bytes",
     "peak_flop_per_s",
     "read_toml",
     "sample_costs",

@@ -19,8 +19,6 @@ def check(scenario: Scenario, *, file: str) -> None:
     refuse_what_cannot_run(scenario.plan, policies, file=file)
     _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
-    if scenario.workload.precision == "bf16":
-        raise UserError(f"{file}: workload.precision = 'bf16': cannot run yet; allowed today: fp32, fp64")
     _check_shares(scenario, policies, file)
     _check_pipeline(scenario, policies, file)
     if policies.tp > 1:

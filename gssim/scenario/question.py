@@ -170,6 +170,8 @@ class Scenario:
         del workload["model"]["sliced_layers"]  # follows from the module too
         source = workload["model"]["input"]
         workload["model"]["input"] = {key: value for key, value in source.items() if value is not None}
+        if workload["optimizer_implementation"] == "default":
+            del workload["optimizer_implementation"]  # what earlier results mean by saying nothing
         for layer in workload["model"]["layers"]:
             dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
             for key in [key for key in layer if key.startswith(dropped)]:

@@ -82,6 +82,19 @@ def value_bytes(workload: Workload) -> int:
     return PRECISION_BYTES[workload.precision]
 
 
+def has_master_copy(workload: Workload) -> bool:
+    """Return whether the optimizer updates a copy of higher precision than the parameters that are trained with."""
+    return master_bytes(workload) > value_bytes(workload)
+
+
+def master_bytes(workload: Workload) -> int:
+    """Return the bytes of one element as the optimizer keeps and updates it.
+
+    Source: Rajbhandari et al. 2019, "ZeRO", section 3.1: fp16 parameters and gradients, an fp32 copy and moments.
+    """
+    return max(value_bytes(workload), PRECISION_BYTES["fp32"])
+
+
 def takes_tokens(model: Model) -> bool:
     """Return whether the model reads tokens (else images)."""
     return isinstance(model.input, TokenInput)

@@ -1,0 +1,58 @@
+"""Parameters in low precision with a master copy of higher precision, which the optimizer updates.
+
+    optimizer = MasterCopy(model.bfloat16().parameters(), torch.optim.AdamW, lr=1e-3)
+
+Then used like any other optimizer. The reason is in Micikevicius et al. 2018, "Mixed precision training", section 3.1:
+an update that is small beside its parameter is lost in bf16, whose significand has 8 bits, but adds up in the master
+copy. Memory beside the parameters: 4 bytes an element for the master copy, the inner optimizer's state in
+fp32, and while it updates, the gradients cast to fp32.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MASTER = torch.float32
+
+
+def master_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which parameters of type `dtype` are updated: at least fp32."""
+    return torch.promote_types(dtype, MASTER)
+
+
+class MasterCopy(torch.optim.Optimizer):
+    """An optimizer of type `kind` over copies of the parameters in fp32; after each step they are cast back."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        kind: Callable[..., torch.optim.Optimizer],
+        **settings: Any,
+    ) -> None:
+        super().__init__(params, settings)
+        groups = [
+            {**group, "params": [nn.Parameter(p.detach().to(master_type(p.dtype), copy=True)) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        self.inner = kind(groups, **settings)
+        self.state = self.inner.state
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give every parameter with its master copy."""
+        for group, copies in zip(self.param_groups, self.inner.param_groups, strict=True):
+            yield from zip(group["params"], copies["params"], strict=True)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the master copies by the parameters' gradients, and the parameters by them; takes no closure."""
+        assert closure is None, "a master copy is updated without a closure"
+        for group, copies in zip(self.param_groups, self.inner.param_groups, strict=True):
+            copies.update({key: value for key, value in group.items() if key != "params"})  # a scheduler's changes
+        for parameter, master in self.pairs():
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        self.inner.step()
+        for parameter, master in self.pairs():
+            master.grad = None
+            parameter.copy_(master)

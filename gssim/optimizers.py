@@ -1,0 +1,118 @@
+"""What torch's optimizers keep between steps, hold while they update, and do: by kind and by implementation.
+
+[Note: implementations] torch has three of each optimizer (torch 2.13, torch/optim: sgd.py, adam.py). `for-loop` updates
+one tensor after another, each with several operations. `foreach` runs the same operations over lists of tensors: on
+CUDA a launch takes many tensors, on a CPU each operation is a loop over them again. `fused` does all in one kernel.
+torch's default is foreach on CUDA and for-loop on a CPU.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+Implementation = Literal["for-loop", "foreach", "fused"]
+
+STEP_COUNTER_BYTES = 4
+"""torch's Adam keeps a float32 step counter for each tensor."""
+VALUES_KEPT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+"""Values of an element that are kept from step to step."""
+COUNTS_STEPS = ("adam", "adamw")
+DECOUPLES_DECAY = ("adamw",)
+"""Weight decay scales the parameters in place; the others add it to (a copy of) the gradient."""
+OPERATIONS = {"sgd": 1, "sgd-momentum": 3, "adam": 7, "adamw": 7}
+"""Operations on a tensor, or on all in a list, without weight decay, which is one more."""
+VALUES_MOVED = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 18}
+"""Values of an element that these operations read and write one after another, none of them kept in a cache.
+
+Adam: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4; momentum: mul 2, add 3, add 3. A calibrated H200's
+slope agrees: 71, 33 and 14 bytes an element for foreach AdamW, momentum and SGD.
+"""
+FUSED_VALUES_MOVED = {"sgd": 3, "sgd-momentum": 5, "adam": 7, "adamw": 7}
+"""Each value once: parameter and state read and written, the gradient read."""
+TENSORS_PER_LAUNCH = 36
+"""Of four tensors an element; ATen/native/cuda/MultiTensorApply.cuh, depth_to_max_tensors."""
+
+
+def implementation_on(device_kind: str, wanted: str) -> Implementation:
+    """Return the implementation that runs on a kind of device where `wanted` was asked for.
+
+    >>> implementation_on("cuda", "default"), implementation_on("cuda", "fused")
+    ('foreach', 'fused')
+    """
+    if wanted == "default":
+        return "for-loop" if device_kind == "cpu" else "foreach"
+    assert wanted in ("for-loop", "foreach", "fused"), wanted
+    return wanted  # type: ignore[return-value]
+
+
+def optimizer_state_bytes(optimizer: str, *, elements: int, tensors: int, value_bytes: int) -> float:
+    """Return the bytes that the optimizer keeps between steps.
+
+    >>> optimizer_state_bytes("adamw", elements=1000, tensors=2, value_bytes=4)
+    8008.0
+    """
+    counters = tensors * STEP_COUNTER_BYTES if optimizer in COUNTS_STEPS else 0
+    return float(VALUES_KEPT[optimizer] * elements * value_bytes + counters)
+
+
+def optimizer_temporary_bytes(
+    optimizer: str,
+    *,
+    implementation: Implementation,
+    tensor_elements: Sequence[int],
+    value_bytes: int,
+    weight_decay: float = 0.0,
+) -> float:
+    """Return what an optimizer step holds beside its state at its worst moment (not the first, which makes the state).
+
+    fused: nothing. foreach: one value of every element, Adam's root of the second moment or the gradients with weight
+    decay added; the latter are gone before the former is made. for-loop: a copy of the gradient where weight decay is
+    added to it, and for Adam the root and its quotient, while the name `denom` still holds the tensor before.
+
+    >>> optimizer_temporary_bytes("adamw", implementation="for-loop", tensor_elements=[10, 20], value_bytes=4)
+    200.0
+    """
+    adds_decay = weight_decay > 0 and optimizer not in DECOUPLES_DECAY
+    is_adam = optimizer in COUNTS_STEPS
+    sizes = [0, *tensor_elements]
+    if implementation == "fused" or len(sizes) == 1 or not (is_adam or adds_decay):
+        return 0.0
+    if implementation == "foreach":
+        return float(sum(sizes) * value_bytes)
+    copies = 2 * is_adam + adds_decay
+    return float(max(is_adam * before + copies * now for before, now in pairwise(sizes)) * value_bytes)
+
+
+def optimizer_operations(
+    optimizer: str, *, implementation: Implementation, tensors: int, device_kind: str, weight_decay: float = 0.0
+) -> int:
+    """Return how many operations the host issues in a step.
+
+    for-loop, and foreach on a CPU: all of each tensor. foreach on CUDA: a launch of each for as many tensors as one
+    takes, and Adam's step counters, which are on the host, one by one. fused: one operation for as many, or for each.
+
+    >>> optimizer_operations("adamw", implementation="for-loop", tensors=100, device_kind="cuda")
+    700
+    >>> optimizer_operations("adamw", implementation="foreach", tensors=100, device_kind="cuda")
+    121
+    """
+    launches = tensors if device_kind == "cpu" else math.ceil(tensors / TENSORS_PER_LAUNCH)
+    if implementation == "fused":
+        return launches
+    each = OPERATIONS[optimizer] + (weight_decay > 0)
+    if implementation == "for-loop" or device_kind == "cpu":
+        return tensors * each
+    return launches * each + (tensors if optimizer in COUNTS_STEPS else 0)
+
+
+def optimizer_moved_values(optimizer: str, *, implementation: Implementation, weight_decay: float = 0.0) -> int:
+    """Return how many values of each element a step reads and writes.
+
+    >>> optimizer_moved_values("adamw", implementation="foreach", weight_decay=0.01)
+    20
+    """
+    if implementation == "fused":
+        return FUSED_VALUES_MOVED[optimizer]
+    decay = 0 if weight_decay == 0 else 2 if optimizer in DECOUPLES_DECAY else 3
+    return VALUES_MOVED[optimizer] + decay
