@@ -307,7 +307,7 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    composed = policies.tp > 1 and (policies.data_ranks > 1 or policies.gradients != "local" or policies.pp > 1)
+    composed = policies.tp > 1 and (policies.partition == "weight-gradient" or policies.pp > 1)
     runs = DIVIDES_WEIGHT_GRADIENTS if policies.partition == "weight-gradient" else RUNS_TODAY
     if combination not in runs or composed:
         allowed = ", ".join(PRESETS)

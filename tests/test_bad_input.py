@@ -190,7 +190,7 @@ NOT_YET = [
     (("plan.method=gs_z3", "plan.exchange=backend"), "plan.exchange = 'backend': cannot run yet with method 'gs_z3'; allowed"),
     (("plan.method=gs_hier", "plan.exchange=backend"), "plan.exchange = 'backend': cannot run yet with method 'gs_hier'; allowed"),
     (("plan.method=gs_hier", "plan.parameters=sharded"), "plan.parameters = 'sharded': cannot run yet with method 'gs_hier'"),
-    (("plan.tp=2", "plan.dp_replicate=1"), "cannot run yet"),
+    (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),
     (("plan.parameters=gathered",), "cannot run yet"),
     ((*GS, "plan.push.error_feedback=true"), "plan.push.error_feedback = True: cannot run yet; allowed today: False"),
     ((*GS, "plan.push.kind=relative"), "plan.push.kind = 'relative': cannot run yet; allowed today: 'absolute'"),

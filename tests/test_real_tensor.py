@@ -7,16 +7,18 @@ import pytest
 from real_runs import predicted, run_cases, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
 pytestmark = pytest.mark.real
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+IMAGES = ["workload.global_batch_size=12"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
 """Design section 10, relative to the largest parameter."""
 BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
-UNEVEN = {2: "plan.shares.shards=[0.7,0.3]", 3: "plan.shares.shards=[0.5,0.25,0.25]"}
+UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 
 
 def tiny_gpt2(folder: Path) -> Path:
@@ -42,33 +44,41 @@ def tiny_gpt2(folder: Path) -> Path:
 
 
 def cases_for(ranks: int, gpt2: Path) -> dict[str, dict[str, object]]:
-    tensor, uneven = ["plan.method=tensor"], ["plan.method=gs_tp", UNEVEN[ranks]]
-    found = {
-        "gpt-uneven-sgd": [*GPT, *SGD, *uneven],
-        "gpt-uneven-adamw": [*GPT, *ADAMW64, *uneven],
-        "bert-uneven-recompute-sgd": [*GPT, *SGD, *uneven, "plan.recompute=full"],
-        "resnet-uneven-sgd": ["workload.global_batch_size=12", *SGD, *uneven],
-    }
-    if ranks == 2:
-        found |= {
-            "gpt-even-sgd": [*GPT, *SGD, *tensor],
-            "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
-            "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
-            "resnet-even-sgd": ["workload.global_batch_size=12", *SGD, *tensor],
-            "gpt-hugging-face-adamw": [f"workload.model={gpt2}", *GPT, *ADAMW64, *uneven],
-        }
+    found = on_two_ranks(gpt2) if ranks == 2 else on_four_ranks()
     return {
         name: {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *overrides]}
         for name, overrides in found.items()
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+def on_two_ranks(gpt2: Path) -> dict[str, list[str]]:
+    tensor = ["plan.method=tensor"]
+    return {
+        "gpt-even-sgd": [*GPT, *SGD, *tensor],
+        "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
+        "gpt-uneven-adamw": [*GPT, *ADAMW64, *UNEVEN],
+        "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
+        "bert-uneven-selective-sgd": [*GPT, *SGD, *UNEVEN, "plan.recompute=selective"],
+        "resnet-even-sgd": [*IMAGES, *SGD, *tensor],
+        "gpt-hugging-face-adamw": [f"workload.model={gpt2}", *GPT, *ADAMW64, *UNEVEN],
+    }
+
+
+def on_four_ranks() -> dict[str, list[str]]:
+    replicas, shards = ["plan.tp=2", "plan.dp_replicate=2"], ["plan.tp=2", "plan.dp_shard=2"]
+    return {
+        "resnet-uneven-sgd": [*IMAGES, *SGD, "plan.method=gs_tp", "plan.shares.shards=[0.4,0.3,0.2,0.1]"],
+        "gpt-ddp-sgd": [*GPT, *SGD, "plan.method=ddp", *replicas, "plan.shares.batch=[0.75,0.25]"],
+        "gpt-zero3-adamw": [*GPT, *ADAMW64, "plan.method=zero3", *shards],
+        "gpt-gs-sgd": [*GPT, *SGD, "plan.method=gs", *shards, "plan.shares.shards=[0.7,0.3]"],
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
-    cases = cases_for(request.param, tiny_gpt2(folder))
+    cases = cases_for(request.param, tiny_gpt2(folder) if request.param == 2 else folder)
     return cases, run_cases(folder, cases, ranks=request.param)
 
 

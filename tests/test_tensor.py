@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import MODEL_TOML, device_type, loaded_of, scenario_of, star
+from strategies import MODEL_TOML, device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.cluster import Curve, LayerProfile, Profile
 from gssim.costs import layer_time_s
@@ -273,6 +273,59 @@ def test_how_blocks_are_cut_is_told_by_the_method():
     assert resolve(Plan(method="gs_tp"), devices=4).tp == 4
 
 
+# Beside replicas and shards -------------------------------------------------------------------------------------------
+
+
+def collectives_of(scenario: Scenario) -> set[tuple]:
+    return {entry.key for entry in simulate(loaded_of(scenario)).result.collectives}
+
+
+def test_tensor_groups_sum_for_themselves_and_parts_of_the_model_with_their_replicas():
+    scenario = sliced_scenario({"method": "ddp", "dp_replicate": 2, "tp": 2, "shares": {"batch": (0.75, 0.25)}}, 4)
+    local_bytes = 4 * (64 + 2 * (8 + 4) + 64)  # half of each block's weight, all of the rest
+    assert collectives_of(scenario) == {
+        ("all-reduce", (0, 1), 16 * 6 * 4, 6),
+        ("all-reduce", (2, 3), 16 * 2 * 4, 6),
+        ("all-reduce", (0, 2), local_bytes, 1),
+        ("all-reduce", (1, 3), local_bytes, 1),
+    }
+    assert scenario.batch_sizes == (6, 6, 2, 2)
+
+
+def test_parts_of_unequal_size_may_cut_their_backward_where_they_like():
+    plan = {"method": "gs_tp", "gradients": "all-reduce", "dp_replicate": 2, "tp": 2, "bucket_bytes": 60}
+    scenario = sliced_scenario(plan | {"shares": {"shards": (0.75, 0.25)}}, 4)
+    counts = {group: sum(n for kind, g, _, n in collectives_of(scenario) if g == group) for group in ((0, 1), (0, 2))}
+    assert counts[0, 1] == 6
+    parts = [{task.label for task in tasks_of(scenario, rank) if "part" in task.label} for rank in (0, 1)]
+    assert parts[0] != parts[1]
+
+
+@pytest.mark.parametrize("batch", [(0.25,) * 4, (0.5, 0.25, 0.125, 0.125)], ids=["even", "uneven"])
+@pytest.mark.parametrize("method", ["ddp", "zero3", "gs"])
+def test_replicas_that_are_alike_are_simulated_once_with_the_same_result(method, batch):
+    axis = "dp_replicate" if method == "ddp" else "dp_shard"
+    scenario = sliced_scenario({"method": method, axis: 4, "tp": 2, "shares": {"batch": batch}}, 8)
+    folded, unfolded = (simulate(loaded_of(scenario), unfolded=whole).result for whole in (False, True))
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert set(folded.collectives) == set(unfolded.collectives)
+    peaks = [
+        {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
+        for result in (folded, unfolded)
+    ]
+    assert peaks[0] == peaks[1]
+    if method == "ddp" and len(set(batch)) == 1:
+        assert len(machine_of(scenario)[0].classes) == 1, "slices are alike too"
+
+
+def test_shards_of_gs_are_among_the_ranks_that_hold_the_same_part():
+    plan = {"method": "gs", "dp_shard": 2, "tp": 2, "shares": {"shards": (0.75, 0.25)}}
+    assert sliced_scenario(plan, 4).shard_shares == (0.75, 0.75, 0.25, 0.25)
+    cut = {"method": "gs_tp", "gradients": "all-reduce", "dp_replicate": 2, "tp": 2, "shares": {"shards": (0.75, 0.25)}}
+    assert sliced_scenario(cut, 4).slice_shares == (0.75, 0.25)
+    assert sliced_scenario(cut, 4).shard_shares == (0.5,) * 4
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +339,7 @@ def test_how_blocks_are_cut_is_told_by_the_method():
         ({"method": "gs_tp", "shares": {"shards": (0.5, 0.25, 0.25)}}, 2, "3 shares for 2 ranks"),
         ({"method": "tensor", "shares": {"shards": (0.75, 0.25)}}, 2, "cannot shard unevenly"),
         ({"method": "gs_tp", "shares": {"batch": (0.5, 0.5)}}, 2, "2 shares for 1 ranks"),
+        ({"method": "tensor", "tp": 2, "dp_replicate": 2}, 4, "the mesh axes make 2 replicas"),
     ],
 )
 def test_blocks_that_cannot_be_cut_so_are_refused(plan, ranks, message):

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gsreal.measure import Timeline
+from gsreal.methods.axes import device_mesh
 from gsreal.methods.blocks import checkpoint_blocks
 from gsreal.methods.fully_sharded import fully_shard_parameters
 from gsreal.methods.optimizers import make_optimizer
@@ -17,7 +17,6 @@ from gsreal.methods.tensor import slice_blocks
 from gsreal.methods.training import Training, Weights
 from gsreal.methods.weight_gradient import train_owned_layers
 from gsreal.tensor_slices import whole_parameter
-from gssim.mesh import AXES
 from gssim.scenario import Scenario
 
 __all__ = ["Training", "Weights", "checkpoint_blocks", "full_parameters", "make_optimizer", "prepare"]
@@ -41,16 +40,11 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     if scenario.plan.recompute != "none":
         checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
     if policies.tp > 1:
-        slice_blocks(scenario, module, timeline, _mesh(scenario, device)["tp"])
+        slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
     return apply(scenario, module, timeline, device)
-
-
-def _mesh(scenario: Scenario, device: torch.device) -> DeviceMesh:
-    """Return the ranks on the plan's axes."""
-    return init_device_mesh(device.type, scenario.policies.mesh.sizes, mesh_dim_names=AXES)
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.build import DTYPES
 from gsreal.exchanges import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.master import master_type
 from gsreal.measure import Timeline
+from gsreal.methods.axes import data_mesh, device_mesh
 from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
@@ -50,7 +51,8 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
         yield
 
     sync_each = scenario.policies.gradient_sync == "micro-batch"
-    return Training(module, optimizer, timeline, scale=float(scenario.ranks), sync_each=sync_each, syncing=syncing)
+    scale = float(scenario.policies.data_ranks)
+    return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
 
 
 def _observe(module: nn.Module, timeline: Timeline, *, point_to_point: bool, replicated: bool) -> None:
@@ -96,8 +98,7 @@ def _observe(module: nn.Module, timeline: Timeline, *, point_to_point: bool, rep
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks on one axis, or on two where what is sharded is replicated."""
+    """Return the ranks that hold the same part of the model, on one axis, or on two where shards are replicated."""
     if policies.dp_replicate == 1:
-        return init_device_mesh(device.type, (policies.dp_shard,))
-    axes = ("dp_replicate", "dp_shard")
-    return init_device_mesh(device.type, (policies.dp_replicate, policies.dp_shard), mesh_dim_names=axes)
+        return data_mesh(policies, device, "dp_shard")
+    return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]

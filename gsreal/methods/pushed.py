@@ -3,10 +3,12 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gsreal.gradient_sharding import shard_gradients
 from gsreal.measure import Timeline
+from gsreal.methods.axes import data_group
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
 from gssim.scenario import Scenario
@@ -15,13 +17,14 @@ from gssim.workload import gradient_order, unrolled
 
 def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
-    plan = scenario.plan
+    plan, mesh, rank = scenario.plan, scenario.policies.mesh, dist.get_rank()
     layers = unrolled(scenario.workload.model)
     order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
     optimizer = shard_gradients(
         module,
         lambda shards: make_optimizer(scenario.workload, shards, device),
-        shard_shares=scenario.shard_shares,
+        group=data_group(scenario.policies, device, "dp_shard"),
+        shard_shares=[scenario.shard_shares[each] for each in mesh.group(rank, "dp_shard")],
         threshold=plan.push.threshold,
         encoding=plan.push.encoding,
         point_to_point=scenario.policies.point_to_point,

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.measure import Timeline
+from gsreal.methods.axes import data_group
 from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
 from gsreal.methods.training import Training
 from gssim.plan import DDP_BUCKET_BYTES, MIB
@@ -33,6 +34,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         parameter.register_post_accumulate_grad_hook(note)
     cap = scenario.plan.bucket_bytes
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
+    options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
     optimizer = make(scenario.workload, wrapped, timeline, device)
@@ -44,7 +46,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         wrapped,
         optimizer,
         timeline,
-        scale=float(scenario.ranks),
+        scale=float(scenario.policies.data_ranks),
         last_gradient=last,
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
@@ -62,7 +64,7 @@ def _dealt_out_optimizer(
     workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
 ) -> torch.optim.Optimizer:
     """Return the optimizer of this rank's own tensors."""
-    return deal_out(workload, module, timeline, device)
+    return deal_out(workload, module, timeline, device, group=module.process_group)
 
 
 def deal_out(

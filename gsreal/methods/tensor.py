@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import blocks_of
 from gsreal.tensor_slices import AllReduce, Cut, cut_of, mark, slice_block, slices_of
+from gssim.plan import Policies
 from gssim.scenario import Scenario
 from gssim.slices import units_held
 from gssim.units import UserError
@@ -27,7 +28,7 @@ def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh
         sizes = units_held(cut.units(block), scenario.slice_shares)
         position = mesh.get_local_rank()
         held = range(sum(sizes[:position]), sum(sizes[: position + 1]))
-        if scenario.policies.slices == "even" and _suits_dtensor(block, cut):
+        if _suits_dtensor(scenario.policies, block, cut):
             _distribute(block, cut, held, mesh, timeline)
         else:
             slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group())
@@ -55,8 +56,13 @@ def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
     return all_reduce
 
 
-def _suits_dtensor(block: nn.Module, cut: Cut) -> bool:
-    """Return whether all that is cut are linear maps: DTensor cuts no convolution by its channels."""
+def _suits_dtensor(policies: Policies, block: nn.Module, cut: Cut) -> bool:
+    """Return whether slices are even and of linear maps: DTensor cuts no convolution by its channels.
+
+    DistributedDataParallel and Gradient Sharding, which hold replicas, take no DTensors.
+    """
+    if policies.slices != "even" or (policies.parameters == "replicated" and policies.data_ranks > 1):
+        return False
     return all(isinstance(block.get_submodule(path), nn.Linear) for path in (*cut.columns, *cut.between, *cut.rows))
 
 

@@ -31,6 +31,7 @@ from gssim.program.sharded import (
 )
 from gssim.program.task import Program, Task
 from gssim.scenario import Scenario
+from gssim.slices import units_held
 
 __all__ = ["Bucket", "Lowering", "Program", "Task", "Unit", "lower", "units"]
 
@@ -66,13 +67,16 @@ def lower(
     tasks: list[tuple[Task, ...]] = []
     held: list[dict[str, float]] = []
     roles = np.zeros(scenario.ranks, np.int64)
-    parts = list(_parts_of_the_model(scenario, statistics, step))
+    copies = scenario.policies.tp if not unfolded and _slices_are_alike(scenario) else 1
+    parts = list(_parts_of_the_model(scenario, statistics, step, scenario.policies.tp // copies))
     for low in parts:
         found, representatives = low.roles(unfolded=unfolded)
-        roles[np.array(low.group)] = found + len(tasks)
+        for copy in range(copies):
+            roles[np.array(low.group) + copy] = found + len(tasks)
         alike: dict[tuple[object, ...], list[Task]] = {}
         for rank in representatives:
-            tasks.append(tuple(_named(low, _tasks(low, rank, alike), communications, alone=len(parts) == 1)))
+            found_tasks = _tasks(low, rank, alike)
+            tasks.append(tuple(_named(low, found_tasks, communications, alone=len(parts) == 1, copies=copies)))
             held.append(persistent(low, rank) | (held_by_stages(low, rank) if low.stages else {}))
     return Program(
         tasks=tuple(tasks),
@@ -83,12 +87,22 @@ def lower(
     )
 
 
-def _parts_of_the_model(scenario: Scenario, statistics: GradientStatistics | None, step: int) -> Iterator[Lowering]:
-    """Give a lowering for each part of the model: the ranks that hold the same part share one."""
+def _slices_are_alike(scenario: Scenario) -> bool:
+    """Return whether all ranks of each tensor group hold as much, on devices of one type: one then stands for all."""
+    ranks, types = scenario.policies.tp, [device.type for device in scenario.cluster.devices[: scenario.ranks]]
+    sliced = scenario.workload.model.sliced_layers if ranks > 1 else ()
+    same = all(len(set(units_held(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
+    return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
+
+
+def _parts_of_the_model(
+    scenario: Scenario, statistics: GradientStatistics | None, step: int, slices: int
+) -> Iterator[Lowering]:
+    """Give a lowering for each part of the model: the ranks that hold the same part share one. Of slices, the first."""
     mesh = scenario.policies.mesh
     stages = stages_of(scenario.stages) if mesh.pp > 1 else ()
     for place in range(mesh.pp):
-        for part in range(mesh.tp):
+        for part in range(slices):
             group = mesh.group(place * mesh.data_ranks * mesh.tp + part, *DATA_AXES)
             yield Lowering(
                 scenario,
@@ -151,10 +165,12 @@ def _suffixed(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:
     return found
 
 
-def _named(low: Lowering, tasks: list[Task], communications: dict[str, Communication], *, alone: bool) -> list[Task]:
+def _named(
+    low: Lowering, tasks: list[Task], communications: dict[str, Communication], *, alone: bool, copies: int
+) -> list[Task]:
     """Return tasks whose collectives bear names that tell groups apart, and note these collectives.
 
-    `alone`: there is one group only, so that their labels do.
+    `alone`: there is one group only, so that their labels do. `copies`: how many slices of the model do the same.
     """
     found = []
     for task in tasks:
@@ -163,9 +179,18 @@ def _named(low: Lowering, tasks: list[Task], communications: dict[str, Communica
             continue
         communication = low.communications[task.communication]
         name = task.communication if alone else f"{task.communication} of {_ranks_text(communication.group)}"
-        communications[name] = communication
+        if name not in communications:
+            communications[name] = _in_every_slice(communication, low.policies.tp, copies)
         found.append(task if alone else replace(task, communication=name))
     return found
+
+
+def _in_every_slice(communication: Communication, slices: int, copies: int) -> Communication:
+    """Return a collective of ranks that hold the same slice, carried out by those of every other slice as well."""
+    if copies == 1 or len({rank % slices for rank in communication.group}) > 1:
+        return communication
+    groups = [tuple(rank + copy for rank in group) for copy in range(copies) for group in communication.groups]
+    return replace(communication, beside=tuple(groups[1:]))
 
 
 def _ranks_text(group: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from gssim.memory import (
 )
 from gssim.program.borders import stage_timeline
 from gssim.program.lowering import Lowering, MicroBatch
-from gssim.program.slices import cut_after, reduced
+from gssim.program.slices import cut_after, phase_label, reduced
 from gssim.program.task import Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.workload import LayerInstance
@@ -44,17 +44,12 @@ def _leaves_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
 
 def backward_label(layer: LayerInstance, part: int) -> str:
     """Return the label of a part of a layer's backward; a layer that is not cut has part 0 alone."""
-    return _label("b", layer, part)
+    return phase_label("b", layer, part)
 
 
 def recompute_label(layer: LayerInstance) -> str:
     """Return the label of a checkpointed layer's forward where it is run again for the backward."""
-    return _label("r", layer, 0)
-
-
-def _label(phase: str, layer: LayerInstance, part: int) -> str:
-    name = {"f": "forward", "r": "recompute", "b": "backward"}[phase]
-    return f"{name} {layer.module}" + (f" part {part}" if part else "")
+    return phase_label("r", layer, 0)
 
 
 def backward_begin(low: Lowering, layer: LayerInstance) -> str:
@@ -91,7 +86,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
                 duration_s += hook_s * len(instance.layer.parameters)
                 duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
             once[key] = _parts(phase, events, scratch, duration_s, cut)
-        found = [_named(task, _label(phase, instance, part)) for part, task in enumerate(once[key])]
+        found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(once[key])]
         return reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
 
     tasks = []

@@ -13,6 +13,12 @@ from gssim.recompute import last_saved
 from gssim.workload import Layer, LayerInstance, Reduction
 
 
+def phase_label(phase: str, layer: LayerInstance, part: int) -> str:
+    """Return the label of a part of a layer's forward (`f`), that run again (`r`), or backward (`b`)."""
+    name = {"f": "forward", "r": "recompute", "b": "backward"}[phase]
+    return f"{name} {layer.module}" + (f" part {part}" if part else "")
+
+
 def _reductions(layer: Layer, phase: str) -> list[Reduction]:
     """Return the sums over ranks in a phase; a forward that is run again stops once all is saved."""
     traced = "f" if phase == "r" else phase
@@ -36,17 +42,31 @@ def reduced(
     samples: int,
 ) -> list[Task]:
     """Return the parts of a layer's phase with the all-reduces among them; `ends`: the last position of each part."""
-    waiting = _reductions(instance.layer, phase)
+    waiting = list(enumerate(_reductions(instance.layer, phase)))
     if not waiting:
         return list(parts)
-    group, found = low.scenario.policies.mesh.group(rank, "tp"), []
+    group, *beside = _tensor_groups(low, rank)
+    of_samples = "" if len(beside) + 1 == len(low.group) else f" of {low.batch_sizes[rank]} samples"
+    found: list[Task] = []
     shape = {"b": samples, "s": low.scenario.workload.sequence_length or 1}
     for part, end in zip(parts, ends, strict=True):
         found.append(part)
-        for each in [each for each in waiting if each.moment.position <= end]:
-            waiting.remove(each)
-            name = f"all-reduce {part.label}"
+        while waiting and waiting[0][1].moment.position <= end:
+            number, each = waiting.pop(0)
+            # not the part's own number: ranks that hold other slices may cut elsewhere too, where buckets are complete
+            name = f"all-reduce {phase_label(phase, instance, number)}{of_samples}"
             size = low.traced_scale * each.size_bytes.at(**shape)
-            low.communications[name] = Communication("all-reduce", group, size)
+            low.communications[name] = Communication("all-reduce", group, size, beside=tuple(beside))
             found.append(Task(name, "exposed_communication", communication=name))
+    return found
+
+
+def _tensor_groups(low: Lowering, rank: int) -> list[Sequence[int]]:
+    """Return the groups that share blocks, of all ranks of the lowering that take as many samples as this one."""
+    key = ("tensor groups", low.batch_sizes[rank])
+    if key not in low.found:
+        mesh, samples = low.scenario.policies.mesh, low.batch_sizes
+        alike = [each for each in low.group if samples[each] == samples[rank]]
+        low.found[key] = [mesh.group(each, "tp") for each in alike]
+    found: list[Sequence[int]] = low.found[key]
     return found

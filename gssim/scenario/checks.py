@@ -60,6 +60,13 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
         raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
+    divided = policies.partition == "weight-gradient" or policies.pp > 1
+    if policies.gradients == "local" and policies.data_ranks > 1 and not divided:
+        raise UserError(
+            f"{file}: plan.method = '{scenario.plan.method}': its gradients stay on the rank, but the mesh axes make "
+            f"{policies.data_ranks} replicas; allowed: a method that divides the batch (ddp, zero1, zero2, zero3, gs) "
+            "with plan.tp beside its own axis, or plan.gradients"
+        )
     if policies.partition == "weight-gradient" and policies.dp_replicate > 1:
         raise UserError(
             f"{file}: plan.dp_replicate = {policies.dp_replicate}: method '{scenario.plan.method}' uses dp_shard"
@@ -146,9 +153,8 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
 def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
     if scenario.plan.recompute != "selective":
         return
-    if policies.tp > 1:
-        raise UserError(f"{file}: plan.recompute = 'selective': cannot run with cut blocks yet; allowed: none, full")
-    for layer in scenario.workload.model.layers:
+    model = scenario.workload.model
+    for layer in model.sliced_layers if policies.tp > 1 else model.layers:
         if layer.block and layer.selective_positions is None:
             raise UserError(
                 f"{file}: plan.recompute = 'selective': the model file does not tell what the block '{layer.name}' "
