@@ -61,7 +61,7 @@ def _whole_optimizer(
 
 
 def _dealt_out_optimizer(
-    workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
+    workload: Workload, module: nn.parallel.DistributedDataParallel, timeline: Timeline, device: torch.device
 ) -> torch.optim.Optimizer:
     """Return the optimizer of this rank's own tensors."""
     return deal_out(workload, module, timeline, device, group=module.process_group)
