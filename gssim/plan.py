@@ -317,6 +317,12 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
             "allowed today: 'replicated'"
         )
+    plain = policies.parameters == "replicated" and policies.push_axis == "dp_shard"
+    if policies.gradients == "push" and not plain and not policies.point_to_point:
+        raise UserError(
+            f"{file}: plan.exchange = '{policies.exchange}': cannot run yet with method '{plan.method}'; "
+            "allowed today: 'point-to-point'"
+        )
     today = Plan(method=plan.method)
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)

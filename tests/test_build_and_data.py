@@ -116,9 +116,9 @@ def test_every_rank_knows_all_parts_of_the_loss_terms(name):
     feeds = [Feed(scenario, rank, DEVICE).at(1) for rank in range(2)]
     terms = [data.loss_terms(targets) for _, targets, _ in feeds]
     for _, _, weights in feeds:
-        assert weights == pytest.approx([n / sum(terms) for n in terms])
-        assert sum(weights) == pytest.approx(1)
-    assert (feeds[0][2] == pytest.approx([0.75, 0.25])) == (name == GPT)
+        assert weights.ranks == pytest.approx([n / sum(terms) for n in terms])
+        assert sum(weights.ranks) == pytest.approx(1)
+    assert (feeds[0][2].ranks == pytest.approx([0.75, 0.25])) == (name == GPT)
 
 
 def test_images_come_in_the_workloads_precision_and_token_ids_stay_whole():
@@ -135,7 +135,7 @@ def test_weighted_means_of_the_ranks_are_the_whole_batchs_loss():
     parts = [Feed(scenario, rank, DEVICE).at(0) for rank in range(2)]
     with torch.no_grad():
         whole = float(loss_of(module(inputs), targets))
-        by_rank = [float(loss_of(module(x), y)) * weights[rank] for rank, (x, y, weights) in enumerate(parts)]
+        by_rank = [float(loss_of(module(x), y)) * weights.ranks[rank] for rank, (x, y, weights) in enumerate(parts)]
     assert sum(by_rank) == pytest.approx(whole, rel=1e-12)
 
 

@@ -426,6 +426,12 @@ def test_more_ranks_than_devices(refusal, files):
     assert line == f"{scenario}: plan: needs 4 ranks, but the cluster has 2 devices"
 
 
+def test_what_can_only_be_simulated(refusal, files):
+    scenario = files / "scenario.toml"
+    line = refusal("run", scenario, *overrides(["plan.method=gs_z3", *DENSE[1:]]))
+    assert line.startswith(f"{scenario}: plan.parameters = 'sharded' with pushed gradients (method 'gs_z3'): can only")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_cluster_of_gpus_on_a_machine_without(refusal):
     path = SCENARIOS / "gpt2-unequal-gpus.toml"

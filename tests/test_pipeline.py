@@ -1,15 +1,16 @@
 """Pipelines as predicted: the bubble's closed form, what is held, who gets which layers, and what is sent."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import device_type, loaded_of, machine_of, scenario_of, star
+from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.program import lower
-from gssim.result import Result
+from gssim.result import CATEGORIES, Result
 from gssim.scenario import Scenario, load_model
 from gssim.simulate import simulate
 from gssim.units import UserError, validated
@@ -127,6 +128,22 @@ def test_every_pipeline_ends_and_computes_everything_once(data):
     assert sum(entry.count for entry in result.collectives) == 2 * (ranks * local - 1) * micro_batches
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_the_second_step_on_unequal_devices_and_slow_links_is_like_every_later_one(data):
+    """Ranks begin a step when they have done the one before, so that steps overlap between ranks."""
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    ranks = data.draw(st.integers(2, 4))
+    plan = {"method": "pipeline", "micro_batches": 4, "schedule": schedule}
+    plan |= {"stages": [1] * 4} if schedule == "interleaved" else {}
+    ranks = 2 if schedule == "interleaved" else ranks
+    scenario = scenario_of(data.draw(clusters(devices=ranks)), plan, optimizer="adamw")
+    machine, _ = machine_of(scenario, steps=5)
+    latest = [max(ends) for ends in zip(*machine.ends_s, strict=True)]
+    lengths = [end - start for start, end in pairwise(latest)]
+    assert lengths == pytest.approx([lengths[0]] * len(lengths), rel=1e-9)
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +154,7 @@ def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):
     scenario = pipelined(2, 4, model=model, schedule=schedule, recompute=recompute, samples=3)
     machine, program = machine_of(scenario, steps=2)
     for memory, held in zip(machine.memory, program.persistent, strict=True):
+        assert set(memory.peak) <= set(CATEGORIES)
         left = {category: size for category, size in memory.held.items() if size}
         assert left == {category: size for category, size in held.items() if size}
 
@@ -175,7 +193,7 @@ def test_a_rank_holds_parameters_states_and_inputs_of_its_own_stages_alone():
     assert [held["input"] for held in program.persistent] == [batch_bytes, 0, batch_bytes]
     # a buffer for each micro-batch from either neighbour
     border = 576 * 2
-    assert [held["receive_buffers"] for held in program.persistent] == [3 * border, 6 * border, 3 * border]
+    assert [held["communication"] for held in program.persistent] == [3 * border, 6 * border, 3 * border]
 
 
 # Who gets which layers -----------------------------------------------------------------------------------------------
@@ -222,3 +240,49 @@ def test_replicas_of_a_pipeline_reduce_each_stages_gradients_once(schedule):
     assert sum(entry.bytes * entry.count for entry in reduced) == 4 * GPT.elements
     assert {entry.group for entry in reduced} == {(0, 1), (2, 3)}
     assert {entry.group for entry in result.collectives if entry.kind == "send"} == {(0, 2), (1, 3)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_replicas_of_a_pipeline_may_deal_out_their_stages_tensors(schedule):
+    plan = {"pp": 2, "dp_replicate": 2, "micro_batches": 4, "schedule": schedule}
+    settings = {"model": GPT, "global_batch_size": 8, "sequence_length": 8}
+    whole, dealt = (scenario_of(star(4), {"method": method} | plan, **settings) for method in ("ddp", "zero1"))
+    states = [sum(held["optimizer"] for held in lower(each, unfolded=True).persistent) for each in (whole, dealt)]
+    assert states[1] == pytest.approx(states[0] / 2, rel=1e-3)
+    sent = [entry for entry in predicted(dealt).collectives if entry.kind == "broadcast"]
+    assert sum(entry.bytes * entry.count for entry in sent) == 4 * GPT.elements
+    assert {entry.group for entry in sent} == {(0, 1), (2, 3)}
+
+
+@pytest.mark.parametrize("slow", [None, 0, 5])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("batch", ["even", [0.25, 0.25, 0.5]])
+def test_replicas_that_are_alike_are_simulated_once_and_change_nothing(slow, schedule, batch):
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 5e8})}
+    names = ["slow" if rank == slow else "fast" for rank in range(6)]
+    scenario = scenario_of(
+        star(6, types=types, type_names=names, bandwidth=1e7),
+        {
+            "method": "ddp",
+            "pp": 2,
+            "dp_replicate": 3,
+            "micro_batches": 2,
+            "schedule": schedule,
+            "shares": {"batch": batch},
+        },
+        model=GPT,
+        global_batch_size=24,
+        sequence_length=8,
+    )
+    folded, full = simulate(loaded_of(scenario)).result, simulate(loaded_of(scenario), unfolded=True).result
+    assert folded.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
+    assert folded.collectives == full.collectives
+    outcomes = [{rank: each for each in result.ranks for rank in each.ranks} for result in (folded, full)]
+    for rank in range(6):
+        ours, theirs = outcomes[0][rank], outcomes[1][rank]
+        assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
+        assert ours.phases_s == pytest.approx(theirs.phases_s, rel=1e-9)
+        assert ours.bytes_sent == pytest.approx(theirs.bytes_sent, rel=1e-9)
+    machine, _ = machine_of(scenario, steps=1)
+    if slow is None:
+        assert len(machine.classes) == (2 if batch == "even" else 4)

@@ -20,7 +20,7 @@ TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
 """Design section 10: SGD-momentum in fp32 and AdamW in fp64, relative to the largest parameter."""
 
 CASES = {
-    "recompute-sgd": ("demo.toml", [*GPT, *SGD, *GRID, "plan.recompute=full"]),
+    "recompute-backend-sgd": ("demo.toml", [*GPT, *SGD, *GRID, "plan.recompute=full", "plan.exchange=backend"]),
     "each-micro-batch-sgd": ("demo.toml", [*GPT, *SGD, *GRID, *TWICE]),
     "gathered-uneven-last-micro-batch-adamw": (
         "demo.toml",

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import device_type, loaded_of, scenario_of, star, tiny_model, with_plan
 
-from gssim import shares
+from gssim import costs, shares
 from gssim.cluster import Cluster
 from gssim.program import Lowering, lower
 from gssim.program.owned import owned_layers
@@ -188,7 +188,9 @@ def test_the_speed_up_of_equal_layers_on_equal_devices_is_the_bound(ranks):
 
 
 def optimizer_s(layers: int) -> float:
-    return layers * 16 * 28 / 1e9  # AdamW moves 28 bytes an element
+    scenario = dealt_out(1, stack(layers))
+    device, elements = scenario.cluster.type_of(0), layers * 16
+    return costs.optimizer_time_s(device, scenario.workload, elements=elements, tensors=layers)
 
 
 @given(sizes_and_shares())
@@ -214,7 +216,8 @@ def test_a_rank_does_the_whole_forward_its_weight_gradients_and_what_leads_down_
 def test_activations_are_kept_from_the_deepest_owned_layer_up_and_only_for_weight_gradients():
     # of 6 layers, rank 0 owns 0 to 2: it keeps the inputs of 1 and 2 (the first reads tokens), and the logits;
     # rank 1 owns 3 to 5, and keeps the inputs of these, and the logits
-    low = Lowering(dealt_out(2, stack(6)), None, 0)
+    scenario = dealt_out(2, stack(6))
+    low = Lowering(scenario, None, 0, range(2))
     program = lower(low.scenario)
     for rank, handed in ((0, 2 + 1), (1, 3 + 1)):
         forward = [task for task in program.tasks[program.role_of[rank]] if task.phase == "forward"]

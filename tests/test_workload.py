@@ -108,7 +108,7 @@ def workload(**changes):
         ({"sequence_length": 0}, "sequence_length = 0"),
         ({"global_batch_size": 0}, "global_batch_size = 0"),
         ({"global_batch_size": 2.5}, "global_batch_size = 2.5"),
-        ({"optimizer": "adam"}, "optimizer = 'adam'"),
+        ({"optimizer": "adagrad"}, "optimizer = 'adagrad'"),
         ({"learning_rate": 0}, "learning_rate = 0"),
         ({"momentum": 1}, "momentum = 1"),
     ],

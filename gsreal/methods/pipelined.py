@@ -13,6 +13,7 @@ from gsreal.build import loss_of
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import checkpoint_block
 from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.replicated import deal_out
 from gsreal.methods.training import Training, Weights
 from gsreal.stages import StageModules, process_group, stage_module
 from gssim.mesh import DATA_AXES
@@ -28,6 +29,11 @@ class ObservedStage(PipelineStage):
     def observe(self, timeline: Timeline, last_gradient: list[Any]) -> None:
         """Note what goes on from now on; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
         self.timeline, self.last_gradient = timeline, last_gradient
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
+        """Try out shapes, before the first step: without DDP, which would then expect gradients in any backward."""
+        inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        return inner(*args, **settings)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **settings: Any) -> Any:
         """Run the forward of a micro-batch."""
@@ -105,17 +111,21 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
                 if instance.layer.block:
                     checkpoint_block(inner[instance.module], selective=scenario.plan.recompute == "selective")
         modules.append(part)
-    if mesh.data_ranks > 1:
-        replicas = process_group(mesh, rank, *DATA_AXES)
+    replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 else None
+    if replicas is not None:
         modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
     made = [ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)]
     for stage in made:
         stage.observe(timeline, last_gradient)
     losses = Losses(made[-1], timeline)
     held = StageModules(modules, group)
+    if scenario.policies.optimizer_state == "sharded":
+        optimizer = deal_out(scenario.workload, held, timeline, device, group=replicas)
+    else:
+        optimizer = make_optimizer(scenario.workload, held.parameters(), device)
     return PipelineTraining(
         held,
-        make_optimizer(scenario.workload, held.parameters(), device),
+        optimizer,
         timeline,
         scale=float(mesh.data_ranks),
         last_gradient=last_gradient,

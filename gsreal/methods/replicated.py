@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.measure import Timeline
@@ -60,9 +61,24 @@ def _whole_optimizer(
 
 
 def _dealt_out_optimizer(
-    workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
+    workload: Workload, module: nn.parallel.DistributedDataParallel, timeline: Timeline, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return ZeroRedundancyOptimizer: each rank updates its own tensors, then broadcasts them one by one."""
+    """Return the optimizer of this rank's own tensors."""
+    return deal_out(workload, module, timeline, device, group=module.process_group)
+
+
+def deal_out(
+    workload: Workload,
+    module: nn.Module,
+    timeline: Timeline,
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> torch.optim.Optimizer:
+    """Return ZeroRedundancyOptimizer: each rank of the group updates its own tensors, then broadcasts them one by one.
+
+    The group is everybody by default.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class ObservedZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
@@ -71,5 +87,4 @@ def _dealt_out_optimizer(
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = replica_optimizer_of(workload, device)
-    group = module.process_group
     return ObservedZeroRedundancyOptimizer(module.parameters(), kind, process_group=group, **settings)

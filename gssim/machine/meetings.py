@@ -88,11 +88,11 @@ class _Ways:
         self._chosen: dict[Any, Scheduled] = {}
         self._spread: dict[tuple[int, Groups], tuple[Hops, Hops]] = {}
 
-    def of(self, label: str, communication: Communication) -> Scheduled:
-        """Return the way for all groups of a collective, which are alike."""
-        key = (label, communication.group)
+    def of(self, communication: Communication) -> Scheduled:
+        """Return the way for all groups of a collective, which are alike; equal collectives share it."""
+        alone = replace(communication, beside=())
+        key = (replace(alone, pair_bytes=()), id(alone.pair_bytes))  # matrices are shared, and large
         if key not in self._chosen:
-            alone = replace(communication, beside=())
             self._chosen[key] = self.choice.best(self.scheduler.candidates(alone))
         chosen = self._chosen[key]
         if not communication.beside:
@@ -115,7 +115,7 @@ def _meetings(program: Program, classes: Classes, ways: _Ways) -> dict[str, tupl
         if groups not in parts:
             parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
         each = [(replace(communication, group=part[0], beside=part[1:]), members) for part, members in parts[groups]]
-        found[label] = tuple(Meeting(part, ways.of(label, part), members) for part, members in each)
+        found[label] = tuple(Meeting(part, ways.of(part), members) for part, members in each)
     return found
 
 

@@ -137,15 +137,18 @@ def _micro_batch(
     low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: dict[tuple[object, ...], list[Task]]
 ) -> list[Task]:
     """Return a micro-batch of a rank's step: the passes, one after another."""
-    policies = low.scenario.policies
-    pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
-    alone = pushes and low.scenario.plan.push.threshold and micro_batch.index  # what is sent differs
-    key = (_kind(low, rank), low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
-    if key not in alike:
-        found = compute(low, rank, micro_batch)
-        found = COMMUNICATE[policies.gradients, sharded](low, rank, found, micro_batch)
-        alike[key] = HOLD[policies.parameters, pushes](low, rank, found)
-    return _suffixed(low, alike[key], micro_batch.suffix)
+    policies, kind = low.scenario.policies, _kind(low, rank)
+    whole = (kind, micro_batch)
+    if whole not in alike:
+        pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
+        alone = pushes and low.scenario.plan.push.threshold and micro_batch.index  # what is sent differs
+        key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
+        if key not in alike:
+            found = compute(low, rank, micro_batch)
+            found = COMMUNICATE[policies.gradients, sharded](low, rank, found, micro_batch)
+            alike[key] = HOLD[policies.parameters, pushes](low, rank, found)
+        alike[whole] = _suffixed(low, alike[key], micro_batch.suffix)
+    return alike[whole]
 
 
 def _suffixed(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:

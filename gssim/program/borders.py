@@ -115,4 +115,4 @@ def _freed(stage: Stage, number: int, buffer: Buffer, output: Buffer | None) -> 
 
 def _is_output(buffer: Buffer, output: Buffer) -> bool:
     """Return whether a buffer is the output, whatever checkpointing has made of its life."""
-    return buffer.born == output.born and buffer.size_bytes == output.size_bytes and buffer.category == output.category
+    return buffer.born == output.born and buffer.size_bytes == output.size_bytes

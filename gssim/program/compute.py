@@ -42,6 +42,16 @@ def _leaves_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
     return micro_batch.leaves and policies.parameters == "replicated" and policies.gradients in ("all-reduce", "push")
 
 
+def _bucket_events(low: Lowering) -> dict[tuple[int, str], list[Event]]:
+    """Return where buckets are taken that are there only until they have left: as their first gradient is ready."""
+    found: dict[tuple[int, str], list[Event]] = {}
+    for bucket in low.buckets:
+        layer, position = bucket.started
+        size = float(bucket.elements * low.value_bytes)
+        found.setdefault((layer, "b"), []).append(Event(position, size, "buckets"))
+    return found
+
+
 def backward_label(layer: LayerInstance, part: int) -> str:
     """Return the label of a part of a layer's backward; a layer that is not cut has part 0 alone."""
     return phase_label("b", layer, part)
@@ -72,6 +82,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     always_kept = gradient_events(low.layers, value_bytes=low.value_bytes, given_back=0)
     given_back = micro_batch.accumulates + in_buckets
     gradients = gradient_events(own.layers, value_bytes=low.value_bytes, given_back=given_back)
+    buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
     once: dict[tuple[object, ...], list[Task]] = {}
 
@@ -96,7 +107,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         if low.recomputes and instance.layer.block:
             tasks += alike(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
         place = (instance.index, "b")
-        events = [*timeline.at(*place), *gradients.get(place, ())]
+        events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]
         kept = [*traced.at(*place), *always_kept.get(place, ())]
         tasks += alike(instance, "b", events, kept)
     end = footprint(timeline.end)

@@ -320,9 +320,8 @@ class Lowering:
         """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
         positions = np.arange(len(self.group))
         policies, push = self.scenario.policies, self.scenario.plan.push
-        if unfolded or self.stages or (policies.gradients == "push" and push.threshold):
-            # what a rank sends depends on whose range holds which tensors; a stage's messages go to one rank each
-            return positions, list(self.group)
+        if unfolded or (policies.gradients == "push" and push.threshold):
+            return positions, list(self.group)  # what a rank sends depends on whose range holds which tensors
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes

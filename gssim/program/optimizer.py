@@ -176,7 +176,7 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             value_bytes=low.value_bytes,
         ),
     }
-    if low.has_master_copy and policies.parameters == "replicated":
+    if low.has_master_copy and (policies.parameters == "replicated" or policies.gradients == "push"):
         held["master_copy"] = float(sum(owned) * low.master_bytes)  # FSDP2's sharded parameters are the master copy
     if policies.gradients == "all-reduce":
         held["buckets"] = total * low.value_bytes

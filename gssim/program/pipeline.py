@@ -22,9 +22,11 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     where torch's schedule does. The backend starts a message when both ends have handed it over (gloo's sender waits
     for the receiver's note, NCCL's kernel for its peer).
     """
-    writer = _Writer(low, rank, {stage.number: _of_stage(low, stage) for stage in low.stages})
+    mesh = low.scenario.policies.mesh
+    stages = {stage.number: _of_stage(low, stage) for stage in low.stages}
+    writer = _Writer(low, _replicas(low, rank), stages, _output_bytes(low, rank))
     writer.add(Task("begin", "idle"))
-    for action in low.schedule[low.scenario.policies.mesh.place(rank).pp]:
+    for action in low.schedule[mesh.place(rank).pp]:
         writer.write(action, chunk)
     return writer.tasks
 
@@ -45,8 +47,12 @@ class _Writer:
     """Writes actions of the schedule down as tasks."""
 
     low: Lowering
-    rank: int
+    replicas: Sequence[Sequence[int]]
+    """The ranks of every replica of the pipeline that takes as many samples, by the place on the pipeline's axis."""
     stages: dict[int, Lowering]
+    """The rank's, by number."""
+    output_bytes: Sequence[float]
+    """Size of every stage's output for a micro-batch; micro-batches are equal."""
     tasks: list[Task] = field(default_factory=list)
     latest: str = ""
     """The latest task of the compute stream: what is handed over now is handed over after it."""
@@ -100,16 +106,16 @@ class _Writer:
 
     def hand_over(self, message: Message, *, sends: bool) -> None:
         """Let a message begin once the rank is here, on a stream of its peer's."""
-        mesh = self.low.scenario.policies.mesh
-        ranks = mesh.group(self.rank, "pp")
-        ends = (ranks[message.source % len(ranks)], ranks[message.target % len(ranks)])
+        count = len(self.replicas[0])
+        source, target = message.source % count, message.target % count
+        first, *others = ((ranks[source], ranks[target]) for ranks in self.replicas)
         size = self.size_bytes(message)
         name = self.name(message)
-        self.low.communications[name] = Communication("send", ends, size)
+        self.low.communications[name] = Communication("send", first, size, beside=tuple(others))
         posting_s = collectives.posting_s(self.low.scenario.cluster, size) if sends else 0.0
         if posting_s:
             self.add(Task(f"post {name}", "exposed_communication", duration_s=posting_s))
-        stream = f"send to {ends[1]}" if sends else f"receive from {ends[0]}"
+        stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
         task = Task(self.label(message), "exposed_communication", stream, communication=name, after=(self.latest,))
         self.add(task)
 
@@ -122,15 +128,27 @@ class _Writer:
 
     def size_bytes(self, message: Message) -> float:
         """Return the size of a message: of the output of its source, or of the input of which it is the gradient."""
-        stage = message.source if message.kind == "activation" else message.target
-        return _output_bytes(self.low, stage, self.rank)
+        return self.output_bytes[message.source if message.kind == "activation" else message.target]
 
 
-def _output_bytes(low: Lowering, stage: int, rank: int) -> float:
-    """Return the size of a stage's output for one of a rank's micro-batches, which are equal."""
-    size, _ = low.all_stages[stage].output
-    samples = low.samples(rank, low.micro_batches[0])
-    return low.traced_scale * size.at(b=samples, s=low.scenario.workload.sequence_length or 1)
+def _replicas(low: Lowering, rank: int) -> Sequence[Sequence[int]]:
+    """Return the ranks of every replica of the pipeline that takes as many samples as a rank's own does."""
+    samples = low.batch_sizes[rank]
+    if ("replicas", samples) not in low.found:
+        mesh = low.scenario.policies.mesh
+        low.found["replicas", samples] = [mesh.group(r, "pp") for r in low.group if low.batch_sizes[r] == samples]
+    found: Sequence[Sequence[int]] = low.found["replicas", samples]
+    return found
+
+
+def _output_bytes(low: Lowering, rank: int) -> Sequence[float]:
+    """Return the size of every stage's output for one of a rank's micro-batches."""
+    samples, length = low.samples(rank, low.micro_batches[0]), low.scenario.workload.sequence_length or 1
+    key = ("output bytes", samples)
+    if key not in low.found:
+        low.found[key] = [low.traced_scale * stage.output[0].at(b=samples, s=length) for stage in low.all_stages]
+    found: Sequence[float] = low.found[key]
+    return found
 
 
 def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:
@@ -142,7 +160,8 @@ def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:
     last = len(low.all_stages) - 1
     numbers = {stage.number for stage in low.stages}
     received = [number - 1 for number in numbers if number > 0] + [number for number in numbers if number < last]
-    each = sum(_output_bytes(low, number, rank) for number in received)
+    sizes = _output_bytes(low, rank)
+    each = sum(sizes[number] for number in received)
     workload = low.scenario.workload
     return {
         "input": input_bytes(
@@ -153,5 +172,5 @@ def held_by_stages(low: Lowering, rank: int) -> dict[str, float]:
             inputs=0 in numbers,
             targets=last in numbers,
         ),
-        "receive_buffers": each * len(low.micro_batches),
+        "communication": each * len(low.micro_batches),
     }

@@ -10,7 +10,6 @@ from gssim.collectives import Communication
 from gssim.memory import (
     Event,
     Footprint,
-    bytes_of,
     footprint,
 )
 from gssim.program.compute import insert_after, part_at
@@ -34,8 +33,6 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
     draining: list[Task] = []
     waiting: tuple[list[Task], list[Task]] = ([], [])
     for bucket in low.buckets:
-        start = part_at(low, tasks, bucket.started)
-        tasks[start] = _with_bucket_buffer(tasks[start], bucket.elements * low.value_bytes)
         index = part_at(low, tasks, bucket.complete)
         collect_s = costs.copy_time_s(low.device(rank), bucket.elements * low.value_bytes)
         tasks[index] = replace(tasks[index], duration_s=tasks[index].duration_s + collect_s)
@@ -79,14 +76,6 @@ def _reduce_in_node(low: Lowering, rank: int, bucket: Bucket, ready: str) -> lis
     events = [Event(0, own, "buckets"), Event(1, staged, "communication"), Event(2, -staged, "communication")]
     need = footprint([*events, Event(3, -whole, "buckets")])
     return [Task(name, "exposed_communication", communication=name, need=need)]
-
-
-def _with_bucket_buffer(task: Task, size: float) -> Task:
-    """Return the task in which a bucket's first gradient becomes ready, with the bucket's buffer allocated."""
-    peak, kept = dict(task.need.peak), dict(task.need.kept)
-    for sizes in (peak, kept):
-        sizes["buckets"] = sizes.get("buckets", 0.0) + size
-    return replace(task, need=Footprint(bytes_of(peak), bytes_of(kept)))
 
 
 def _push_bucket(
@@ -273,7 +262,8 @@ Matrix = tuple[tuple[float, ...], ...]
 
 def _push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
     """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
-    key = ("push", bucket.index, place, micro_batch if low.scenario.plan.push.threshold else None)
+    unique = bool(low.scenario.plan.push.threshold)
+    key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
     if key not in low.found:
         low.found[key] = _new_push_matrix(low, bucket, micro_batch, place)
     found: tuple[Matrix, Matrix] = low.found[key]

@@ -237,7 +237,7 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
 
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
     """Return the bytes of a unit's gradients that are added to those of the micro-batches before."""
-    return unit.padded_bytes / unit.ranks if micro_batch.left and not micro_batch.first else 0
+    return unit.shard_bytes if micro_batch.left and not micro_batch.first else 0
 
 
 def _all_reduce_name(unit: Unit) -> str:

@@ -83,6 +83,8 @@ def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
 def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
     plan = scenario.plan
     if policies.pp == 1:
+        if plan.method == "pipeline" and policies.data_ranks > 1:
+            raise UserError(f"{file}: plan.pp = 1: method 'pipeline' does not average gradients of replicas; set pp")
         for key in ("schedule", "stages"):
             if getattr(plan, key) is not None:
                 raise UserError(f"{file}: plan.{key} = {getattr(plan, key)!r}: there is no pipeline; leave it out")
@@ -99,15 +101,16 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
-    kept = (policies.gradients, policies.optimizer_state, policies.parameters)
-    if kept not in (("local", "replicated", "replicated"), ("all-reduce", "replicated", "replicated")):
+    runs = policies.partition == "data" and policies.parameters == "replicated" and policies.tp == 1
+    if not runs or policies.gradients not in ("local", "all-reduce"):
+        reason = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"method '{plan.method}'"
         raise UserError(
-            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
-            "allowed today: pipeline, or ddp for replicas of one"
+            f"{where}: {reason} cannot run in a pipeline yet; "
+            "allowed today: pipeline, or ddp or zero1 for replicas of one"
         )
-    wanted = "ddp" if replicas > 1 else "pipeline"
     if (policies.gradients == "all-reduce") != (replicas > 1):
-        raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: '{wanted}'")
+        wanted = "ddp, zero1" if replicas > 1 else "pipeline, or plan.dp_replicate of at least 2"
+        raise UserError(f"{where}: method '{plan.method}' for {replicas} replica(s) of a pipeline; allowed: {wanted}")
     if policies.gradient_sync != "step":
         raise UserError(
             f"{where}: plan.gradient_sync = '{policies.gradient_sync}': torch's stages let gradients leave in the last "

@@ -1,5 +1,7 @@
 """Exchanges between pairs: all with all, one with one, and with partners at doubling distances."""
 
+import hashlib
+
 import numpy as np
 
 from gssim.collectives.algorithms.members import Members, made_once
@@ -33,12 +35,17 @@ def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
 
 
 def direct_uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Everybody sends to everybody what there is for them."""
+    """Everybody sends to everybody what there is for them; exchanges in the same proportions share their hops."""
     matrix = np.array(communication.pair_bytes, dtype=float)
     np.fill_diagonal(matrix, 0.0)
-    source, target = np.nonzero(matrix)
-    hops = Hops(members.ranks[source], members.ranks[target], matrix[source, target])
-    return (Stage(hops, 1.0, coupled=len(source) > SINGLE_FLOWS),)
+    most = float(matrix.max()) or 1.0
+    matrix /= most
+    key = hashlib.sha256(matrix.tobytes()).digest()
+    if key not in members.exchanges:
+        source, target = np.nonzero(matrix)
+        members.exchanges[key] = Hops(members.ranks[source], members.ranks[target], matrix[source, target])
+    hops = members.exchanges[key]
+    return (Stage(hops, most, coupled=len(hops.source) > SINGLE_FLOWS),)
 
 
 def send(members: Members, communication: Communication) -> tuple[Stage, ...]:

@@ -33,6 +33,11 @@ class Members:
         return len(self.ranks)
 
     @cached_property
+    def exchanges(self) -> dict[bytes, Hops]:
+        """Hops of uneven exchanges made so far, by digest of their proportions."""
+        return {}
+
+    @cached_property
     def blocks(self) -> tuple[Ints, Ints]:
         """First position and number of the members of each host, in order; one block each where hosts are mixed."""
         starts = np.flatnonzero(np.r_[True, self.hosts[1:] != self.hosts[:-1]])
