@@ -6,18 +6,29 @@ DEMO := out/demo
 SCENARIO := scenarios/demo.toml
 
 # name of each row of the demo, and what it overrides in the scenario
-ROWS := single ddp zero2 gs gs-3e-4 gs-3e-3 gs-uneven
+ROWS := single checkpointing accumulation ddp zero1 zero2 fsdp pipeline tensor \
+	gs gs-3e-4 gs-3e-3 gs-uneven gs-wgrad gs-tp
 # a shared machine drifts by minutes: layers are measured before, between and after the real runs
-RUNS := single.run ddp.run zero2.run again-1 gs.run gs-3e-4.run again-2 gs-3e-3.run gs-uneven.run again-3
+RUNS := single.run checkpointing.run accumulation.run ddp.run zero1.run again-1 \
+	zero2.run fsdp.run pipeline.run tensor.run again-2 \
+	gs.run gs-3e-4.run gs-3e-3.run again-3 gs-uneven.run gs-wgrad.run gs-tp.run again-4
 CALIBRATE = $(BIN)/gsreal calibrate scenarios/models/gpt-byte-1m.toml --ranks 2 --batch-sizes 4,8,16 \
 	--sequence-length 128 --out $(DEMO)/cluster.toml
 SET_single := --set plan.method=single
+SET_checkpointing := --set plan.method=single --set plan.recompute=full
+SET_accumulation := --set plan.method=single --set plan.micro_batches=4
 SET_ddp := --set plan.method=ddp
+SET_zero1 := --set plan.method=zero1
 SET_zero2 := --set plan.method=zero2
+SET_fsdp := --set plan.method=fsdp
+SET_pipeline := --set plan.method=pipeline --set plan.micro_batches=4
+SET_tensor := --set plan.method=tensor
 SET_gs := --set plan.method=gs
 SET_gs-3e-4 := --set plan.push.threshold=3e-4
 SET_gs-3e-3 := --set plan.push.threshold=3e-3
 SET_gs-uneven := --set plan.shares.shards=[0.7,0.3] --set plan.shares.batch=[0.625,0.375]
+SET_gs-wgrad := --set plan.method=gs_wgrad
+SET_gs-tp := --set plan.method=gs_tp --set plan.shares.shards=[0.75,0.25]
 FILES := --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
 
 .PHONY: help demo test test-slow benchmark lint clean

@@ -34,7 +34,10 @@ def case_of(name: str, *, ranks: int = RANKS) -> dict[str, object]:
     return {"scenario": scenario_file(BASE[model.lower()]), "overrides": changes, "plant": False}
 
 
-NAMES = [f"{name}-selective" for name in ("ddp-gpt", "zero3-bert", "gs-gpt", "gs-bert", "zero1-GPT", "zero2-GPT", "gs-resnet")]
+NAMES = [
+    f"{name}-selective"
+    for name in ("ddp-gpt", "zero3-bert", "gs-gpt", "gs-bert", "zero1-GPT", "zero2-GPT", "gs-resnet")
+]
 
 
 @pytest.fixture(scope="module")
