@@ -22,14 +22,13 @@ from gssim.program.pipeline import held_by_stages, pipeline
 from gssim.program.push import mean_density, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
-    Unit,
     gather_parameters,
     gather_parameters_twice,
     keep_parameters,
     reduce_scatter_gradients,
-    units,
 )
 from gssim.program.task import Program, Task
+from gssim.program.units import Unit, units
 from gssim.scenario import Scenario
 from gssim.slices import units_held
 

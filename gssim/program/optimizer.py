@@ -12,8 +12,8 @@ from gssim.memory import (
 from gssim.optimizers import implementation_on, optimizer_state_bytes, optimizer_temporary_bytes
 from gssim.program.lowering import Bucket, Lowering
 from gssim.program.push import across
-from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task
+from gssim.program.units import owned_rows, units
 
 
 def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:

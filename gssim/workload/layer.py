@@ -1,0 +1,83 @@
+"""One layer as it was traced."""
+
+from gssim.units import Count, PositiveInt, spec
+from gssim.workload.buffer import Buffer, Moment
+from gssim.workload.parameter import Parameter, Reduction
+from gssim.workload.polynomial import Quantity, text_of
+
+
+@spec
+class PartialBackward:
+    """What is left of a layer's training where some parameters are frozen, so that others get their gradients alone.
+
+    Its forward costs the same; what it keeps for the backward, and the backward, are less.
+    """
+
+    backward_flop: Quantity
+    backward_bytes: Quantity
+    backward_operations: Count
+    parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
+    """Those that are trained, with their moments in this backward."""
+    buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    input_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
+    """When it lets go of what the layer before handed on; absent: that one keeps it longer itself."""
+    gradient_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
+    """When it lets go of the gradient of its output; absent: not known to differ."""
+
+
+@spec
+class Layer:
+    """One layer, or `repeats` identical ones in a row; FLOP, bytes and buffers are of one, for a whole batch."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Dotted path of each repetition's module in the model; empty for what runs outside any (the loss)."""
+    block: bool = False
+    """An element of the model's repeated stack: FSDP shards it on its own; all else belongs to the root."""
+    parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
+    forward_flop: Quantity
+    backward_flop: Quantity
+    forward_bytes: Quantity
+    """Bytes read and written by the operations of one forward."""
+    backward_bytes: Quantity
+    saved_bytes: Quantity
+    """Unique storages that autograd keeps for the backward, parameters and inputs left out."""
+    output_bytes: Quantity
+    forward_operations: Count
+    backward_operations: Count
+    recompute_flop: Quantity | None = None
+    """Of the forward, what checkpointing runs again: up to the last tensor that autograd saves; absent: all of it."""
+    recompute_bytes: Quantity | None = None
+    recompute_operations: Count | None = None
+    recompute_positions: Count | None = None
+    """How many of the forward's positions that takes."""
+    recompute_releases: tuple[Count, ...] | None = None
+    """Where in a forward that saves nothing those buffers go which are kept for the layer's own backward, in order."""
+    selective_flop: Quantity | None = None
+    """Of that, what is run again where the outputs of compute-heavy operations are kept; absent: not known."""
+    selective_bytes: Quantity | None = None
+    selective_operations: Count | None = None
+    selective_positions: tuple[Count, ...] | None = None
+    """Of the forward's compute-heavy operations: matrix products, convolutions, attention."""
+    buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    units: PositiveInt | None = None
+    """Of a block that is cut: how many units there are of it; see [Note: units]."""
+    reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
+    """Of a block that is cut: the sums over ranks, in the order of their moments."""
+    untrained_buffers: tuple[text_of(Buffer), ...] | None = None  # type: ignore[valid-type]
+    """Its buffers where neither it nor a layer before it is trained: autograd keeps nothing; absent: not traced."""
+    frozen: PartialBackward | None = None
+    """Where a layer before it is trained, but not itself; absent in the first layer, and where not traced."""
+    deepest: PartialBackward | None = None
+    """Where it is trained, but no layer before it; absent in the first layer, whose backward is this, without
+    parameters, and where not traced."""
+
+    @property
+    def repeats(self) -> int:
+        """How many identical layers this entry stands for."""
+        return max(1, len(self.modules))
+
+    @property
+    def elements(self) -> int:
+        """Parameters of one repetition."""
+        return sum(parameter.elements for parameter in self.parameters)

@@ -1,0 +1,137 @@
+"""A model: where its module comes from, what it reads, its layers.
+
+[Note: units] A block that can be cut among ranks (tensor parallelism) is cut in units: an attention head with its part
+of the perceptron's columns, or a norm group's channels. The layers of `Model.sliced_layers` are traced with their
+blocks cut: each quantity is a polynomial in b and s for what every rank has, and another that counts once for each of
+the u units that the rank holds. `gssim.slices` makes layers as above of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gssim.units import Count, PositiveInt, Precision, spec
+from gssim.workload.layer import Layer
+
+
+@spec
+class HuggingFace:
+    """A Hugging Face architecture, built from its config alone: no weights are loaded."""
+
+    model_type: str
+    """As in `AutoConfig.for_model`, for example `gpt2`."""
+    auto_class: str = "AutoModelForCausalLM"
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@spec
+class Module:
+    """Where the real module comes from: a factory by its dotted path, or a Hugging Face config."""
+
+    factory: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    hugging_face: HuggingFace | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse none and both."""
+        if (self.factory is None) == (self.hugging_face is None):
+            raise ValueError("exactly one of factory and hugging_face is needed")
+
+
+@spec
+class TokenInput:
+    """Token ids of shape (batch, sequence)."""
+
+    kind: Literal["tokens"]
+    vocabulary: PositiveInt
+    task: Literal["next-token", "masked-token", "sequence-classification"] = "next-token"
+    maximum_sequence_length: PositiveInt
+    classes: PositiveInt | None = None
+    """Of sequence classification, and of it alone."""
+    padding: Count | None = None
+    """Sequence classification: the token that fills sequences up, which the model leaves out; absent: it attends to
+    all tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse classes without a task that has them, and the other way round."""
+        if (self.task == "sequence-classification") != (self.classes is not None):
+            raise ValueError(f"classes = {self.classes}: needed with task = 'sequence-classification', and only there")
+        if self.padding is not None and self.classes is None:
+            raise ValueError(f"padding = {self.padding}: only sequences to be classified are filled up")
+        if self.padding is not None and self.padding >= self.vocabulary:
+            raise ValueError(f"padding = {self.padding}: is no token of the vocabulary of {self.vocabulary}")
+
+
+@spec
+class ImageInput:
+    """Images of shape (batch, channels, height, width), to be classified."""
+
+    kind: Literal["image"]
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    classes: PositiveInt
+    task: Literal["classification"] = "classification"
+
+
+@spec
+class Model:
+    """A model as traced from its real module; see `gsreal trace`."""
+
+    name: str
+    source: str
+    module: Module
+    input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
+    traced_precision: Precision = "fp32"
+    """Bytes are of this precision, and scaled to a workload's; whole numbers, masks and sums that are kept in fp32 are
+    scaled with them, so that a trace in the workload's own precision is the more exact one."""
+    traced_batch_sizes: tuple[PositiveInt, ...]
+    traced_sequence_lengths: tuple[PositiveInt, ...] = ()
+    exact_sequence: bool = True
+    """False: the sequence dependence is no polynomial; only `traced_sequence_lengths` may be used."""
+    buffer_bytes: tuple[Count, ...] = ()
+    """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward."""
+    layers: tuple[Layer, ...]
+    sliced_layers: tuple[Layer, ...] = ()
+    """The layers with their blocks cut among ranks, see [Note: units]; empty: not known how to cut them."""
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model."""
+        return sum(layer.repeats * layer.elements for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class LayerInstance:
+    """One layer of the unrolled model: the entry it repeats, and which repetition it is."""
+
+    index: int
+    layer: Layer
+    repetition: int
+
+    @property
+    def module(self) -> str:
+        """Dotted path of its module, or the layer's name where it has none."""
+        return self.layer.modules[self.repetition] if self.layer.modules else self.layer.name
+
+    @cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Full dotted names of its parameters."""
+        return tuple(parameter.name.replace("{}", self.module) for parameter in self.layer.parameters)
+
+
+def unrolled(model: Model) -> tuple[LayerInstance, ...]:
+    """Return every layer of the model in forward order, repetitions one by one."""
+    places = [(layer, repetition) for layer in model.layers for repetition in range(layer.repeats)]
+    return tuple(LayerInstance(index, layer, repetition) for index, (layer, repetition) in enumerate(places))
+
+
+def gradient_order(layers: Sequence[LayerInstance]) -> tuple[tuple[int, int], ...]:
+    """Return (layer index, parameter index) of all parameters in the order in which gradients become ready."""
+    ready = []
+    for instance in layers:
+        for number, parameter in enumerate(instance.layer.parameters):
+            where = instance.index + parameter.ready.layer_offset
+            ready.append((-where, parameter.ready.position, instance.index, number))
+    return tuple((layer, number) for _, _, layer, number in sorted(ready))
