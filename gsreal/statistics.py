@@ -4,7 +4,8 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def take_statistics(scenario: Scenario, thresholds: Sequence[float]) -> Gradient
     traces = []
     for threshold in thresholds:
         print(f"gsreal: training under the threshold {threshold:g}", file=sys.stderr, flush=True)
-        books = _train(scenario, threshold, sampled)
+        with _one_thread():
+            books = _train(scenario, threshold, sampled)
         traces += [
             {
                 "samples": samples,
@@ -62,6 +64,21 @@ def take_statistics(scenario: Scenario, thresholds: Sequence[float]) -> Gradient
             for samples, tensors in sorted(books.items())
         ]
     return _statistics(scenario, sampled, traces)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread while the context lasts.
+
+    How many threads share a sum decides its last digits, which training makes much of; MKL takes fewer of them where it
+    sees fit. So the same training gives the same statistics, on a machine of any size under any load.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train(scenario: Scenario, threshold: float, sampled: Sequence[int]) -> "dict[int, dict[str, _Book]]":
