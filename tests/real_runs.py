@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,4 +53,9 @@ def run_cases(folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> 
 
 def predicted(case: dict[str, Any]) -> Result:
     """Return the prediction of a case."""
-    return simulate(load_scenario(Path(case["scenario"]), case["overrides"])).result
+    return _predicted(case["scenario"], tuple(case["overrides"]))
+
+
+@cache
+def _predicted(scenario: str, overrides: tuple[str, ...]) -> Result:
+    return simulate(load_scenario(Path(scenario), list(overrides))).result
