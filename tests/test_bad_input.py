@@ -173,7 +173,7 @@ PLAN_FAULTS = [
     (("plan.schedule=1f1b",), "plan.schedule = '1f1b': there is no pipeline; leave it out"),
     (("plan.stages=[1, 2]",), "plan.stages = (1, 2): there is no pipeline; leave it out"),
     (("plan.pp=2",), "plan.pp = 2: method 'ddp' for 1 replica(s) of a pipeline; allowed: pipeline, or plan.dp_replicate"),
-    ((*PIPELINE, "plan.pp=1", "plan.dp_replicate=2"), "plan.pp = 1: method 'pipeline' does not average gradients of replicas"),
+    ((*PIPELINE, "plan.pp=1", "plan.dp_replicate=2"), "plan.method = 'pipeline': its gradients"),
     (("plan.method=gs", "plan.pp=2"), "plan.pp = 2: method 'gs' cannot run in a pipeline yet; allowed today: pipeline, or ddp or zero1"),
     ((*PIPELINE, "plan.stages=[2, 3]"), "plan.stages = [2, 3]: sums to 5, but the model has 4 layers"),
     ((*PIPELINE, "plan.stages=[2, 1, 1]"), "plan.stages = [2, 1, 1]: 3 stages cannot be dealt out evenly to 2 ranks (plan.pp)"),
