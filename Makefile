@@ -10,8 +10,8 @@ ROWS := single checkpointing accumulation ddp zero1 zero2 fsdp pipeline tensor \
 	gs gs-3e-4 gs-3e-3 gs-uneven gs-wgrad gs-tp
 # a shared machine drifts by minutes: layers are measured before, between and after the real runs
 RUNS := single.run checkpointing.run accumulation.run ddp.run zero1.run again-1 \
-	zero2.run fsdp.run pipeline.run tensor.run again-2 \
-	gs.run gs-3e-4.run gs-3e-3.run again-3 gs-uneven.run gs-wgrad.run gs-tp.run again-4
+	zero2.run fsdp.run pipeline.run tensor.run gs.run again-2 \
+	gs-3e-4.run gs-3e-3.run gs-uneven.run gs-wgrad.run gs-tp.run again-3
 CALIBRATE = $(BIN)/gsreal calibrate scenarios/models/gpt-byte-1m.toml --ranks 2 --batch-sizes 4,8,16 \
 	--sequence-length 128 --out $(DEMO)/cluster.toml
 SET_single := --set plan.method=single
@@ -29,7 +29,7 @@ SET_gs-3e-3 := --set plan.push.threshold=3e-3
 SET_gs-uneven := --set plan.shares.shards=[0.7,0.3] --set plan.shares.batch=[0.625,0.375]
 SET_gs-wgrad := --set plan.method=gs_wgrad
 SET_gs-tp := --set plan.method=gs_tp --set plan.shares.shards=[0.75,0.25]
-FILES := --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
+FILES := --set run.steps=30 --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
 
 .PHONY: help demo test test-slow benchmark lint clean
 .DELETE_ON_ERROR:
@@ -77,7 +77,7 @@ $(DEMO)/cluster.toml: | $(VENV)/.demo
 	$(CALIBRATE)
 
 $(DEMO)/gradients.json: | $(VENV)/.demo
-	$(BIN)/gsreal gradients $(SCENARIO) --set cluster=$(DEMO)/cluster.toml --out $@
+	$(BIN)/gsreal gradients $(SCENARIO) --set run.steps=30 --set cluster=$(DEMO)/cluster.toml --out $@
 
 $(DEMO)/again-%: | $(DEMO)/cluster.toml
 	$(CALIBRATE) --again
