@@ -78,12 +78,18 @@ def cases_for(ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.fixture(scope="module")
+WORLDS: dict[int, tuple[dict, dict]] = {}
+"""What was run, by number of ranks."""
+
+
+@pytest.fixture
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
-    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    cases = cases_for(request.param)
-    return cases, run_cases(folder, cases, ranks=request.param)
+    ranks = request.param
+    if ranks not in WORLDS:
+        cases = cases_for(ranks)
+        WORLDS[ranks] = cases, run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases, ranks=ranks)
+    return WORLDS[ranks]
 
 
 PAIRS = [(ranks, name) for ranks in (2, 3, 4) for name in cases_for(ranks) if not name.startswith("planted")]
