@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,19 @@ def predicted(case: dict[str, Any]) -> Result:
 @cache
 def _predicted(scenario: str, overrides: tuple[str, ...]) -> Result:
     return simulate(load_scenario(Path(scenario), list(overrides))).result
+
+
+Cases = dict[str, dict[str, Any]]
+
+
+def run_once(
+    worlds: dict[int, tuple[Cases, Cases]], ranks: int, cases_for: Callable[[int], Cases], folder: Callable[[str], Path]
+) -> tuple[Cases, Cases]:
+    """Return all cases of a number of ranks and what they showed; they are run in one launch, where they are not yet.
+
+    `worlds`: what was run, by number of ranks; `folder`: makes a new folder of a name.
+    """
+    if ranks not in worlds:
+        cases = cases_for(ranks)
+        worlds[ranks] = cases, run_cases(folder(f"ranks{ranks}"), cases, ranks=ranks)
+    return worlds[ranks]

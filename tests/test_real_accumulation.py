@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from real_runs import predicted, run_cases, scenario_file, star
+from real_runs import predicted, run_once, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -56,11 +56,7 @@ WORLDS: dict[int, tuple[dict, dict]] = {}
 @pytest.fixture
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
-    ranks = request.param
-    if ranks not in WORLDS:
-        cases = cases_for(ranks)
-        WORLDS[ranks] = cases, run_cases(tmp_path_factory.mktemp(f"ranks{ranks}"), cases, ranks=ranks)
-    return WORLDS[ranks]
+    return run_once(WORLDS, request.param, cases_for, tmp_path_factory.mktemp)
 
 
 PAIRS = [(ranks, name) for ranks in (2, 3) for name in cases_for(ranks)]

@@ -55,9 +55,6 @@ LARGER = {
 SAMPLES = 24
 TRAINING = {"workload.optimizer": "sgd-momentum", "workload.learning_rate": 1e-3}
 """Gentle, so that residual networks do not make much of the last digits in which sums over ranks differ."""
-BOUND = {"gpt": 0.04, "bert": 0.04, "resnet": 0.06}
-"""A profile has the peak of a layer, not the moment at which kernels take scratch: where a plan moves the peak inside
-the layer, or cuts the layer, convolutions hold up to a twentieth more than predicted."""
 
 
 def command(*arguments: str) -> None:
@@ -159,7 +156,7 @@ def test_peaks_are_near(world: tuple[dict, dict]) -> None:
                 here[f"{name}-{rank}-of-{len(found[name]['peaks'])}"] = entry.peak_allocated_bytes / measured - 1
     errors.update(here)
     print({name: f"{error:+.2%}" for name, error in here.items() if abs(error) > 0.01})
-    assert {name: error for name, error in here.items() if abs(error) > BOUND[name.split("-")[0]]} == {}
+    assert {name: error for name, error in here.items() if abs(error) > 0.04} == {}
 
 
 def test_the_median_error_of_all_peaks_is_within_one_percent() -> None:
@@ -176,3 +173,4 @@ def test_training_is_that_of_one_device(world: tuple[dict, dict]) -> None:
             assert seen["difference"] <= 2**-7 * seen["largest_parameter"], (name, seen["difference"])
         else:
             assert seen["difference_ratio"] <= 1e-4, (name, seen["difference_ratio"])
+            assert seen["difference"] <= 1e-5 * seen["largest_parameter"], (name, seen["difference"])
