@@ -138,6 +138,12 @@ class Push:
     reestimate_steps: PositiveInt = 32
     """For `target-density`: how often the threshold is estimated again."""
 
+    @property
+    def selects(self) -> bool:
+        """Whether what is sent depends on the gradients: some may stay under a threshold."""
+        everything = 1.0 if self.kind == "target-density" else 0.0
+        return self.threshold is not None and self.threshold != everything
+
 
 def resolved_push(push: Push, *, sgd: bool) -> Push:
     """Return the push with what follows from the optimizer filled in; `sgd`: whether it is SGD.

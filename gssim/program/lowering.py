@@ -325,7 +325,7 @@ class Lowering:
         """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
         positions = np.arange(len(self.group))
         policies, push = self.scenario.policies, self.push
-        if unfolded or (policies.gradients == "push" and push.threshold):
+        if unfolded or (policies.gradients == "push" and push.selects):
             return positions, list(self.group)  # what a rank sends depends on whose range holds which tensors
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}

@@ -130,7 +130,7 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
 
 
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> GradientStatistics | None:
-    if not scenario.plan.push.threshold:
+    if not scenario.push.selects:
         return None
     name = scenario.workload.gradients
     if name is None:

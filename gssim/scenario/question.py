@@ -214,7 +214,7 @@ class Loaded:
     @property
     def statistics_needed(self) -> bool:
         """Whether messages depend on the data, so that a prediction needs gradient statistics."""
-        return bool(self.scenario.push.threshold)
+        return self.scenario.push.selects
 
     @property
     def calibration_id(self) -> str:
