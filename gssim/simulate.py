@@ -130,9 +130,7 @@ def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
     return _Steady(machine, tuple(end - start for start, end in pairwise(latest)))
 
 
-def _result(
-    loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady
-) -> Result:
+def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
     counts = [len(each.members) for each in machine.classes]

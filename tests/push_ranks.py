@@ -50,9 +50,8 @@ def gradients_of(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def weights_of(case: dict[str, Any], step: int) -> list[float]:
-    ranks = dist.get_world_size()
-    given = case.get("weights")
-    return given[step % len(given)][:ranks] if given else [1 / ranks] * ranks
+    given: list[list[float]] = case.get("weights") or [[1 / dist.get_world_size()] * dist.get_world_size()]
+    return given[step % len(given)]
 
 
 def pushed(case: dict[str, Any]) -> tuple[Any, list[list[Tensor]]]:
@@ -60,12 +59,11 @@ def pushed(case: dict[str, Any]) -> tuple[Any, list[list[Tensor]]]:
     dtype = getattr(torch, case.get("dtype", "float32"))
     model = Numbers(dtype)
     push = Push(**case["push"])
-    shares = [0.5, 0.3, 0.2][: dist.get_world_size()]
     sharding = shard_gradients(
         model,
         Recorder,
         push=push,
-        shard_shares=[share / sum(shares) for share in shares],
+        shard_shares=[0.5, 0.3, 0.2],
         bucket_bytes=1200,
         first_bucket_bytes=600,
     )
@@ -139,7 +137,9 @@ def expected(case: dict[str, Any], sharding: Any) -> tuple[list[list[Tensor]], d
             total = torch.zeros(own.stop - own.start, dtype=bucket.shard.dtype)
             came = torch.zeros_like(total)
             for sender, weight in zip(senders, weights, strict=True):
-                by_name = dict(zip(parameters, gradients_of(senders.index(sender), step, bucket.flat.dtype), strict=True))
+                by_name = dict(
+                    zip(parameters, gradients_of(senders.index(sender), step, bucket.flat.dtype), strict=True)
+                )
                 flat = torch.cat([by_name[p].reshape(-1) for p in bucket.parameters])
                 values, sent = sender.send(flat, weight, step)
                 total += weight * values[own].to(total.dtype)
@@ -158,14 +158,20 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         for a, b in zip(found, right, strict=True):
             if a.numel():
                 worst, largest = max(worst, float((a - b).abs().max())), max(largest, float(b.abs().max()))
-    residuals = [float((r.values.double() - kept[i].double()).abs().max()) for i, r in sharding.pusher.residuals.items() if r.values.numel()]
-    again, repeated = pushed(case)
+    residuals = [
+        float((r.values.double() - kept[i].double()).abs().max())
+        for i, r in sharding.pusher.residuals.items()
+        if r.values.numel()
+    ]
+    _, repeated = pushed(case)
     same = all(torch.equal(a, b) for x, y in zip(seen, repeated, strict=True) for a, b in zip(x, y, strict=True))
     return {
         "difference": worst,
         "largest": largest,
         "residual_difference": max(residuals, default=0.0),
-        "kept": max((float(r.values.abs().max()) for r in sharding.pusher.residuals.values() if r.values.numel()), default=0.0),
+        "kept": max(
+            (float(r.values.abs().max()) for r in sharding.pusher.residuals.values() if r.values.numel()), default=0.0
+        ),
         "identical": same,
         "density": sharding.sent.entries / sharding.sent.offered,
     }

@@ -82,7 +82,7 @@ def run_once(
     return worlds[ranks]
 
 
-def planted(folder: Path, scenario: str, overrides: list[str], density: float) -> str:
+def planted(folder: Path, scenario: str, overrides: list[str], density: float, *, name: str) -> str:
     """Return a file of gradient statistics for a case in which every threshold is reached by the given fraction."""
     loaded = load_scenario(Path(scenario), overrides, gradients_needed=False).scenario
     workload, steps = loaded.workload, loaded.run.warmup_steps + loaded.run.steps
@@ -100,6 +100,6 @@ def planted(folder: Path, scenario: str, overrides: list[str], density: float) -
         traces=(RankTrace(samples=4, tensors=dict.fromkeys(names, tensor)),),
         source="planted",
     )
-    path = folder / "planted.json"
+    path = folder / f"{name}.json"
     path.write_text(TypeAdapter(GradientStatistics).dump_json(statistics).decode())
     return str(path)

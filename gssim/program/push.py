@@ -200,9 +200,7 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
     return costs.copy_time_s(low.device(rank), sent_bytes)
 
 
-def _prepare(
-    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]
-) -> Task:
+def _prepare(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]) -> Task:
     """Return the task that takes the own gradient and thresholds and packs the rest."""
     duration_s = costs.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
     messages: list[tuple[float, float]] = []
