@@ -85,17 +85,20 @@ class Pusher:
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
         """Take the memory that thresholding needs all the time."""
+        self._take_scratch(buckets)
+        for bucket in buckets:
+            self.thresholds[bucket.index] = Thresholds(self.rules, [bucket.places[p] for p in bucket.parameters])
+            if self.rules.error_feedback:
+                precision = PRECISIONS[self.rules.error_feedback_precision]
+                self.residuals[bucket.index] = Residual(bucket.elements, bucket.own, precision, bucket.flat.device)
+
+    def _take_scratch(self, buckets: Sequence[Bucket]) -> None:
         for dtype in dict.fromkeys(bucket.flat.dtype for bucket in buckets):
             alike = [bucket for bucket in buckets if bucket.flat.dtype == dtype]
             part = max(last - first for bucket in alike for first, last in bucket.ranges)
             largest = max(bucket.elements for bucket in alike)
             scratch = Scratch(part, largest, dtype, alike[0].flat.device)
             self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
-        for bucket in buckets:
-            self.thresholds[bucket.index] = Thresholds(self.rules, [bucket.places[p] for p in bucket.parameters])
-            if self.rules.error_feedback:
-                precision = PRECISIONS[self.rules.error_feedback_precision]
-                self.residuals[bucket.index] = Residual(bucket.elements, bucket.own, precision, bucket.flat.device)
 
     @property
     def thresholds_now(self) -> bool:
@@ -108,12 +111,19 @@ class Pusher:
         assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
         with self.observe(f"threshold {label}", "compression"):
+            self._pay(bucket)
             total = self._own(bucket)
             sends = self._thresholded(bucket) if self.thresholds_now else self._dense(bucket)
         self._count(bucket, sends)
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):
             self._incoming = self._posted(bucket, total, [message for message, _ in sends], counts)
+
+    def _pay(self, bucket: Bucket) -> None:
+        residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
+        if residual is not None and weight:
+            assert bucket.gradient is not None
+            residual.pay(bucket.gradient, weight)
 
     def _count(self, bucket: Bucket, sends: Sequence[Message]) -> None:
         """Count what is sent, and what could have been."""
@@ -239,6 +249,14 @@ class Pusher:
     def end_step(self) -> None:
         """Note that what was pushed has been used in an update."""
         self.steps += 1
+
+    def reshard(self, buckets: Sequence[Bucket]) -> None:
+        """Go on after owners have changed: with other ranges of the same buckets, and what was kept of them."""
+        if self.rules.threshold is not None:
+            self._take_scratch(buckets)
+        for bucket in buckets:
+            if bucket.index in self.residuals:
+                self.residuals[bucket.index].reshard(bucket.own)
 
     def drop_broken(self) -> None:
         """Forget what is not finite of what was kept: a step with broken gradients is over."""

@@ -23,7 +23,7 @@ PLANS = {
     "gs dense": ["plan.method=gs"],
     "gs at 1 %": ["plan.method=gs", "plan.push.kind=target-density", "plan.push.threshold=0.01"],
 }
-WARMUPS, STEPS = 5, 41
+WARMUPS, STEPS = 3, 21
 
 
 def main(scenario_file: str, out: str) -> None:
