@@ -246,6 +246,13 @@ class Pusher:
             assert bucket.shard.grad is not None
             bucket.shard.grad.add_(total)
 
+    @property
+    def held(self) -> list[Tensor]:
+        """What is kept and used from step to step."""
+        scratches = [encoding.scratch for encoding in self.encodings.values()]
+        kept = [residual.values for residual in self.residuals.values()]
+        return [*kept, *(each for scratch in scratches for each in (scratch.flags, scratch.magnitudes))]
+
     def end_step(self) -> None:
         """Note that what was pushed has been used in an update."""
         self.steps += 1
