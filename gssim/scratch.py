@@ -44,7 +44,7 @@ class Scratch:
         return f"{self.phase}{self.position} " + " ".join(f"{samples}:{size}" for samples, size in self.points)
 
     def at(self, samples: float) -> float:
-        """Return the bytes at a batch size: on straight lines through the points, the outermost of which go on.
+        """Return the whole bytes at a batch size: on straight lines through the points, the outermost of which go on.
 
         Assumes what kernels do: repack the weights (a fixed part) and inputs or outputs (in proportion to samples).
 
@@ -55,7 +55,7 @@ class Scratch:
             return float(self.points[0][1])
         inner = [i for i, (size, _) in enumerate(self.points[1:-1], 1) if size < samples]
         (x0, y0), (x1, y1) = self.points[max(inner, default=0) :][:2]
-        return max(0.0, y0 + (y1 - y0) * (samples - x0) / (x1 - x0))
+        return float(max(0, round(y0 + (y1 - y0) * (samples - x0) / (x1 - x0))))
 
 
 ScratchText = Annotated[

@@ -35,7 +35,8 @@ def profile_model(
 
     The profile is of a device alone.
     """
-    module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+    dtype = DTYPES[bench.settings.precision]
+    module = build_module(model.module, where=model.name).to(bench.device, dtype)
     module.train()
     optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
@@ -53,7 +54,6 @@ def profile_model(
         b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
         for b, batch in batches.items()
     }
-    dtype = DTYPES[bench.settings.precision]
     counted = counter.method == "allocator"
     scratch = bench.alone(partial(layer_scratch, model, batches, counter, dtype)) if counted else None
     lateness = _lateness(bench, together[middle])
@@ -229,8 +229,7 @@ def _profile(
     peaks: dict[int, dict[tuple[int, str], float]],
     scratch: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the profile by layer entry of the model file: median times, and scratch or where not known largest peaks.
-    """
+    """Return the profile by layer entry of the model file: median times; scratch, or where it is not known, peaks."""
     members: dict[str, list[int]] = defaultdict(list)
     for instance in unrolled(model):
         members[instance.layer.name].append(instance.index)

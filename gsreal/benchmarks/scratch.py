@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -115,9 +116,7 @@ def _prepared(module: nn.Module, model: Model, way: _Way) -> nn.Module:
     return module
 
 
-def _seen(
-    model: Model, way: _Way, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
-) -> dict[int, Taken]:
+def _seen(model: Model, way: _Way, batches: Batches, counter: MemoryCounter, dtype: torch.dtype) -> dict[int, Taken]:
     """Return the scratch of every operation by batch size."""
     device = next(iter(batches.values()))[0].device
     module = _prepared(build_module(model.module, where=model.name).to(device, dtype), model, way)
@@ -194,7 +193,7 @@ def _bends(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     ((1, 10), (4, 40), (8, 90))
     """
     kept = list(points[:1])
-    for here, after in zip(points[1:], points[2:], strict=False):
+    for here, after in pairwise(points[1:]):
         if _slope(kept[-1], here) != _slope(here, after):
             kept.append(here)
     return (*kept, *points[1:][-1:])

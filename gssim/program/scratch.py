@@ -8,7 +8,7 @@ from gssim.program.lowering import Lowering
 from gssim.recompute import last_saved
 from gssim.scenario import layer_profile
 from gssim.slices import units_held
-from gssim.workload import Layer, LayerInstance
+from gssim.workload import LayerInstance
 
 
 def scratch_events(
