@@ -31,9 +31,13 @@ def measured_scratch() -> dict[str, dict[str, list[str]]]:
     counter = MemoryCounter(torch.device("cpu"))
     if counter.method != "allocator":
         pytest.skip("needs a C++ compiler to count bytes exactly")
-    model = load_model(MODEL)
+    model, threads = load_model(MODEL), torch.get_num_threads()
     batches = {b: example_batch(model, batch_size=b, sequence_length=None) for b in (3, 6, 12)}
-    return layer_scratch(model, batches, counter, torch.float32)
+    torch.set_num_threads(1)  # as ranks have
+    try:
+        return layer_scratch(model, batches, counter, torch.float32)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
