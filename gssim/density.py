@@ -1,10 +1,10 @@
 """What a threshold makes of measured gradient statistics: the fraction of elements that reach it.
 
 Statistics are taken at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
-the fraction of elements that reach a threshold in units of that scale, both over the root of the step, for training
-changes gradients ever more slowly. What a threshold drops changes the training and
-with it later gradients, so statistics are taken under several thresholds, and the densities that they give are
-interpolated in the logarithm of the threshold.
+the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, for
+training changes gradients ever more slowly. What a threshold drops changes the training and with it later gradients, so
+statistics are taken under several thresholds, and the densities that they give are interpolated in the logarithm of the
+threshold.
 
 Without error feedback the density is the tail of |g|. With it, it is the rate at which elements come to reach the
 threshold with all that was not sent before; it is measured at a grid of thresholds, for it depends on how steadily each
@@ -64,11 +64,12 @@ def push_density(
     >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.0, 4.0)]
     [1.0, 1.0, 0.0]
     """
-    if not push.threshold or step < push.warmup_steps:
+    everything = 1.0 if push.kind == "target-density" else 0.0
+    if push.threshold is None or push.threshold == everything or step < push.warmup_steps:
         return 1.0
-    if samples == 0 or part == 0:  # a gradient of zeros
+    if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
         return 0.0
-    view = _View(statistics, samples, tensor, push.error_feedback)
+    view = _View(statistics, samples, tensor, bool(push.error_feedback))
     threshold = _absolute(view, push, step, part)
     return view.sent_ratio(threshold, step, part, first, last)
 
@@ -82,6 +83,8 @@ def publish_density(
     """
     if not publish.threshold:
         return 1.0
+    if math.isinf(publish.threshold):
+        return 0.0
     moment, grid, threshold = _moment(statistics.sampled_steps, step), statistics.publish_thresholds, publish.threshold
     blocks = statistics.changes[tensor].blocks
     values = [moment.mixed([_on_grid(grid, row, threshold) for row in moment.of(block)]) for block in blocks]
@@ -102,7 +105,7 @@ def union_density(
 ) -> float:
     """Return the fraction of a tensor's elements that at least one of `ranks` alike ranks sends; see `united`."""
     sent = push_density(statistics, push, samples=samples, tensor=tensor, step=step, part=part, first=first, last=last)
-    trace = traces_of(statistics, samples, error_feedback=push.error_feedback)[0].tensors[tensor]
+    trace = traces_of(statistics, samples, error_feedback=bool(push.error_feedback))[0].tensors[tensor]
     moment = _moment(statistics.sampled_steps, step)
     mean = fmean(moment.mixed([s.mean for s in moment.of(block.sketches)]) for block in trace.blocks)
     square = fmean(moment.mixed([s.rms**2 for s in moment.of(block.sketches)]) for block in trace.blocks)
@@ -182,7 +185,7 @@ def _moment(sampled_steps: Sequence[int], step: int) -> _Moment:
     if after == len(sampled_steps) or after == 0:
         only = min(after, len(sampled_steps) - 1)
         return _Moment(only, only, 0.0)
-    start, at, end = (math.sqrt(each) for each in (sampled_steps[after - 1], step, sampled_steps[after]))
+    start, at, end = (math.log1p(each) for each in (sampled_steps[after - 1], step, sampled_steps[after]))
     return _Moment(after - 1, after, (at - start) / (end - start))
 
 
