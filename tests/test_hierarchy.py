@@ -266,7 +266,7 @@ def test_a_card_carries_a_nodes_part_of_the_place_to_push_and_as_much_to_publish
 def test_a_threshold_lowers_what_is_pushed_across_and_sees_the_mean_over_the_node(nodes):
     low_noise, high_noise = (exponential_statistics(rms=rms, samples=(n,)) for rms, n in ((5e-4, 4), (1e-3, 2)))
     statistics = replace(low_noise, traces=(*low_noise.traces, *high_noise.traces))
-    push = {"threshold": 1e-3, "encoding": "coo"}
+    push = {"threshold": 1e-3, "encoding": "coo", "error_feedback": False}
     scenario = grid("gs_hier", nodes, 2, push=push, global_batch_size=4 * nodes)
     ratio = push_density(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.weight", step=1)
     assert ratio < push_density(statistics, Push(threshold=1e-3), samples=2, tensor="h.0.weight", step=1) / 2

@@ -85,7 +85,7 @@ def test_dividing_by_the_weight_received_takes_that_of_every_own_element():
 
 def test_steps_at_the_start_are_pushed_as_if_there_were_no_threshold():
     warm = gs(threshold=THRESHOLD, warmup_steps=2)
-    dense, steady = program(gs()), program(gs(threshold=THRESHOLD))
+    dense, steady = program(gs()), program(gs(threshold=THRESHOLD), 2)
 
     def pushed(found: Program) -> dict[str, Any]:
         return {name: c for name, c in found.communications.items() if not name.startswith("publish")}
