@@ -135,7 +135,10 @@ class Publish:
     """How updated parameters go back to the replicas."""
 
     threshold: NonNegativeFloat | None = None
-    """Send only parameter changes of at least this magnitude; absent: publish densely."""
+    """Send only parameters that are at least this far from what was published of them; absent: all, densely. What is
+    not sent stays in that difference: owners keep a master copy of their shard, whatever the precision."""
+    encoding: Literal["auto", "coo", "bitmap", "dense"] = "auto"
+    """As of a push; of parameters, a dense message holds the whole range, those that did not change as well."""
 
 
 @spec
@@ -185,6 +188,11 @@ class Plan:
     the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes) and
     for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
     prefetch: Count | None = None
+
+    @property
+    def sends_by_data(self) -> bool:
+        """Whether a threshold decides what is sent, so that a prediction needs gradient statistics."""
+        return bool(self.push.threshold or self.publish.threshold)
 
 
 @dataclass(frozen=True)
@@ -329,14 +337,34 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
     for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)
-    if plan.push.encoding == "bitmap":
-        raise UserError(f"{file}: plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense")
-    _refuse_unless_default(plan.publish, today.publish, "threshold", "plan.publish.threshold", file)
+    for table, asked in (("push", plan.push), ("publish", plan.publish)):
+        if asked.encoding == "bitmap":
+            raise UserError(f"{file}: plan.{table}.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense")
+    _refuse_publish(plan, policies, file)
     _refuse_unless_default(plan.shares, today.shares, "replan", "plan.shares.replan", file)
     if plan.shares.shards in ("memory", "cost"):
         raise UserError(
             f"{file}: plan.shares.shards = '{plan.shares.shards}': cannot run yet; "
             "allowed today: even, compute, or one share per rank"
+        )
+
+
+def _refuse_publish(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse a threshold where nothing is published that it could hold back, or it cannot be told who sends how much."""
+    if plan.publish.threshold is None:
+        return
+    where = f"{file}: plan.publish.threshold = {plan.publish.threshold!r}"
+    if policies.gradients != "push":
+        raise UserError(f"{where}: cannot run yet with method '{plan.method}'; allowed today with gs, gs_hier")
+    if policies.parameters != "replicated":
+        raise UserError(
+            f"{where}: method '{plan.method}' publishes no parameters: ranks gather the owners' own; "
+            "allowed with gs, gs_hier"
+        )
+    if not policies.point_to_point:
+        raise UserError(
+            f"{where}: messages of unequal sizes cannot go by the backend's broadcasts yet; "
+            "allowed with plan.exchange = 'point-to-point'"
         )
 
 

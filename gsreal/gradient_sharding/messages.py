@@ -55,6 +55,11 @@ class Encoding:
         values, index = self._views(message, entries)
         gradient.index_add_(0, index, values.to(gradient.dtype), alpha=weight)
 
+    def put(self, values: Tensor, message: Tensor, entries: int) -> None:
+        """Overwrite those of `values` that a sparse message holds (a dense one is received in their place)."""
+        new, index = self._views(message, entries)
+        values.index_copy_(0, index.long(), new)
+
     def _sparse(self, entries: int, device: torch.device) -> Tensor:
         return torch.empty(self._sparse_bytes(entries), dtype=torch.uint8, device=device)
 

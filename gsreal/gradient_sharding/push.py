@@ -27,18 +27,18 @@ class _Incoming:
 
 @dataclass
 class Sent:
-    """What this rank pushed."""
+    """What this rank pushed, or published."""
 
     entries: int = 0
     offered: int = 0
-    """Off-shard elements that it could have sent."""
+    """Elements that it could have sent: those off its shard to push, those of its shard to publish."""
     bytes_of: Counter[int] = field(default_factory=Counter)
     """By bucket."""
 
     @property
     def by_bucket(self) -> list[int]:
-        """Bytes for each bucket, in the order in which they are pushed."""
-        return [self.bytes_of[index] for index in sorted(self.bytes_of)]
+        """Bytes for each bucket, in the order in which they are sent."""
+        return list(self.bytes_of.values())
 
 
 class Pusher:

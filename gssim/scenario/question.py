@@ -12,7 +12,7 @@ from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import TWO_LEVELS, Plan, Policies, resolve
+from gssim.plan import TWO_LEVELS, Plan, Policies, Publish, resolve
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -178,6 +178,9 @@ class Scenario:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
         del plan["exchange"]
+        for key in ("encoding",):
+            if plan["publish"][key] == getattr(Publish(), key):
+                del plan["publish"][key]  # what earlier results mean by saying nothing
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
@@ -208,7 +211,7 @@ class Loaded:
     @property
     def statistics_needed(self) -> bool:
         """Whether messages depend on the data, so that a prediction needs gradient statistics."""
-        return bool(self.scenario.plan.push.threshold)
+        return self.scenario.plan.sends_by_data
 
     @property
     def calibration_id(self) -> str:
