@@ -8,12 +8,13 @@ from strategies import exponential_statistics
 
 from gssim.density import message_bytes, push_density, traces_of
 from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, RankTrace, TensorTrace
+from gssim.plan import Push
 
 TENSOR = "head.weight"
 
 
 def density(statistics, threshold, *, samples=4, step=0):
-    return push_density(statistics, samples=samples, tensor=TENSOR, step=step, threshold=threshold)
+    return push_density(statistics, Push(threshold=threshold), samples=samples, tensor=TENSOR, step=step)
 
 
 def exponential(threshold: float, rms: float) -> float:

@@ -1,6 +1,5 @@
 """Gradient Sharding: gradients pushed to the owners of their shards."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -320,10 +319,13 @@ def _densities(
                 name = parameter.name.replace("{}", instance.module)
                 ratio = density.push_density(
                     low.statistics,
+                    low.scenario.plan.push,
                     samples=samples,
                     tensor=name,
                     step=low.step,
-                    threshold=threshold / part if part else math.inf,
+                    part=part,
+                    first=(max(start, first) - start) / parameter.elements,
+                    last=(min(end, last) - start) / parameter.elements,
                 )
             found.append((inside, ratio))
         start = end
