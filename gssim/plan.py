@@ -339,7 +339,8 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
         _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)
     for table, asked in (("push", plan.push), ("publish", plan.publish)):
         if asked.encoding == "bitmap":
-            raise UserError(f"{file}: plan.{table}.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense")
+            where = f"{file}: plan.{table}.encoding = 'bitmap'"
+            raise UserError(f"{where}: cannot run yet; allowed today: auto, coo, dense")
     _refuse_publish(plan, policies, file)
     _refuse_unless_default(plan.shares, today.shares, "replan", "plan.shares.replan", file)
     if plan.shares.shards in ("memory", "cost"):
@@ -350,7 +351,7 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
 
 
 def _refuse_publish(plan: Plan, policies: Policies, file: str) -> None:
-    """Refuse a threshold where nothing is published that it could hold back, or it cannot be told who sends how much."""
+    """Refuse a threshold where nothing is published, or no message can go to all whose size depends on the data."""
     if plan.publish.threshold is None:
         return
     where = f"{file}: plan.publish.threshold = {plan.publish.threshold!r}"

@@ -67,8 +67,8 @@ class _Steady:
 def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
 
-    Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the run
-    stands for all, and density and payloads are means over exactly the run's steps.
+    Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
+    run stands for all, and density and payloads are means over exactly the run's steps.
     """
     with _no_collection():
         return _simulated(loaded, unfolded)

@@ -10,7 +10,7 @@ from gssim.memory import (
     input_bytes,
 )
 from gssim.optimizers import implementation_on, optimizer_state_bytes, optimizer_temporary_bytes
-from gssim.program.lowering import Bucket, Lowering
+from gssim.program.lowering import Lowering
 from gssim.program.publish import publish
 from gssim.program.task import Task
 from gssim.program.units import owned_rows, units

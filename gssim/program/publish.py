@@ -42,12 +42,11 @@ def _publish_bucket(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
         return _broadcast_parts(low, bucket, label)
     tasks = []
     if low.nodes > 1 or low.places == 1:
-        parts = dense = tuple(n * low.value_bytes for n in division.owned[low.place(rank)])
+        dense = tuple(n * low.value_bytes for n in division.owned[low.place(rank)])
         thresholded = low.thresholds_publish
-        if thresholded:
-            parts = tuple(message.size_bytes for message in _messages(low, bucket, low.place(rank)))
-        kind, settings = "all-gather-v", {"part_bytes": parts, "data_dependent": thresholded}
-        name = across(low, bucket, rank, label, kind, sum(dense), **settings)
+        parts = _message_bytes(low, bucket, rank) if thresholded else dense
+        settings = {"part_bytes": parts, "data_dependent": thresholded}
+        name = across(low, bucket, rank, label, "all-gather-v", sum(dense), **settings)
         tasks += _put(low, rank, bucket, Task(label, "exposed_communication", communication=name))
     if low.places > 1:
         label = f"{label} in the node"
@@ -68,7 +67,7 @@ def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
     return tasks
 
 
-# With a threshold; see [Note: thresholded publish] ---------------------------------------------------------------------
+# With a threshold; see [Note: thresholded publish] --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,17 +97,18 @@ def _messages(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
     return found
 
 
+def _message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]:
+    return tuple(message.size_bytes for message in _messages(low, bucket, low.place(rank)))
+
+
 def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
     elements = last - first
     entries = sum(_entries(low, *part) for part in bucket.inside(first, last))
+    sizes = {"elements": elements, "sent": entries}
+    form = {"value_bytes": low.value_bytes, "index_bytes": costs.INDEX_BYTES}
     encoding = low.scenario.plan.publish.encoding
-    form = {"elements": elements, "sent": entries, "value_bytes": low.value_bytes, "index_bytes": costs.INDEX_BYTES}
-    return Message(
-        elements,
-        entries,
-        density.message_bytes(**form, encoding=encoding),
-        density.is_dense(**form, encoding=encoding),
-    )
+    size = density.message_bytes(**sizes, **form, encoding=encoding)
+    return Message(elements, entries, size, is_dense=density.is_dense(**sizes, **form, encoding=encoding))
 
 
 def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first: int, last: int) -> float:

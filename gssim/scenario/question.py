@@ -176,11 +176,7 @@ class Scenario:
             dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
             for key in [key for key in layer if key.startswith(dropped)]:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
-        plan = _adapter(Plan).dump_python(self.plan, mode="json")
-        del plan["exchange"]
-        for key in ("encoding",):
-            if plan["publish"][key] == getattr(Publish(), key):
-                del plan["publish"][key]  # what earlier results mean by saying nothing
+        plan = _said(self.plan)
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
@@ -219,6 +215,15 @@ class Loaded:
         cluster = _adapter(Cluster).dump_python(self.scenario.cluster, mode="json")
         statistics = _adapter(GradientStatistics).dump_python(self.gradients, mode="json") if self.gradients else None
         return _digest({"cluster": cluster, "gradients": statistics})
+
+
+def _said(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain data, without what earlier results mean by saying nothing."""
+    data: dict[str, Any] = _adapter(Plan).dump_python(plan, mode="json")
+    del data["exchange"]
+    usual: dict[str, Any] = _adapter(Publish).dump_python(Publish(), mode="json")
+    data["publish"] = {k: v for k, v in data["publish"].items() if k == "threshold" or v != usual[k]}
+    return data
 
 
 @cache
