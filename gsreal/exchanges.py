@@ -143,6 +143,21 @@ def all_gather_messages(messages: Sequence[Tensor], *, group: dist.ProcessGroup,
     return sum(each.numel() * each.element_size() for i, each in enumerate(messages) if i != following)
 
 
+def post_to_all(
+    messages: Sequence[Tensor], *, group: dist.ProcessGroup, declared_bytes: int, data_dependent: bool = False
+) -> Pending:
+    """Begin to bring the message of every rank of the group to all, as `all_gather_messages` does, in one go.
+
+    Each rank sends its own to everybody, so that nobody has anything to pass on while it computes. Returns at once.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
+    with logical(Logical("all-gather-v", tuple(sorted(ranks)), declared_bytes, data_dependent)):
+        incoming = [(ranks[i], messages[i]) for i in reversed(others)]
+        outgoing = [(ranks[i], messages[rank]) for i in others]
+        return _post(incoming, outgoing, group)
+
+
 def broadcast_parts(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup) -> None:
     """Do what `all_gather_v` does by the backend's broadcasts, one of each owner's part.
 

@@ -272,6 +272,7 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, 
     inputs, targets, weights = feed.at(2)
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, rank)
+    training.finish()
     for kind, sent in _sent(training).items():
         dependent = [entry for entry in recorder.seen if entry.data_dependent and entry.kind == kind]
         if dependent:

@@ -137,8 +137,24 @@ class Publish:
     threshold: NonNegativeFloat | None = None
     """Send only parameters that are at least this far from what was published of them; absent: all, densely. What is
     not sent stays in that difference: owners keep a master copy of their shard, whatever the precision."""
+    kind: Literal["absolute", "relative"] = "absolute"
+    """`relative`: the threshold is times the learning rate, which is about what Adam moves a parameter by in a step."""
     encoding: Literal["auto", "coo", "bitmap", "dense"] = "auto"
     """As of a push; of parameters, a dense message holds the whole range, those that did not change as well."""
+    overlap: bool | None = None
+    """Let the next forward begin while published parameters are under way, each layer waiting for its own. Absent: on
+    nccl, where the plan lets communication overlap at all."""
+
+
+def absolute_threshold(publish: Publish, learning_rate: float) -> float | None:
+    """Return how far a parameter must be from what was published of it to be sent, where that is thresholded.
+
+    >>> absolute_threshold(Publish(threshold=0.5, kind="relative"), learning_rate=0.25)
+    0.125
+    """
+    if publish.threshold is None or publish.kind == "absolute":
+        return publish.threshold
+    return publish.threshold * learning_rate
 
 
 @spec
@@ -214,6 +230,8 @@ class Policies:
     slices: str = field(default="even", repr=False)
     """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (The method tells it
     already, so that it is no part of what identifies a scenario.)"""
+    publish_overlaps: bool = field(default=False, repr=False)
+    """Whether the next forward begins while published parameters are under way."""
     exchange: str = field(default="backend", repr=False)
     """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
 
@@ -280,7 +298,15 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         **policies | axes,
         push_axis=preset.get("push_axis", "dp_shard"),
         slices=preset.get("slices", "even"),
+        publish_overlaps=_publish_overlaps(plan, policies, backend=backend),
     )
+
+
+def _publish_overlaps(plan: Plan, policies: dict[str, Any], *, backend: str) -> bool:
+    """Return whether parameters are published beside the next forward."""
+    if policies["gradients"] != "push" or policies["parameters"] != "replicated" or not plan.overlap:
+        return False
+    return backend == "nccl" if plan.publish.overlap is None else plan.publish.overlap
 
 
 def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
@@ -341,31 +367,11 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
         if asked.encoding == "bitmap":
             where = f"{file}: plan.{table}.encoding = 'bitmap'"
             raise UserError(f"{where}: cannot run yet; allowed today: auto, coo, dense")
-    _refuse_publish(plan, policies, file)
     _refuse_unless_default(plan.shares, today.shares, "replan", "plan.shares.replan", file)
     if plan.shares.shards in ("memory", "cost"):
         raise UserError(
             f"{file}: plan.shares.shards = '{plan.shares.shards}': cannot run yet; "
             "allowed today: even, compute, or one share per rank"
-        )
-
-
-def _refuse_publish(plan: Plan, policies: Policies, file: str) -> None:
-    """Refuse a threshold where nothing is published, or no message can go to all whose size depends on the data."""
-    if plan.publish.threshold is None:
-        return
-    where = f"{file}: plan.publish.threshold = {plan.publish.threshold!r}"
-    if policies.gradients != "push":
-        raise UserError(f"{where}: cannot run yet with method '{plan.method}'; allowed today with gs, gs_hier")
-    if policies.parameters != "replicated":
-        raise UserError(
-            f"{where}: method '{plan.method}' publishes no parameters: ranks gather the owners' own; "
-            "allowed with gs, gs_hier"
-        )
-    if not policies.point_to_point:
-        raise UserError(
-            f"{where}: messages of unequal sizes cannot go by the backend's broadcasts yet; "
-            "allowed with plan.exchange = 'point-to-point'"
         )
 
 

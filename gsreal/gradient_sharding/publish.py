@@ -7,30 +7,50 @@ bytes, and the replica is then the master rounded to its precision, whatever was
 what was published too, so that all replicas stay equal bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gsreal.exchanges import all_gather_into_tensor, all_gather_messages, all_gather_v, broadcast_parts
+from gsreal.exchanges import (
+    Pending,
+    all_gather_into_tensor,
+    all_gather_messages,
+    all_gather_v,
+    broadcast_parts,
+    post_to_all,
+)
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.observer import Observer
 from gsreal.gradient_sharding.push import Sent
-from gssim.plan import Publish
+from gssim.plan import Publish, absolute_threshold
 
 
 class Publisher:
-    """Brings what owners have updated to every replica, bucket by bucket."""
+    """Brings what owners have updated to every replica, bucket by bucket.
+
+    Where it overlaps, `publish` only begins that; `wait` ends it for a bucket.
+    """
 
     def __init__(
-        self, rules: Publish, group: dist.ProcessGroup, dtype: torch.dtype, *, point_to_point: bool, observe: Observer
+        self,
+        rules: Publish,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        *,
+        overlaps: bool,
+        point_to_point: bool,
+        observe: Observer,
     ) -> None:
         self.rules, self.group, self.point_to_point, self.observe = rules, group, point_to_point, observe
-        self.encoding = Encoding(rules.encoding, dtype)
+        self.overlaps, self.encoding = overlaps, Encoding(rules.encoding, dtype)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent = Sent()
+        self._arrivals: dict[Bucket, Callable[[], None]] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """Bring what the owner updated to its own replica; with a threshold, `publish` does that."""
@@ -39,28 +59,82 @@ class Publisher:
                 bucket.write_back()
 
     @torch.no_grad()
-    def publish(self, buckets: Sequence[Bucket]) -> None:
-        """Bring every owner's range of each bucket's replica to all ranks of the group."""
-        if self.rules.threshold is None:
-            exchange = all_gather_v if self.point_to_point else broadcast_parts
-            for bucket in buckets:
-                with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
-                    exchange(bucket.flat, bucket.ranges, group=self.group)
-            return
-        messages, entries = map(list, zip(*(self._thresholded(bucket) for bucket in buckets), strict=True))
-        counts = self._exchange_counts(entries)
-        for bucket, sent in zip(buckets, counts.unbind(1), strict=True):
-            self._exchange(bucket, messages.pop(0), sent.tolist())
+    def publish(self, buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:
+        """Bring every owner's range of each bucket's replica to all ranks of the group.
 
-    def _thresholded(self, bucket: Bucket) -> tuple[Tensor, int]:
+        `optimizer`: what updated them; a relative threshold is times its learning rate of now. Gradients are complete
+        from the last layer on, so that the last bucket is the first that a forward reads.
+        """
+        order = list(reversed(buckets)) if self.overlaps else list(buckets)
+        if self.rules.threshold is None:
+            for bucket in order:
+                self._send(bucket, partial(self._gather, bucket))
+            return
+        messages, entries = map(list, zip(*(self._thresholded(bucket, optimizer) for bucket in order), strict=True))
+        counts = self._exchange_counts(entries)
+        for bucket, sent in zip(order, counts.unbind(1), strict=True):
+            self._send(bucket, partial(self._exchange, bucket, messages.pop(0), sent.tolist()))
+
+    def wait(self, bucket: Bucket) -> None:
+        """Return once a bucket's replica is complete (on a GPU: let the current stream wait for it)."""
+        arrival = self._arrivals.pop(bucket, None)
+        if arrival is not None:
+            arrival()
+
+    def finish(self) -> None:
+        """Wait for all buckets."""
+        for bucket in list(self._arrivals):
+            self.wait(bucket)
+
+    def _send(self, bucket: Bucket, exchange: Callable[[], Callable[[], None]]) -> None:
+        """Exchange a bucket's messages now, or begin to; on a GPU in a stream beside that of the compute."""
+        if not self.overlaps:
+            exchange()()
+        elif bucket.flat.is_cuda:
+            self._arrivals[bucket] = self._aside(exchange)
+        else:
+            self._arrivals[bucket] = exchange()
+
+    def _aside(self, exchange: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Do it in a stream of its own, and return what lets the current stream wait for it."""
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            exchange()()
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+    def _gather(self, bucket: Bucket) -> Callable[[], None]:
+        """Send a whole bucket round; return what ends that."""
+        with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
+            if not self._posts(bucket):
+                exchange = all_gather_v if self.point_to_point else broadcast_parts
+                exchange(bucket.flat, bucket.ranges, group=self.group)
+                return _nothing
+            parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
+            pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes)
+        return partial(self._awaited, bucket, pending, _nothing)
+
+    def _posts(self, bucket: Bucket) -> bool:
+        """Return whether messages are posted now and waited for later; a GPU's stream waits without holding us up."""
+        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda
+
+    def _awaited(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
+        with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication"):
+            pending.wait()
+        then()
+
+    def _thresholded(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
         """Bring the own replica to what the threshold lets through; return that as a message, and how much it is.
 
         A dense message is a view of the replica.
         """
-        assert self.rules.threshold is not None
+        (rate,) = [group["lr"] for group in optimizer.param_groups if any(p is bucket.shard for p in group["params"])]
+        threshold = absolute_threshold(self.rules, float(rate))
+        assert threshold is not None
         with self.observe(f"threshold publish bucket {bucket.index}", "compression"):
             replica, master = bucket.flat[bucket.own], bucket.shard.detach()
-            mask = _reaching(replica, master, self.rules.threshold)
+            mask = _reaching(replica, master, threshold)
             torch.where(mask, master.to(replica.dtype), replica, out=replica)
             entries = int(mask.count_nonzero())
             self.sent.entries += entries
@@ -76,21 +150,34 @@ class Publisher:
             all_gather_into_tensor(counts, counts[self.rank], group=self.group)
         return counts
 
-    def _exchange(self, bucket: Bucket, own: Tensor, entries: Sequence[int]) -> None:
-        """Pass everybody's messages of a bucket round, and bring them to the replica."""
-        label = f"publish bucket {bucket.index}"
+    def _exchange(self, bucket: Bucket, own: Tensor, entries: Sequence[int]) -> Callable[[], None]:
+        """Send everybody's messages of a bucket round; return what ends that and brings them to the replica."""
         parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
-        sparse = [i for i, part in enumerate(parts) if not self.encoding.is_dense(entries[i], part.numel())]
-        messages = list(parts)
-        for i in sparse:
-            messages[i] = self.encoding.empty(entries[i], parts[i].numel(), own.device) if i != self.rank else own
-        with self.observe(label, "exposed_communication"):
-            size = bucket.flat.numel() * bucket.flat.element_size()
-            self.sent.bytes_of[bucket.index] += all_gather_messages(messages, group=self.group, declared_bytes=size)
-        with self.observe(f"put {label}", "compression"):
-            for i in sparse:
-                if i != self.rank:
+        dense = [self.encoding.is_dense(n, part.numel()) for n, part in zip(entries, parts, strict=True)]
+        messages = [
+            part if dense[i] else own if i == self.rank else self.encoding.empty(entries[i], part.numel(), own.device)
+            for i, part in enumerate(parts)
+        ]
+        come = [i for i in range(self.ranks) if not dense[i] and i != self.rank]
+
+        def put() -> None:
+            with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
+                for i in come:
                     self.encoding.put(parts[i], messages[i], entries[i])
+
+        size = bucket.flat.nbytes
+        with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
+            if not self._posts(bucket):
+                sent = all_gather_messages(messages, group=self.group, declared_bytes=size)
+                self.sent.bytes_of[bucket.index] += sent
+                return put
+            pending = post_to_all(messages, group=self.group, declared_bytes=size, data_dependent=True)
+        self.sent.bytes_of[bucket.index] += (self.ranks - 1) * messages[self.rank].nbytes
+        return partial(self._awaited, bucket, pending, put)
+
+
+def _nothing() -> None:
+    """There is nothing left to do."""
 
 
 def _reaching(replica: Tensor, master: Tensor, threshold: float) -> Tensor:

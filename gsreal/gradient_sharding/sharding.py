@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
@@ -95,12 +96,20 @@ class GradientSharding:
 
     def step(self) -> None:
         """Update the own shard, publish it."""
+        self.finish()
         pusher = self.pusher
         with pusher.observe("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.publisher.write_back(self.buckets)
-        self.publisher.publish(self.buckets)
+        self.publisher.publish(self.buckets, self.optimizer)
+
+    def finish(self) -> None:
+        """Wait until this replica has all that was published, which may still be under way when `step` returns.
+
+        A forward and `state_dict` do so themselves: only what reads parameters directly need call this.
+        """
+        self.publisher.finish()
 
     def zero_grad(self) -> None:
         """Do nothing: gradients never outlive the bucket that they are collected in."""
@@ -118,6 +127,7 @@ def shard_gradients(
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
+    publish_overlaps: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
     """Shard the gradients and the optimizer state of `model` over `group`, and return what to call `step` on.
@@ -127,8 +137,10 @@ def shard_gradients(
     fraction of every bucket (even by default). `push`: what is sent, and how; by default all, densely.
     `publish`: the same for updated parameters; with a threshold, owners keep a master copy of their shard in any case.
     `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and broadcasts.
-    `parameter_order`: the order in which gradients become ready (reversed registration by default). Assumes that the
-    loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches.
+    `parameter_order`: the order in which gradients become ready (reversed registration by default). `publish_overlaps`:
+    whether the next forward begins while published parameters are under way, each module waiting for its own (by
+    default on GPUs only). Assumes that the loss is the mean over the rank's own samples; set `.weights` where ranks
+    have unequal batches.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -150,5 +162,8 @@ def shard_gradients(
     optimizer = optimizer_factory([bucket.shard for bucket in buckets])
     dtype = buckets[0].flat.dtype
     pusher = Pusher(push or Push(), group, dtype, point_to_point=point_to_point, observe=observe)
-    publisher = Publisher(publish, group, dtype, point_to_point=point_to_point, observe=observe)
+    overlaps = buckets[0].flat.is_cuda if publish_overlaps is None else publish_overlaps
+    publisher = Publisher(publish, group, dtype, overlaps=overlaps, point_to_point=point_to_point, observe=observe)
+    if overlaps:
+        ForwardWaits(model, buckets, publisher.wait, publisher.finish)
     return GradientSharding(buckets, optimizer, pusher, publisher)

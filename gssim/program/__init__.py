@@ -19,7 +19,7 @@ from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_tw
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.optimizer import optimize, persistent
 from gssim.program.pipeline import held_by_stages, pipeline
-from gssim.program.publish import published_density
+from gssim.program.published import published_density
 from gssim.program.push import mean_density, push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (

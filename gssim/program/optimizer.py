@@ -41,7 +41,9 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )
     update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
-    return [*tasks, update, *_published(low, rank)]
+    if low.policies.gradients == "push":
+        return publish(low, rank, tasks, update)
+    return [*tasks, update, *_published(low)]
 
 
 def _casts_gradients(low: Lowering) -> bool:
@@ -49,10 +51,8 @@ def _casts_gradients(low: Lowering) -> bool:
     return low.has_master_copy and low.policies.gradients in ("local", "all-reduce")
 
 
-def _published(low: Lowering, rank: int) -> Sequence[Task]:
+def _published(low: Lowering) -> Sequence[Task]:
     """Return the tasks that bring what was updated to all replicas."""
-    if low.policies.gradients == "push":
-        return publish(low, rank)
     key = "publish"
     if key not in low.found:
         whole = _publish_layers(low) if low.deals_out_layers else []

@@ -258,6 +258,11 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> list[Task]:
 Matrix = tuple[tuple[float, ...], ...]
 
 
+def to_everybody(sizes: Sequence[float]) -> Matrix:
+    """Return what each rank sends to each where everybody gets the same from it: but for itself, its own size."""
+    return tuple(tuple(0.0 if i == j else float(size) for j in range(len(sizes))) for i, size in enumerate(sizes))
+
+
 def _push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
     """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
     unique = bool(low.scenario.plan.push.threshold)
