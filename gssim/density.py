@@ -118,22 +118,3 @@ def _tail_at(trace: TensorTrace, sampled_steps: Sequence[int], step: int) -> np.
     before, after = sampled_steps[later - 1], sampled_steps[later]
     weight = (step - before) / (after - before)
     return (1 - weight) * np.array(trace.tail_ratios[later - 1]) + weight * np.array(trace.tail_ratios[later])
-
-
-def is_dense(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> bool:
-    """Return whether a thresholded message goes densely: as asked, or (`auto`) where entries would take more bytes."""
-    if encoding != "auto":
-        return encoding == "dense"
-    return sent * (value_bytes + index_bytes) >= elements * value_bytes
-
-
-def message_bytes(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> float:
-    """Return the bytes of one thresholded message: `sent` of `elements` values, in the smaller or the given encoding.
-
-    >>> message_bytes(elements=1000, sent=100, value_bytes=4, index_bytes=4, encoding="auto")
-    800.0
-    >>> message_bytes(elements=1000, sent=900, value_bytes=4, index_bytes=4, encoding="auto")
-    4000.0
-    """
-    dense = is_dense(elements=elements, sent=sent, value_bytes=value_bytes, index_bytes=index_bytes, encoding=encoding)
-    return float(elements * value_bytes if dense else sent * (value_bytes + index_bytes))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gsreal.exchanges import (
@@ -24,8 +23,8 @@ from gsreal.exchanges import (
 )
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding
-from gsreal.gradient_sharding.observer import Observer
-from gsreal.gradient_sharding.push import Sent
+from gsreal.gradient_sharding.push import Pusher, Sent
+from gsreal.gradient_sharding.scratch import Scratch, count, scratches
 from gssim.plan import Publish, absolute_threshold
 
 
@@ -35,20 +34,15 @@ class Publisher:
     Where it overlaps, `publish` only begins that; `wait` ends it for a bucket.
     """
 
-    def __init__(
-        self,
-        rules: Publish,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        *,
-        overlaps: bool,
-        point_to_point: bool,
-        observe: Observer,
-    ) -> None:
-        self.rules, self.group, self.point_to_point, self.observe = rules, group, point_to_point, observe
-        self.overlaps, self.encoding = overlaps, Encoding(rules.encoding, dtype)
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, rules: Publish, pusher: Pusher, buckets: Sequence[Bucket], *, overlaps: bool) -> None:
+        self.rules, self.overlaps = rules, overlaps
+        self.group, self.point_to_point, self.observe = pusher.group, pusher.point_to_point, pusher.observe
+        self.rank, self.ranks = pusher.rank, pusher.ranks
         self.sent = Sent()
+        self.encodings: dict[torch.dtype, Encoding] = {}
+        if rules.threshold is not None:
+            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratches(buckets)
+            self.encodings = {dtype: Encoding(rules.encoding, dtype, each) for dtype, each in scratch.items()}
         self._arrivals: dict[Bucket, Callable[[], None]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -133,14 +127,13 @@ class Publisher:
         threshold = absolute_threshold(self.rules, float(rate))
         assert threshold is not None
         with self.observe(f"threshold publish bucket {bucket.index}", "compression"):
-            replica, master = bucket.flat[bucket.own], bucket.shard.detach()
-            mask = _reaching(replica, master, threshold)
-            torch.where(mask, master.to(replica.dtype), replica, out=replica)
-            entries = int(mask.count_nonzero())
+            replica, encoding = bucket.flat[bucket.own], self.encodings[bucket.flat.dtype]
+            flags = update_reaching(replica, bucket.shard.detach(), threshold, encoding.scratch)
+            entries = count(flags)
             self.sent.entries += entries
             self.sent.offered += replica.numel()
-            dense = self.encoding.is_dense(entries, replica.numel())
-            return (replica if dense else self.encoding.pack(replica, mask)[0]), entries
+            dense = encoding.of(entries, replica.numel()) == "dense"
+            return (replica if dense else encoding.pack(replica, flags)[0]), entries
 
     def _exchange_counts(self, entries: Sequence[int]) -> Tensor:
         """Return how many entries each rank sends (rows) of each bucket (columns)."""
@@ -152,10 +145,10 @@ class Publisher:
 
     def _exchange(self, bucket: Bucket, own: Tensor, entries: Sequence[int]) -> Callable[[], None]:
         """Send everybody's messages of a bucket round; return what ends that and brings them to the replica."""
-        parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
-        dense = [self.encoding.is_dense(n, part.numel()) for n, part in zip(entries, parts, strict=True)]
+        encoding, parts = self.encodings[bucket.flat.dtype], [bucket.flat[slice(*places)] for places in bucket.ranges]
+        dense = [encoding.of(n, part.numel()) == "dense" for n, part in zip(entries, parts, strict=True)]
         messages = [
-            part if dense[i] else own if i == self.rank else self.encoding.empty(entries[i], part.numel(), own.device)
+            part if dense[i] else own if i == self.rank else encoding.empty(entries[i], part.numel(), own.device)
             for i, part in enumerate(parts)
         ]
         come = [i for i in range(self.ranks) if not dense[i] and i != self.rank]
@@ -163,7 +156,7 @@ class Publisher:
         def put() -> None:
             with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
                 for i in come:
-                    self.encoding.put(parts[i], messages[i], entries[i])
+                    encoding.put(parts[i], messages[i], entries[i])
 
         size = bucket.flat.nbytes
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
@@ -180,7 +173,15 @@ def _nothing() -> None:
     """There is nothing left to do."""
 
 
-def _reaching(replica: Tensor, master: Tensor, threshold: float) -> Tensor:
-    """Return where the master is at least `threshold` away from the replica, or not a number."""
-    distance = replica.to(master.dtype, copy=True).sub_(master).abs_()
-    return distance.lt(threshold).logical_not_()
+def update_reaching(replica: Tensor, master: Tensor, threshold: float, scratch: Scratch) -> Tensor:
+    """Bring those of the replica to the master that are at least `threshold` away, or no numbers; flag them."""
+    flags = scratch.flags[: replica.numel()]
+    for first, last in scratch.chunks(replica.numel()):
+        old, new, far = replica[first:last], master[first:last], flags[first:last]
+        distance = scratch.magnitudes[: last - first].copy_(old).sub_(new).abs_()
+        torch.lt(distance, threshold, out=far).logical_not_()
+        if old.dtype == new.dtype:
+            torch.where(far, new, old, out=old)
+        else:
+            old.copy_(torch.where(far, new, distance.copy_(old), out=distance))
+    return flags

@@ -13,7 +13,7 @@ from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gssim import shares as share_solver
-from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, assign_buckets
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, assign_buckets, resolved_push
 
 
 class GradientSharding:
@@ -102,6 +102,7 @@ class GradientSharding:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.publisher.write_back(self.buckets)
+        pusher.end_step()
         self.publisher.publish(self.buckets, self.optimizer)
 
     def finish(self) -> None:
@@ -160,10 +161,10 @@ def shard_gradients(
     for bucket in buckets:
         bucket.take_shard(master=publish.threshold is not None)
     optimizer = optimizer_factory([bucket.shard for bucket in buckets])
-    dtype = buckets[0].flat.dtype
-    pusher = Pusher(push or Push(), group, dtype, point_to_point=point_to_point, observe=observe)
+    rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
+    pusher = Pusher(rules, group, buckets, point_to_point=point_to_point, observe=observe)
     overlaps = buckets[0].flat.is_cuda if publish_overlaps is None else publish_overlaps
-    publisher = Publisher(publish, group, dtype, overlaps=overlaps, point_to_point=point_to_point, observe=observe)
+    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps)
     if overlaps:
         ForwardWaits(model, buckets, publisher.wait, publisher.finish)
     return GradientSharding(buckets, optimizer, pusher, publisher)

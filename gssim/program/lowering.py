@@ -12,7 +12,7 @@ from gssim import shares
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
-from gssim.plan import Policies, assign_buckets, bucket_limits
+from gssim.plan import Policies, Push, assign_buckets, bucket_limits
 from gssim.program.borders import Stage
 from gssim.program.division import Division, divide
 from gssim.program.owned import OwnedLayers, owned_layers
@@ -154,6 +154,11 @@ class Lowering:
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
         return self.scenario.policies
+
+    @cached_property
+    def push(self) -> Push:
+        """How gradients are pushed, with what follows from the optimizer filled in."""
+        return self.scenario.push
 
     def shard_position(self, rank: int) -> int:
         """Return the position of a rank among those that share the parameters with it: on the axis `dp_shard`."""

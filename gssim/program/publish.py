@@ -16,8 +16,9 @@ from gssim import collectives
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
 from gssim.program.lowering import Bucket, Lowering
+from gssim.program.messages import to_everybody
 from gssim.program.published import message_bytes, prepared, put, received_bytes
-from gssim.program.push import across, to_everybody
+from gssim.program.push import across
 from gssim.program.sharded import inserted
 from gssim.program.slices import phase_label
 from gssim.program.task import Task
@@ -101,7 +102,7 @@ def _across(low: Lowering, rank: int, bucket: Bucket, label: str) -> list[Task]:
     parts = message_bytes(low, bucket, rank) if thresholded else dense
     carried: dict[str, Any] = {"part_bytes": parts}
     if _posts(low):
-        carried = {"pair_bytes": to_everybody(parts), "carried_as": "all-to-all-v"}
+        carried = {"pair_bytes": to_everybody(parts, 1), "carried_as": "all-to-all-v"}
     name = across(low, bucket, rank, label, "all-gather-v", sum(dense), data_dependent=thresholded, **carried)
     received = received_bytes(low, bucket, rank) if thresholded else 0.0
     need = footprint([Event(0, received, "communication")])

@@ -9,16 +9,20 @@ is sent from the replica, and received in it. With two levels the threshold is f
 everything goes densely, as links there are fast.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gssim import costs, density
+from gssim import costs, density, encodings
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold
 from gssim.program.lowering import Bucket, Lowering
-from gssim.program.push import COUNT_BYTES, TORCH_INDEX_BYTES
+from gssim.program.push import COUNT_BYTES
 from gssim.program.task import Task
 from gssim.workload import LayerInstance, Parameter
+
+PLACE_BYTES = 8
+"""torch lists places as int64."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,12 @@ class Message:
     entries: float
     """That it sends."""
     size_bytes: float
-    is_dense: bool
-    """It is sent from the replica, and received in it, without a buffer."""
+    encoding: str
 
     @property
     def buffer_bytes(self) -> float:
-        """Bytes of the buffer that it is in."""
-        return 0.0 if self.is_dense else self.size_bytes
+        """Bytes of the buffer that it is in: none densely, as that is sent from the replica, and received in it."""
+        return 0.0 if self.encoding == "dense" else self.size_bytes
 
 
 def _messages(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
@@ -56,14 +59,10 @@ def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]
 def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
     elements = last - first
     entries = sum(_entries(low, *part) for part in bucket.inside(first, last))
-    encoding, value_bytes, index_bytes = low.scenario.plan.publish.encoding, low.value_bytes, costs.INDEX_BYTES
-    size = density.message_bytes(
-        elements=elements, sent=entries, value_bytes=value_bytes, index_bytes=index_bytes, encoding=encoding
-    )
-    is_dense = density.is_dense(
-        elements=elements, sent=entries, value_bytes=value_bytes, index_bytes=index_bytes, encoding=encoding
-    )
-    return Message(elements, entries, size, is_dense)
+    sizes = {"entries": entries, "elements": float(elements)}
+    kind = encodings.chosen(low.scenario.plan.publish.encoding, **sizes, value_bytes=low.value_bytes)
+    size = encodings.message_bytes(kind, **sizes, value_bytes=low.value_bytes)
+    return Message(elements, entries, size, kind)
 
 
 def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first: int, last: int) -> float:
@@ -96,20 +95,22 @@ def prepared(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
 def _prepare(low: Lowering, rank: int, bucket: Bucket) -> Task:
     """Return the task that finds what of the own range is published, brings it to the replica, and packs it.
 
-    It takes the distances of master and replica in the master's precision, then a mask; the master in the replica's
-    precision, where that is another; indices as int64, and the message.
+    Distances are found in scratch; what is published is read from the master, and written to the replica.
     """
     device, message = low.device(rank), _messages(low, bucket, low.place(rank))[low.node(rank)]
-    distances, mask = float(message.elements * low.master_bytes), float(message.elements)
-    cast = float(message.elements * low.value_bytes) if low.has_master_copy else 0.0
-    indices = 0.0 if message.is_dense else TORCH_INDEX_BYTES * message.entries
-    steps = (distances, mask, -distances, cast, -cast, indices, message.buffer_bytes, -indices, -mask)
-    kinds = ["communication" if i == 6 else "temporaries" for i in range(len(steps))]
-    need = footprint(Event(i, size, kind) for i, (size, kind) in enumerate(zip(steps, kinds, strict=True)))
-    compared_s = costs.copy_time_s(device, 2 * distances + 1.5 * message.elements * low.value_bytes)
-    threshold_s = costs.threshold_time_s(device, elements=message.elements, sent=message.entries)
-    label = f"threshold publish bucket {bucket.index}"
-    return Task(label, "compression", duration_s=compared_s + threshold_s, need=need)
+    duration_s = costs.copy_time_s(device, message.elements * (low.value_bytes + low.master_bytes))
+    duration_s += costs.select_time_s(device, elements=message.elements, parts=1, value=low.value_bytes)
+    if message.encoding != "dense":
+        duration_s += costs.pack_time_s(
+            device,
+            encoding=message.encoding,
+            elements=message.elements,
+            entries=message.entries,
+            value=low.value_bytes,
+            clears=False,
+        )
+    need = footprint([Event(0, message.buffer_bytes, "communication")])
+    return Task(f"threshold publish bucket {bucket.index}", "compression", duration_s=duration_s, need=need)
 
 
 def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
@@ -120,15 +121,20 @@ def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
 def put(low: Lowering, rank: int, bucket: Bucket) -> Task:
     """Return the task that brings what was received of a bucket to the replica, and gives all messages back.
 
-    Each has its indices as int64 while it is put.
+    torch writes at places that are int64: those of COO are cast, on a CPU in chunks.
     """
+    device, value = low.device(rank), low.value_bytes
     others, own = _others(low, bucket, rank), _messages(low, bucket, low.place(rank))[low.node(rank)]
-    entries = [each.entries for each in others if not each.is_dense]
-    indices = TORCH_INDEX_BYTES * max(entries, default=0.0)
+    most = encodings.CHUNK_ELEMENTS if device.kind == "cpu" else math.inf
+    places = max((min(each.entries, most) for each in others if each.encoding == "coo"), default=0.0)
     given_back = received_bytes(low, bucket, rank) + own.buffer_bytes
-    events = [Event(0, indices, "temporaries"), Event(1, -indices, "temporaries")]
-    need = footprint([*events, Event(2, -given_back, "communication")])
-    put_s = costs.scatter_time_s(low.device(rank), received=sum(entries)) if entries else 0.0
+    cast = [Event(0, PLACE_BYTES * places, "temporaries"), Event(1, -PLACE_BYTES * places, "temporaries")]
+    need = footprint([*cast, Event(2, -given_back, "communication")])
+    put_s = sum(
+        costs.unpack_time_s(device, encoding=e.encoding, elements=e.elements, entries=e.entries, value=value)
+        for e in others
+        if e.encoding != "dense"
+    )
     return Task(f"put publish bucket {bucket.index}", "compression", duration_s=put_s, need=need)
 
 

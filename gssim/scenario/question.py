@@ -12,7 +12,7 @@ from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import TWO_LEVELS, Plan, Policies, Publish, resolve
+from gssim.plan import TWO_LEVELS, Plan, Policies, Publish, Push, resolve, resolved_push
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -52,6 +52,11 @@ class Scenario:
         devices, backend = self.cluster.devices, self.cluster.backend
         hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
         return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
+
+    @property
+    def push(self) -> Push:
+        """How gradients are pushed, with what follows from the optimizer filled in."""
+        return resolved_push(self.plan.push, sgd=self.workload.optimizer.startswith("sgd"))
 
     @property
     def ranks(self) -> int:
@@ -177,6 +182,7 @@ class Scenario:
             for key in [key for key in layer if key.startswith(dropped)]:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _said(self.plan)
+        plan["push"] = _adapter(Push).dump_python(self.push, mode="json")
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
