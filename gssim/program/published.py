@@ -12,6 +12,7 @@ everything goes densely, as links there are fast.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gssim import costs, density, encodings
 from gssim.memory import Event, footprint
@@ -86,8 +87,9 @@ def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first
 def prepared(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
     """Return the tasks that threshold and pack every bucket, and the exchange of counts."""
     name, axis = "counts publish", low.policies.push_axis
-    size = len(order) * low.nodes * COUNT_BYTES
-    low.communications[name] = low.communication("all-gather", axis, size, carried_as="all-gather-v")
+    parts = (len(order) * COUNT_BYTES,) * low.nodes
+    settings: dict[str, Any] = {"part_bytes": parts, "carried_as": "all-gather-v"}
+    low.communications[name] = low.communication("all-gather", axis, sum(parts), **settings)
     counts = Task(name, "exposed_communication", communication=name)
     return [*(_prepare(low, rank, bucket) for bucket in order), counts]
 
