@@ -164,7 +164,8 @@ class Publish:
     """As of a push; of parameters, a dense message holds the whole range, those that did not change as well."""
     overlap: bool | None = None
     """Let the next forward begin while published parameters are under way, each layer waiting for its own. Absent: on
-    nccl, where the plan lets communication overlap at all."""
+    nccl, where the plan lets communication overlap at all. On gloo it gains nothing where every rank has but one core,
+    which its threads share with the compute (measured on loopback: 1.02 times the step without, median of 20 pairs)."""
 
 
 def absolute_threshold(publish: Publish, learning_rate: float) -> float | None:
