@@ -35,9 +35,7 @@ def test_the_break_even_densities_are_those_of_the_theory(smaller, larger, value
 @given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([2, 4, 8]))
 def test_auto_has_the_fewest_bytes_and_never_more_than_all_values(elements, density, value_bytes):
     entries = math.floor(density * elements)
-    sizes = {
-        e: message_bytes(e, entries=entries, elements=elements, value_bytes=value_bytes) for e in ENCODINGS
-    }
+    sizes = {e: message_bytes(e, entries=entries, elements=elements, value_bytes=value_bytes) for e in ENCODINGS}
     found = sizes[chosen("auto", entries=entries, elements=elements, value_bytes=value_bytes)]
     assert found == min(sizes.values()) <= elements * value_bytes
 

@@ -95,8 +95,7 @@ class Pusher:
 
     @property
     def thresholds_now(self) -> bool:
-        """Whether this step's pushes are thresholded: there is a threshold, and the dense steps at the start are over.
-        """
+        """Whether this step's pushes are thresholded: there is a threshold, and the dense steps at the start are over."""
         return self.rules.threshold is not None and self.steps >= self.rules.warmup_steps
 
     def push(self, bucket: Bucket) -> None:
@@ -183,9 +182,7 @@ class Pusher:
             ).wait()
         return [int(count) for count in incoming]
 
-    def _posted(
-        self, bucket: Bucket, total: Tensor, sends: list[Tensor | None], counts: list[int | None]
-    ) -> _Incoming:
+    def _posted(self, bucket: Bucket, total: Tensor, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
         elements, flat = bucket.shard.numel(), bucket.flat
         messages: list[tuple[int, Tensor, int | None]] = []
         receives: list[Tensor | None] = [None] * self.ranks

@@ -82,9 +82,7 @@ class Accumulated:
         assert self.bucket.gradient is not None
         own = self.bucket.own
         cuts = sorted({first, last, *(end for end in (own.start, own.stop) if first < end < last)})
-        return [
-            self.bucket.gradient[a:b] if own.start <= a < own.stop else self.part(a, b) for a, b in pairwise(cuts)
-        ]
+        return [self.bucket.gradient[a:b] if own.start <= a < own.stop else self.part(a, b) for a, b in pairwise(cuts)]
 
     def release(self) -> None:
         """Give the bucket back if others' ranges are elsewhere: the own range is taken, and nothing else is needed."""
