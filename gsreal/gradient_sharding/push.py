@@ -20,7 +20,7 @@ from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.observer import Observer
 from gsreal.gradient_sharding.residuals import PRECISIONS, Accumulated, Residual
-from gsreal.gradient_sharding.scratch import Scratch
+from gsreal.gradient_sharding.scratch import scratches
 from gsreal.gradient_sharding.thresholds import Part, Thresholds, mark, within
 from gssim import shares
 from gssim.plan import Push
@@ -43,18 +43,18 @@ class _Incoming:
 
 @dataclass
 class Sent:
-    """What this rank pushed."""
+    """What this rank pushed, or published."""
 
     entries: int = 0
     offered: int = 0
-    """Off-shard elements that it could have sent."""
+    """Elements that it could have sent: those off its shard to push, those of its shard to publish."""
     bytes_of: Counter[int] = field(default_factory=Counter)
     """By bucket."""
 
     @property
     def by_bucket(self) -> list[int]:
-        """Bytes for each bucket, in the order in which they are pushed."""
-        return [self.bytes_of[index] for index in sorted(self.bytes_of)]
+        """Bytes for each bucket, in the order in which they are sent."""
+        return list(self.bytes_of.values())
 
 
 class Pusher:
@@ -93,11 +93,7 @@ class Pusher:
                 self.residuals[bucket.index] = Residual(bucket.elements, bucket.own, precision, bucket.flat.device)
 
     def _take_scratch(self, buckets: Sequence[Bucket]) -> None:
-        for dtype in dict.fromkeys(bucket.flat.dtype for bucket in buckets):
-            alike = [bucket for bucket in buckets if bucket.flat.dtype == dtype]
-            part = max(last - first for bucket in alike for first, last in bucket.ranges)
-            largest = max(bucket.elements for bucket in alike)
-            scratch = Scratch(part, largest, dtype, alike[0].flat.device)
+        for dtype, scratch in scratches(buckets).items():
             self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
 
     @property

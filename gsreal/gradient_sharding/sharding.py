@@ -8,18 +8,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.observer import Observer, unobserved
-from gsreal.gradient_sharding.publish import publish
+from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gssim import shares as share_solver
-from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, assign_buckets, resolved_push
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, assign_buckets, resolved_push
 
 
 class GradientSharding:
     """The optimizer that `shard_gradients` returns: `step` and `zero_grad` as usual."""
 
-    def __init__(self, buckets: list[Bucket], optimizer: torch.optim.Optimizer, pusher: Pusher) -> None:
-        self.buckets, self.optimizer, self.pusher = buckets, optimizer, pusher
+    def __init__(
+        self, buckets: list[Bucket], optimizer: torch.optim.Optimizer, pusher: Pusher, publisher: Publisher
+    ) -> None:
+        self.buckets, self.optimizer, self.pusher, self.publisher = buckets, optimizer, pusher, publisher
         self._next = 0
         self._collecting = True
         self._in_backward = False
@@ -41,9 +44,14 @@ class GradientSharding:
         """What this rank pushed since the last `reset_counts`."""
         return self.pusher.sent
 
+    @property
+    def published(self) -> Sent:
+        """What this rank published since the last `reset_counts`, where that is thresholded."""
+        return self.publisher.sent
+
     def reset_counts(self) -> None:
         """Begin to count what is sent anew."""
-        self.pusher.sent = Sent()
+        self.pusher.sent, self.publisher.sent = Sent(), Sent()
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
@@ -88,14 +96,21 @@ class GradientSharding:
 
     def step(self) -> None:
         """Update the own shard, publish it."""
+        self.finish()
         pusher = self.pusher
         with pusher.observe("optimizer", "optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            for bucket in self.buckets:
-                bucket.write_back()
+            self.publisher.write_back(self.buckets)
         pusher.end_step()
-        publish(self.buckets, pusher.group, point_to_point=pusher.point_to_point, observe=pusher.observe)
+        self.publisher.publish(self.buckets, self.optimizer)
+
+    def finish(self) -> None:
+        """Wait until this replica has all that was published, which may still be under way when `step` returns.
+
+        A forward and `state_dict` do so themselves: only what reads parameters directly need call this.
+        """
+        self.publisher.finish()
 
     def zero_grad(self) -> None:
         """Do nothing: gradients never outlive the bucket that they are collected in."""
@@ -108,10 +123,12 @@ def shard_gradients(
     group: dist.ProcessGroup | None = None,
     shard_shares: Sequence[float] | None = None,
     push: Push | None = None,
+    publish: Publish | None = None,
     point_to_point: bool = True,
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
+    publish_overlaps: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
     """Shard the gradients and the optimizer state of `model` over `group`, and return what to call `step` on.
@@ -119,9 +136,12 @@ def shard_gradients(
     Parameters are moved into flat buckets (they stay views of them) and made equal to the group's first rank's.
     `optimizer_factory` gets this rank's shards and must return an elementwise optimizer. `shard_shares`: each rank's
     fraction of every bucket (even by default). `push`: what is sent, and how; by default all, densely.
+    `publish`: the same for updated parameters; with a threshold, owners keep a master copy of their shard in any case.
     `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and broadcasts.
-    `parameter_order`: the order in which gradients become ready (reversed registration by default). Assumes that the
-    loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches.
+    `parameter_order`: the order in which gradients become ready (reversed registration by default). `publish_overlaps`:
+    whether the next forward begins while published parameters are under way, each module waiting for its own (by
+    default on GPUs only). Assumes that the loss is the mean over the rank's own samples; set `.weights` where ranks
+    have unequal batches.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -137,9 +157,14 @@ def shard_gradients(
     ]
     for tensor in [*(bucket.flat for bucket in buckets), *model.buffers()]:
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    publish = publish or Publish()
     for bucket in buckets:
-        bucket.take_shard()
+        bucket.take_shard(master=publish.threshold is not None)
     optimizer = optimizer_factory([bucket.shard for bucket in buckets])
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
     pusher = Pusher(rules, group, buckets, point_to_point=point_to_point, observe=observe)
-    return GradientSharding(buckets, optimizer, pusher)
+    overlaps = buckets[0].flat.is_cuda if publish_overlaps is None else publish_overlaps
+    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps)
+    if overlaps:
+        ForwardWaits(model, buckets, publisher.wait, publisher.finish)
+    return GradientSharding(buckets, optimizer, pusher, publisher)

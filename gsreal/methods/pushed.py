@@ -26,6 +26,8 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
         group=data_group(scenario.policies, device, "dp_shard"),
         shard_shares=[scenario.shard_shares[each] for each in mesh.group(rank, "dp_shard")],
         push=scenario.push,
+        publish=plan.publish,
+        publish_overlaps=scenario.policies.publish_overlaps,
         point_to_point=scenario.policies.point_to_point,
         bucket_bytes=plan.bucket_bytes,
         first_bucket_bytes=plan.first_bucket_bytes,

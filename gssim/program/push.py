@@ -149,8 +149,7 @@ def across(low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size
     What a threshold makes of a place is like no other.
     """
     place, owned = low.place(rank), low.division(bucket).owned
-    unique = low.push.selects
-    alike = [place] if unique else [other for other in range(low.places) if owned[other] == owned[place]]
+    alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
     name = label if len(alike) == low.places else f"{label} of place {alike[0]}"
     group, *beside = (low.push_groups[each] for each in alike)
     low.communications[name] = Communication(kind, group, size_bytes, beside=tuple(beside), **parts)
