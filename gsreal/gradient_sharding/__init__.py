@@ -19,7 +19,8 @@ sent per step and rank, n parameters, own share s: (1-s)*n values densely, or (v
 the threshold, and (ranks-1)/ranks*n values published (even shares).
 """
 
+from gsreal.gradient_sharding.needs import Needs, memory_and_traffic
 from gsreal.gradient_sharding.sharding import GradientSharding, shard_gradients
 from gssim.plan import Push
 
-__all__ = ["GradientSharding", "Push", "shard_gradients"]
+__all__ = ["GradientSharding", "Needs", "Push", "memory_and_traffic", "shard_gradients"]

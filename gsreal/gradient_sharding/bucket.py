@@ -35,20 +35,32 @@ class Bucket:
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype)))
 
-    def collect(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Take a parameter's gradient."""
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient, zeros where it has none, into the bucket."""
         if self.gradient is None:
             self.gradient = torch.empty_like(self.flat)
-        self.gradient[self.places[parameter]].copy_(gradient.reshape(-1))
-        self.missing.discard(parameter)
+        _copy_gradient(parameter, self.gradient[self.places[parameter]])
+        parameter.grad = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter has its gradient that will get one: frozen ones do not."""
+        return not any(parameter.requires_grad for parameter in self.missing)
 
     def fill(self) -> None:
-        """Complete the gradient with zeros for parameters that got none."""
-        if self.gradient is None:
-            self.gradient = torch.empty_like(self.flat)
-        for parameter in self.missing:
-            self.gradient[self.places[parameter]].zero_()
+        """Complete the gradient: with what earlier backwards left of parameters that this one did not reach."""
+        for parameter in self.parameters:
+            if parameter in self.missing:
+                self.collect(parameter)
         self.missing.clear()
+
+    def owned(self, parameter: nn.Parameter) -> tuple[int, slice]:
+        """Return where this rank's part of a parameter begins in it, and which part of the shard that is."""
+        place = self.places[parameter]
+        first, end = max(place.start, self.own.start), min(place.stop, self.own.stop)
+        if first >= end:
+            return 0, slice(0, 0)
+        return first - place.start, slice(first - self.own.start, end - self.own.start)
 
     def keep(self, gradient: Tensor, weight: float) -> None:
         """Keep the own range's gradient, which is never thresholded; later pushes of a step add to the first."""
@@ -61,3 +73,14 @@ class Bucket:
         """Bring what was updated to the replica."""
         if self.shard.dtype != self.flat.dtype:
             self.flat[self.own].copy_(self.shard.detach())
+
+
+def _copy_gradient(parameter: nn.Parameter, slot: Tensor) -> None:
+    """Write a parameter's gradient, dense or sparse, or zeros where it has none, into its place in a flat one."""
+    gradient = parameter.grad
+    if gradient is None:
+        slot.zero_()
+    elif gradient.is_sparse:
+        slot.zero_().view(parameter.shape).add_(gradient)
+    else:
+        slot.copy_(gradient.reshape(-1))

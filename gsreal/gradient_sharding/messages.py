@@ -25,6 +25,14 @@ class Encoding:
             return self.kind == "dense"
         return self._sparse_bytes(entries) >= elements * self.dtype.itemsize
 
+    def size_bytes(self, entries: float, elements: int) -> float:
+        """Return the bytes of a message of `entries`, which may be an expectation, out of `elements`."""
+        dense = elements * self.dtype.itemsize
+        if self.kind == "dense":
+            return dense
+        sparse = entries * (self.dtype.itemsize + INDEX_BYTES)
+        return min(sparse, dense) if self.kind == "auto" else sparse
+
     def _sparse_bytes(self, entries: int) -> int:
         return entries * (self.dtype.itemsize + INDEX_BYTES)
 

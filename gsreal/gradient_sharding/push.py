@@ -44,14 +44,13 @@ class Sent:
 class Pusher:
     """Pushes buckets to their owners; at most one is under way."""
 
-    def __init__(
-        self, push: Push, group: dist.ProcessGroup, dtype: torch.dtype, *, point_to_point: bool, observe: Observer
-    ) -> None:
+    def __init__(self, push: Push, group: dist.ProcessGroup, *, point_to_point: bool, observe: Observer) -> None:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
-        self.encoding = Encoding(push.encoding, dtype)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
         """Each rank's part of the step's loss terms: what its mean gradient counts."""
+        self.loss_scale = 1.0
+        """What the loss was multiplied by: gradients travel scaled, so thresholds are scaled for them."""
         self.sent = Sent()
         self._incoming: _Incoming | None = None
 
@@ -70,6 +69,9 @@ class Pusher:
         with self.observe(f"post push {label}", "exposed_communication"):
             self._incoming = self._posted(bucket, [message for message, _ in sends], counts)
 
+    def _encoding(self, bucket: Bucket) -> Encoding:
+        return Encoding(self.rules.encoding, bucket.flat.dtype)
+
     def _packed(self, bucket: Bucket, owner: int) -> tuple[Tensor | None, int]:
         """Return the message for an owner and how many entries it holds."""
         if owner == self.rank:
@@ -80,7 +82,9 @@ class Pusher:
         if self.rules.threshold is None:
             self.sent.entries += part.numel()
             return part, part.numel()
-        message, entries = self.encoding.pack(part, part.abs() >= self.rules.threshold)
+        mask = (part.abs() < self.rules.threshold * self.loss_scale).logical_not_()  # so that NaN is sent
+        message, entries = self._encoding(bucket).pack(part, mask)
+        del mask
         self.sent.entries += entries
         return message, entries
 
@@ -103,7 +107,7 @@ class Pusher:
         receives: list[Tensor | None] = [None] * self.ranks
         for sender, count in enumerate(counts):
             if sender != self.rank:
-                receives[sender] = buffer = self.encoding.empty(count, elements, bucket.flat.device)
+                receives[sender] = buffer = self._encoding(bucket).empty(count, elements, bucket.flat.device)
                 messages.append((sender, buffer, count))
         pending = all_to_all_v(
             sends,
@@ -127,4 +131,4 @@ class Pusher:
             gradient = incoming.bucket.shard.grad
             assert gradient is not None
             for sender, message, entries in incoming.messages:
-                self.encoding.add(gradient, message, entries, self.weights[sender])
+                self._encoding(incoming.bucket).add(gradient, message, entries, self.weights[sender])

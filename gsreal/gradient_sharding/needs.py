@@ -1,0 +1,169 @@
+"""What training with Gradient Sharding needs, said before it runs: bytes of memory and bytes sent, by closed forms."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.gradient_sharding.messages import Encoding
+from gsreal.gradient_sharding.together import Togetherness, trained_parameters, travelling_together
+from gsreal.master import master_type
+from gssim import shares as share_solver
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push
+
+COUNT_BYTES = 8
+"""A count of entries, told to every owner for each bucket."""
+PROBE_ELEMENTS = 1024
+"""Of the parameter on which an optimizer is tried to see how much state it makes."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one rank needs beside activations: what it holds from step to step, what a backward adds, what it sends."""
+
+    parameters_bytes: int
+    """The whole model: every rank has a replica, frozen parameters and buffers too."""
+    master_bytes: int
+    """The own shard in fp32, where parameters have a lower precision."""
+    optimizer_state_bytes: int
+    """Of the own shard."""
+    gradient_bytes: int
+    """Of the own shard, in the precision of its update; from the first push of a step to the step."""
+    bucket_bytes: int
+    """The bucket that is filled, the one that is under way before it, and what comes from the other ranks for it."""
+    push_bytes: float
+    """Sent to owners in one step, at the density asked for."""
+    publish_bytes: int
+    """Sent round the ring in one step: every part of each bucket but the next rank's."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held from step to step."""
+        return self.parameters_bytes + self.master_bytes + self.optimizer_state_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held in a backward, activations and what kernels take for themselves left out."""
+        return self.held_bytes + self.gradient_bytes + self.bucket_bytes
+
+    @property
+    def sent_bytes(self) -> float:
+        """Sent in one step."""
+        return self.push_bytes + self.publish_bytes
+
+    def __str__(self) -> str:
+        """Return it in two lines of MiB."""
+        mib = {name: value / 2**20 for name, value in self.__dict__.items()}
+        return (
+            f"memory: {self.held_bytes / 2**20:.1f} MiB (parameters {mib['parameters_bytes']:.1f}, "
+            f"master {mib['master_bytes']:.1f}, optimizer {mib['optimizer_state_bytes']:.1f}); in the backward "
+            f"{self.peak_bytes / 2**20:.1f} MiB and activations\n"
+            f"sent per step: {self.sent_bytes / 2**20:.1f} MiB (push {mib['push_bytes']:.1f}, "
+            f"publish {mib['publish_bytes']:.1f})"
+        )
+
+
+def memory_and_traffic(
+    model: nn.Module,
+    optimizer_factory: Callable[[list[Any]], torch.optim.Optimizer],
+    *,
+    rank: int,
+    ranks: int,
+    shard_shares: Sequence[float] | None = None,
+    push: Push | None = None,
+    density: float = 1.0,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    bucket_bytes: float = DDP_BUCKET_BYTES,
+    first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
+    parameter_order: Sequence[str] | None = None,
+) -> Needs:
+    """Return what `shard_gradients` with the same arguments will need on `rank`; the model may be on `meta`.
+
+    `density`: the part of off-shard elements that reaches the threshold, which no formula knows; 1: all of them.
+    With n elements, own share s and value bytes v, by gradient-sharding's accounts:
+
+        memory  = n * v + s * n * (master + optimizer state)       in the backward + s * n * gradient + buckets
+        push    = (1 - s) * n * v densely, or (1 - s) * n * density * (v + 4), whichever is less
+        publish = (1 - s of the next rank) * n * v
+
+    `optimizer_factory` is tried on a parameter of its own, with zero gradients, to see what state it makes.
+    """
+    push = push or Push()
+    shares = tuple(shard_shares) if shard_shares is not None else share_solver.even(ranks)
+    parameters = trained_parameters(model, parameter_order)
+    buckets = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
+    sizes = [_Size.of(bucket, shares, rank) for bucket in buckets]
+    flat, scalars = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
+    own = [(size, size.own * master_type(size.dtype).itemsize) for size in sizes]
+    return Needs(
+        parameters_bytes=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
+        master_bytes=sum(held for size, held in own if master_type(size.dtype) != size.dtype),
+        optimizer_state_bytes=sum(int(flat[size.dtype] * size.own) + scalars[size.dtype] for size in sizes),
+        gradient_bytes=sum(held for _, held in own),
+        bucket_bytes=_largest_under_way(sizes, ranks),
+        push_bytes=sum(_pushed_bytes(size, push, density, rank) for size in sizes),
+        publish_bytes=sum((size.elements - size.parts[(rank + 1) % ranks]) * size.value_bytes for size in sizes),
+    )
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A bucket's elements, and how many each rank owns."""
+
+    dtype: torch.dtype
+    parts: tuple[int, ...]
+    own: int
+
+    @staticmethod
+    def of(bucket: Togetherness, shares: Sequence[float], rank: int) -> "_Size":
+        elements = sum(parameter.numel() for parameter in bucket.parameters)
+        parts = tuple(end - start for start, end in share_solver.ranges(elements, shares))
+        return _Size(bucket.parameters[0].dtype, parts, parts[rank])
+
+    @property
+    def elements(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def value_bytes(self) -> int:
+        return self.dtype.itemsize
+
+
+def _largest_under_way(sizes: Sequence[_Size], ranks: int) -> int:
+    """Return the most that buckets take: one is filled while the one before it, and what comes for it, is under way."""
+    largest = 0
+    for before, filled in zip([None, *sizes], [*sizes, None], strict=True):
+        under_way = before.value_bytes * (before.elements + (ranks - 1) * before.own) if before else 0
+        largest = max(largest, under_way + (filled.value_bytes * filled.elements if filled else 0))
+    return largest
+
+
+def _pushed_bytes(size: _Size, push: Push, density: float, rank: int) -> float:
+    """Return the bytes of the messages to all owners, and of the counts before them."""
+    if push.threshold is None:
+        return float((size.elements - size.own) * size.value_bytes)
+    encoding = Encoding(push.encoding, size.dtype)
+    others = [part for owner, part in enumerate(size.parts) if owner != rank]
+    return sum(COUNT_BYTES + encoding.size_bytes(density * part, part) for part in others)
+
+
+def _state_bytes(
+    factory: Callable[[list[Any]], torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]] | None,
+    dtypes: set[torch.dtype],
+) -> tuple[dict[torch.dtype, float], dict[torch.dtype, int]]:
+    """Return the optimizer's bytes for each element, and for each shard, by the type of the parameters."""
+    flat: dict[torch.dtype, float] = {}
+    scalars: dict[torch.dtype, int] = {}
+    for dtype in dtypes:
+        probe = nn.Parameter(torch.zeros(PROBE_ELEMENTS, dtype=master_type(dtype)))
+        probe.grad = torch.zeros_like(probe)
+        rest = [{**group, "params": []} for group in groups[1:]] if groups else []
+        optimizer = factory([{**groups[0], "params": [probe]}, *rest] if groups else [probe])
+        optimizer.step()
+        made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+        flat[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape == probe.shape) / PROBE_ELEMENTS
+        scalars[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape != probe.shape)
+    return flat, scalars
