@@ -30,9 +30,10 @@ class Needs:
     optimizer_state_bytes: int
     """Of the own shard."""
     gradient_bytes: int
-    """Of the own shard, in the precision of its update; from the first push of a step to the step."""
-    bucket_bytes: int
-    """The bucket that is filled, the one that is under way before it, and what comes from the other ranks for it."""
+    """Of the own shard, in the precision of its update: held from the pushes to the step."""
+    backward_bytes: int
+    """The most that gradients take at once in a backward: of the own shard so far, the bucket that is filled and the
+    parameter that it is filled from, the bucket that is under way before it, and what the others send for that."""
     push_bytes: float
     """Sent to owners in one step, at the density asked for."""
     publish_bytes: int
@@ -45,8 +46,11 @@ class Needs:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held in a backward, activations and what kernels take for themselves left out."""
-        return self.held_bytes + self.gradient_bytes + self.bucket_bytes
+        """The most that is held in a backward, activations and what kernels take for themselves left out.
+
+        For dense pushes; thresholded ones have less under way, but packing them takes scratch memory.
+        """
+        return self.held_bytes + self.backward_bytes
 
     @property
     def sent_bytes(self) -> float:
@@ -84,7 +88,7 @@ def memory_and_traffic(
     `density`: the part of off-shard elements that reaches the threshold, which no formula knows; 1: all of them.
     With n elements, own share s and value bytes v, by gradient-sharding's accounts:
 
-        memory  = n * v + s * n * (master + optimizer state)       in the backward + s * n * gradient + buckets
+        memory  = n * v + s * n * (master + optimizer state);  in the backward + s * n * gradient + two buckets
         push    = (1 - s) * n * v densely, or (1 - s) * n * density * (v + 4), whichever is less
         publish = (1 - s of the next rank) * n * v
 
@@ -96,13 +100,12 @@ def memory_and_traffic(
     buckets = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
     sizes = [_Size.of(bucket, shares, rank) for bucket in buckets]
     flat, scalars = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
-    own = [(size, size.own * master_type(size.dtype).itemsize) for size in sizes]
     return Needs(
         parameters_bytes=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
-        master_bytes=sum(held for size, held in own if master_type(size.dtype) != size.dtype),
+        master_bytes=sum(size.shard_bytes for size in sizes if size.is_cast),
         optimizer_state_bytes=sum(int(flat[size.dtype] * size.own) + scalars[size.dtype] for size in sizes),
-        gradient_bytes=sum(held for _, held in own),
-        bucket_bytes=_largest_under_way(sizes, ranks),
+        gradient_bytes=sum(size.shard_bytes for size in sizes),
+        backward_bytes=_most_gradient_bytes(sizes, ranks),
         push_bytes=sum(_pushed_bytes(size, push, density, rank) for size in sizes),
         publish_bytes=sum((size.elements - size.parts[(rank + 1) % ranks]) * size.value_bytes for size in sizes),
     )
@@ -115,12 +118,14 @@ class _Size:
     dtype: torch.dtype
     parts: tuple[int, ...]
     own: int
+    largest: int
+    """Elements of its largest parameter."""
 
     @staticmethod
     def of(bucket: Togetherness, shares: Sequence[float], rank: int) -> "_Size":
-        elements = sum(parameter.numel() for parameter in bucket.parameters)
-        parts = tuple(end - start for start, end in share_solver.ranges(elements, shares))
-        return _Size(bucket.parameters[0].dtype, parts, parts[rank])
+        elements = [parameter.numel() for parameter in bucket.parameters]
+        parts = tuple(end - start for start, end in share_solver.ranges(sum(elements), shares))
+        return _Size(bucket.parameters[0].dtype, parts, parts[rank], max(elements))
 
     @property
     def elements(self) -> int:
@@ -130,14 +135,32 @@ class _Size:
     def value_bytes(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is updated in another precision than it has."""
+        return master_type(self.dtype) != self.dtype
 
-def _largest_under_way(sizes: Sequence[_Size], ranks: int) -> int:
-    """Return the most that buckets take: one is filled while the one before it, and what comes for it, is under way."""
-    largest = 0
-    for before, filled in zip([None, *sizes], [*sizes, None], strict=True):
-        under_way = before.value_bytes * (before.elements + (ranks - 1) * before.own) if before else 0
-        largest = max(largest, under_way + (filled.value_bytes * filled.elements if filled else 0))
-    return largest
+    @property
+    def shard_bytes(self) -> int:
+        """Of the own part, in the precision in which it is updated."""
+        return self.own * master_type(self.dtype).itemsize
+
+
+def _most_gradient_bytes(sizes: Sequence[_Size], ranks: int) -> int:
+    """Return the most that gradients take at once: while a bucket is filled, is under way, or is added by its owner.
+
+    What is in a lower precision than the owner's is cast as it is added, one message after another.
+    """
+    most = kept = under_way = 0
+    for size in sizes:
+        filled = size.value_bytes * (size.elements + size.largest)
+        most = max(most, kept + under_way + filled)
+        kept += size.shard_bytes
+        come = (ranks - 1) * size.own * size.value_bytes
+        cast = size.shard_bytes if size.is_cast and come else 0
+        under_way = size.value_bytes * size.elements + come
+        most = max(most, kept + under_way, kept + come + cast)
+    return most
 
 
 def _pushed_bytes(size: _Size, push: Push, density: float, rank: int) -> float:
