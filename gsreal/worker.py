@@ -82,7 +82,7 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     """
     scenario = loaded.scenario
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    dist.init_process_group(scenario.cluster.backend)
+    join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
     try:
         report = measure(scenario, rank, device, checkpoints)
@@ -96,6 +96,23 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
         # wrappers and the group refer to each other; gloo aborts where its threads outlive the group at exit
         gc.collect()
         dist.destroy_process_group()
+
+
+def join(backend: str) -> None:
+    """Make the process group of all ranks.
+
+    torchrun's static rendezvous keeps one store for all attempts: ranks that are started again would find there where
+    those listened that are gone (torch 2.13, distributed/rendezvous.py, _create_c10d_store).
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt:
+        dist.init_process_group(backend)
+        return
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, ranks = next(iter(rendezvous("env://")))
+    dist.init_process_group(backend, store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=ranks)
 
 
 def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Checkpoints | None = None) -> RankReport:
