@@ -3,8 +3,11 @@
 A checkpoint is a folder `step-N`. It is written under another name and renamed once every rank has written its part, so
 that what a killed rank leaves is never taken. Parameters and optimizer state are saved by parameter name and element:
 other ranks, other shares, and with Gradient Sharding other buckets too, read what they need of them. Data are a
-function of seed and step. torch's random numbers (of dropout) go on where there are as many ranks as before; else they
-begin anew from seed, step and rank, for nobody's would be right.
+function of seed and step.
+
+What is a rank's own goes on where there are as many ranks as before, with the same shares: torch's random numbers (of
+dropout), and what a thresholded push has kept and estimated. Else random numbers begin anew from seed, step and rank,
+and what was kept is dropped: those who kept it are gone, and each element loses less than the threshold, once.
 """
 
 import json
@@ -18,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.methods import Training
@@ -85,7 +87,8 @@ class Checkpoints:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, list(losses))
         partial, path = self.folder / f"step-{step:08d}.partial", self.folder / f"step-{step:08d}"
-        save({**_state_of(training), "random": _random()}, checkpoint_id=partial)
+        _write_own(training, partial)
+        save(_state_of(training), checkpoint_id=partial)  # returns once all ranks have written
         if dist.get_rank():
             return
         total = tuple(sum(each) for each in zip(*parts, strict=True))
@@ -213,27 +216,47 @@ def _load(training: Training, path: Path, seed: int, progress: Progress) -> None
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state = _state_of(training)
-    as_before = progress.ranks == dist.get_world_size()
-    if as_before:
-        state["random"] = _random()
     load(state, checkpoint_id=path)
     if not isinstance(training.optimizer, GradientSharding):
         model, optimizer = state["model"], state["optimizer"]
         set_state_dict(training.module, training.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-    if as_before:
-        _set_random(state["random"])
-    else:
+    if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
         torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
 
 
-def _random() -> dict[str, Tensor]:
-    """Return the state of this rank's random numbers."""
-    found = {f"cpu-{dist.get_rank()}": torch.get_rng_state()}
+def _own_file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank()}.pt"
+
+
+def _write_own(training: Training, folder: Path) -> None:
+    """Write what is this rank's own."""
+    own: dict[str, Any] = {"random": torch.get_rng_state(), "ranges": _ranges(training)}
     if torch.cuda.is_available():
-        found[f"cuda-{dist.get_rank()}"] = torch.cuda.get_rng_state()
-    return found
+        own["random_cuda"] = torch.cuda.get_rng_state()
+    if isinstance(training.optimizer, GradientSharding):
+        own["push"] = training.optimizer.pusher.state_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _own_file(folder).open("wb") as stream:
+        torch.save(own, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def _set_random(state: dict[str, Tensor]) -> None:
-    for name, value in state.items():
-        (torch.cuda.set_rng_state if name.startswith("cuda") else torch.set_rng_state)(value)
+def _read_own(training: Training, folder: Path) -> bool:
+    """Go on with what is this rank's own, if shards are cut as they were; return whether they are."""
+    own = torch.load(_own_file(folder), weights_only=True)
+    if own["ranges"] != _ranges(training):
+        return False
+    torch.set_rng_state(own["random"])
+    if "random_cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["random_cuda"])
+    if isinstance(training.optimizer, GradientSharding):
+        training.optimizer.pusher.load_state_dict(own["push"])
+    return True
+
+
+def _ranges(training: Training) -> list[list[tuple[int, int]]]:
+    """Return what every rank owns of every bucket."""
+    if not isinstance(training.optimizer, GradientSharding):
+        return []
+    return [[(int(first), int(end)) for first, end in bucket.ranges] for bucket in training.optimizer.buckets]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gsreal import data
 from gsreal.build import DTYPES, build_module
 from gsreal.checkpoint import Checkpoints, Progress
-from gsreal.gradient_sharding import GradientSharding
+from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
@@ -46,8 +46,9 @@ class RankReport:
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
-    sent_entries: int
-    offered_entries: int
+    pushed: tuple[int, int]
+    """Entries sent and offered in the timed steps."""
+    published: tuple[int, int]
     memory_counter: str
 
 
@@ -124,9 +125,9 @@ def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Ch
     losses = _timed_steps(scenario, training, feed, rank, begun, checkpoints)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
-    sharding = _sharding(training)
-    entries = (sharding.sent.entries, sharding.sent.offered) if sharding else (0, 0)
-    payloads = [sent / (len(ends_s) - 1) for sent in sharding.sent.by_bucket] if sharding else []
+    sent, steps = _sent(training), len(ends_s) - 1
+    pushed, published = ((each.entries, each.offered) for each in sent.values())
+    payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
     allocated, reserved = _peak(training, feed, counter, rank)
     seen = _collectives(training, feed, rank, payloads)
     return RankReport(
@@ -139,8 +140,8 @@ def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Ch
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
-        sent_entries=entries[0],
-        offered_entries=entries[1],
+        pushed=pushed,
+        published=published,
         memory_counter=counter.method,
     )
 
@@ -225,6 +226,17 @@ def _sharding(training: Training) -> GradientSharding | None:
     return training.optimizer if isinstance(training.optimizer, GradientSharding) else None
 
 
+SENT_AS = ("all-to-all-v", "all-gather-v")
+"""What pushes and thresholded publishes are, as collectives."""
+
+
+def _sent(training: Training) -> dict[str, Sent]:
+    """Return what this rank has pushed and published since the last reset, by kind of collective."""
+    sharding = _sharding(training)
+    sent = (sharding.sent, sharding.published) if sharding else (Sent(), Sent())
+    return dict(zip(SENT_AS, sent, strict=True))
+
+
 def _timed_steps(
     scenario: Scenario,
     training: Training,
@@ -295,10 +307,11 @@ def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
     return dict(inner.state)
 
 
-def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float]) -> list[Seen]:
-    """Return what one more step hands to the process group; `payloads`: mean bytes pushed per bucket, timed steps.
+def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, list[float]]) -> list[Seen]:
+    """Return what one more step hands to the process group.
 
-    That step shows how what the sharding counts as sent compares to what the process group saw: they must be equal.
+    `payloads`: by kind, the mean bytes of the timed steps for each bucket. That step shows how what the sharding counts
+    as sent compares to what the process group saw: they must be equal.
     """
     sharding = _sharding(training)
     if sharding:
@@ -306,15 +319,22 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float
     inputs, targets, weights = feed.at(2)
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, rank)
-    dependent = [entry for entry in recorder.seen if entry.data_dependent]
-    if sharding and dependent:
-        buckets = len(sharding.buckets)
-        by_bucket = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
-        if by_bucket != sharding.sent.by_bucket:
-            raise RuntimeError(f"pushed {sharding.sent.by_bucket} bytes, but the process group saw {dependent}")
-        for number, entry in enumerate(dependent):  # a push for each bucket in each micro-batch that pushes
-            entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
+    training.finish()
+    for kind, sent in _sent(training).items():
+        dependent = [entry for entry in recorder.seen if entry.data_dependent and entry.kind == kind]
+        if dependent:
+            _set_payloads(dependent, sent.by_bucket, payloads[kind])
     return recorder.seen
+
+
+def _set_payloads(dependent: list[Seen], counted: list[int], payloads: list[float]) -> None:
+    """Give entries of one step, one for each bucket in turn, the mean payload of all; `counted`: bytes of this step."""
+    buckets = len(counted)
+    seen = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
+    if seen != counted:
+        raise RuntimeError(f"sent {counted} bytes, but the process group saw {dependent}")
+    for number, entry in enumerate(dependent):  # a push for each bucket in each micro-batch that pushes
+        entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
 
 
 def _within(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
@@ -337,8 +357,6 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     step_time_s = median(times)
-    offered = sum(report.offered_entries for report in reports)
-    thresholded = scenario.plan.push.threshold is not None
     total = scenario.workload.global_batch_size
     ranks = tuple(
         RankClass(
@@ -368,7 +386,8 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         fits=True,
         throughput_samples_per_s=total / step_time_s,
         density=Density(
-            push=sum(r.sent_entries for r in reports) / offered if thresholded and offered else None,
+            push=_density([report.pushed for report in reports], scenario.plan.push.threshold),
+            publish=_density([report.published for report in reports], scenario.plan.publish.threshold),
         ),
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
@@ -383,6 +402,12 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             "seed": scenario.run.seed,
         },
     )
+
+
+def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:
+    """Return the part of what all ranks could send that they sent; None where nothing is thresholded."""
+    sent, offered = map(sum, zip(*ranks, strict=True))
+    return sent / offered if threshold is not None and offered else None
 
 
 if __name__ == "__main__":

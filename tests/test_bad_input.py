@@ -197,7 +197,7 @@ NOT_YET = [
     ((*GS, "plan.push.aggregate=received-weight"), "plan.push.aggregate = 'received-weight': cannot run yet"),
     ((*GS, "plan.push.warmup_steps=3"), "plan.push.warmup_steps = 3: cannot run yet"),
     ((*GS, "plan.push.encoding=bitmap"), "plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense"),
-    ((*GS, "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet"),
+    (("plan.method=gs_wgrad", "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet with method 'gs_wgrad'"),
     ((*GS, "plan.shares.replan=true"), "plan.shares.replan = True: cannot run yet"),
     ((*GS, "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet"),
     ((*GS, "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet"),

@@ -20,7 +20,8 @@ the threshold, and (ranks-1)/ranks*n values published (even shares).
 """
 
 from gsreal.gradient_sharding.needs import Needs, memory_and_traffic
+from gsreal.gradient_sharding.push import Sent
 from gsreal.gradient_sharding.sharding import GradientSharding, shard_gradients
-from gssim.plan import Push
+from gssim.plan import Publish, Push
 
-__all__ = ["GradientSharding", "Needs", "Push", "memory_and_traffic", "shard_gradients"]
+__all__ = ["GradientSharding", "Needs", "Publish", "Push", "Sent", "memory_and_traffic", "shard_gradients"]

@@ -30,10 +30,13 @@ class Bucket:
         self.gradient: Tensor | None = None
         self.missing = set(parameters)
 
-    def take_shard(self) -> None:
-        """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32."""
+    def take_shard(self, *, master: bool = False) -> None:
+        """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32.
+
+        `master`: a copy in any case.
+        """
         own = self.flat[self.own]
-        self.shard = nn.Parameter(own.to(master_type(own.dtype)))
+        self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=master))
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Move a parameter's gradient, zeros where it has none, into the bucket."""

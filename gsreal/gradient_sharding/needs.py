@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsreal.gradient_sharding.messages import Encoding
+from gsreal.gradient_sharding.residuals import PRECISIONS
 from gsreal.gradient_sharding.together import Togetherness, trained_parameters, travelling_together
 from gsreal.master import master_type
 from gssim import shares as share_solver
-from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push
+from gssim.encodings import chosen, message_bytes, scratch_elements
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, resolved_push
 
 COUNT_BYTES = 8
 """A count of entries, told to every owner for each bucket."""
@@ -29,6 +30,8 @@ class Needs:
     """The own shard in fp32, where parameters have a lower precision."""
     optimizer_state_bytes: int
     """Of the own shard."""
+    threshold_bytes: int
+    """What a threshold needs all the time: memory to find entries in, and what error feedback has kept."""
     gradient_bytes: int
     """Of the own shard, in the precision of its update: held from the pushes to the step."""
     backward_bytes: int
@@ -42,13 +45,13 @@ class Needs:
     @property
     def held_bytes(self) -> int:
         """What is held from step to step."""
-        return self.parameters_bytes + self.master_bytes + self.optimizer_state_bytes
+        return self.parameters_bytes + self.master_bytes + self.optimizer_state_bytes + self.threshold_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most that is held in a backward, activations and what kernels take for themselves left out.
 
-        For dense pushes; thresholded ones have less under way, but packing them takes scratch memory.
+        For dense pushes: thresholded ones have less under way, as long as few elements reach the threshold.
         """
         return self.held_bytes + self.backward_bytes
 
@@ -62,7 +65,8 @@ class Needs:
         mib = {name: value / 2**20 for name, value in self.__dict__.items()}
         return (
             f"memory: {self.held_bytes / 2**20:.1f} MiB (parameters {mib['parameters_bytes']:.1f}, "
-            f"master {mib['master_bytes']:.1f}, optimizer {mib['optimizer_state_bytes']:.1f}); in the backward "
+            f"master {mib['master_bytes']:.1f}, optimizer {mib['optimizer_state_bytes']:.1f}, "
+            f"threshold {mib['threshold_bytes']:.1f}); in the backward "
             f"{self.peak_bytes / 2**20:.1f} MiB and activations\n"
             f"sent per step: {self.sent_bytes / 2**20:.1f} MiB (push {mib['push_bytes']:.1f}, "
             f"publish {mib['publish_bytes']:.1f})"
@@ -89,24 +93,26 @@ def memory_and_traffic(
     With n elements, own share s and value bytes v, by gradient-sharding's accounts:
 
         memory  = n * v + s * n * (master + optimizer state);  in the backward + s * n * gradient + two buckets
-        push    = (1 - s) * n * v densely, or (1 - s) * n * density * (v + 4), whichever is less
+        push    = (1 - s) * n * v densely, or with a threshold whichever is least of that, COO, and bitmaps:
+                  (1 - s) * n * density * (v + 4)   and   (1 - s) * n * (density * v + 1/8)
         publish = (1 - s of the next rank) * n * v
 
     `optimizer_factory` is tried on a parameter of its own, with zero gradients, to see what state it makes.
     """
-    push = push or Push()
     shares = tuple(shard_shares) if shard_shares is not None else share_solver.even(ranks)
     parameters = trained_parameters(model, parameter_order)
     buckets = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
     sizes = [_Size.of(bucket, shares, rank) for bucket in buckets]
-    flat, scalars = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
+    flat, scalars, sgd = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
+    rules = resolved_push(push or Push(), sgd=sgd)
     return Needs(
         parameters_bytes=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
         master_bytes=sum(size.shard_bytes for size in sizes if size.is_cast),
         optimizer_state_bytes=sum(int(flat[size.dtype] * size.own) + scalars[size.dtype] for size in sizes),
+        threshold_bytes=_threshold_bytes(sizes, rules),
         gradient_bytes=sum(size.shard_bytes for size in sizes),
         backward_bytes=_most_gradient_bytes(sizes, ranks),
-        push_bytes=sum(_pushed_bytes(size, push, density, rank) for size in sizes),
+        push_bytes=sum(_pushed_bytes(size, rules, density, rank) for size in sizes),
         publish_bytes=sum((size.elements - size.parts[(rank + 1) % ranks]) * size.value_bytes for size in sizes),
     )
 
@@ -120,12 +126,13 @@ class _Size:
     own: int
     largest: int
     """Elements of its largest parameter."""
+    device: torch.device
 
     @staticmethod
     def of(bucket: Togetherness, shares: Sequence[float], rank: int) -> "_Size":
         elements = [parameter.numel() for parameter in bucket.parameters]
         parts = tuple(end - start for start, end in share_solver.ranges(sum(elements), shares))
-        return _Size(bucket.parameters[0].dtype, parts, parts[rank], max(elements))
+        return _Size(bucket.parameters[0].dtype, parts, parts[rank], max(elements), bucket.parameters[0].device)
 
     @property
     def elements(self) -> int:
@@ -167,17 +174,38 @@ def _pushed_bytes(size: _Size, push: Push, density: float, rank: int) -> float:
     """Return the bytes of the messages to all owners, and of the counts before them."""
     if push.threshold is None:
         return float((size.elements - size.own) * size.value_bytes)
-    encoding = Encoding(push.encoding, size.dtype)
     others = [part for owner, part in enumerate(size.parts) if owner != rank]
-    return sum(COUNT_BYTES + encoding.size_bytes(density * part, part) for part in others)
+    return sum(COUNT_BYTES + _message_bytes(push, density * part, part, size.value_bytes) for part in others)
+
+
+def _message_bytes(push: Push, entries: float, elements: int, value_bytes: int) -> float:
+    encoding = chosen(push.encoding, entries=entries, elements=elements, value_bytes=value_bytes)
+    return message_bytes(encoding, entries=entries, elements=elements, value_bytes=value_bytes)
+
+
+def _threshold_bytes(sizes: Sequence[_Size], push: Push) -> int:
+    """Return the scratch memory of each type of parameters, and what is kept of the other owners' elements."""
+    if push.threshold is None:
+        return 0
+    total = 0
+    for dtype in dict.fromkeys(size.dtype for size in sizes):
+        alike = [size for size in sizes if size.dtype == dtype]
+        part, largest = max(max(size.parts) for size in alike), max(size.elements for size in alike)
+        flags, magnitudes = scratch_elements(part, largest, chunked=alike[0].device.type == "cpu")
+        total += flags + magnitudes * master_type(dtype).itemsize
+    if push.error_feedback:
+        kept = sum(size.elements - size.own for size in sizes)
+        total += kept * PRECISIONS[push.error_feedback_precision].itemsize
+    return total
 
 
 def _state_bytes(
     factory: Callable[[list[Any]], torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]] | None,
     dtypes: set[torch.dtype],
-) -> tuple[dict[torch.dtype, float], dict[torch.dtype, int]]:
-    """Return the optimizer's bytes for each element, and for each shard, by the type of the parameters."""
+) -> tuple[dict[torch.dtype, float], dict[torch.dtype, int], bool]:
+    """Return the optimizer's bytes for each element, and for each shard, by type; and whether it is SGD."""
+    sgd = False
     flat: dict[torch.dtype, float] = {}
     scalars: dict[torch.dtype, int] = {}
     for dtype in dtypes:
@@ -185,8 +213,9 @@ def _state_bytes(
         probe.grad = torch.zeros_like(probe)
         rest = [{**group, "params": []} for group in groups[1:]] if groups else []
         optimizer = factory([{**groups[0], "params": [probe]}, *rest] if groups else [probe])
+        sgd = isinstance(optimizer, torch.optim.SGD)
         optimizer.step()
         made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
         flat[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape == probe.shape) / PROBE_ELEMENTS
         scalars[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape != probe.shape)
-    return flat, scalars
+    return flat, scalars, sgd

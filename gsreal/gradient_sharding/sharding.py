@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding import state
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
+from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.frozen import frozen_kept
 from gsreal.gradient_sharding.observer import Observer, unobserved
-from gsreal.gradient_sharding.publish import publish
+from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gsreal.gradient_sharding.together import trained_parameters, travelling_together
 from gssim import shares as share_solver
-from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, resolved_push
 
 OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
 """Makes an optimizer of parameters, or of groups of them, as torch's optimizers take them."""
@@ -36,6 +37,7 @@ class GradientSharding(torch.optim.Optimizer):
         buckets: list[Bucket],
         optimizer: torch.optim.Optimizer,
         pusher: Pusher,
+        publisher: Publisher,
         *,
         model: nn.Module,
         names: Mapping[nn.Parameter, str],
@@ -43,7 +45,8 @@ class GradientSharding(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.buckets, self.optimizer, self.pusher, self.names = buckets, optimizer, pusher, names
+        self.buckets, self.optimizer, self.pusher, self.publisher = buckets, optimizer, pusher, publisher
+        self.names = names
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.scaler, self.skip_nonfinite = scaler, skip_nonfinite
         self.skipped_steps = 0
@@ -72,9 +75,14 @@ class GradientSharding(torch.optim.Optimizer):
         """What this rank pushed since the last `reset_counts`."""
         return self.pusher.sent
 
+    @property
+    def published(self) -> Sent:
+        """What this rank published since the last `reset_counts`, where that is thresholded."""
+        return self.publisher.sent
+
     def reset_counts(self) -> None:
         """Begin to count what is sent anew."""
-        self.pusher.sent = Sent()
+        self.pusher.sent, self.publisher.sent = Sent(), Sent()
 
     # In the backward --------------------------------------------------------------------------------------------------
 
@@ -137,6 +145,7 @@ class GradientSharding(torch.optim.Optimizer):
         """Let every rank's scaler find what one owner found: each looks at its own shard alone."""
         if any_non_finite(self._gradients(), self.pusher.group, self._device):
             self._spoil()
+            self.pusher.drop_broken()
             for gradient in self._gradients():
                 gradient[:1] = torch.nan
 
@@ -198,21 +207,30 @@ class GradientSharding(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.finish()
         self._check_parameters()
-        if not self._is_spoilt():
-            with self.pusher.observe("optimizer", "optimizer"):
-                with frozen_kept(self.buckets, self.optimizer):
-                    self.optimizer.step()
-                self._forget_shard_gradients(set_to_none=True)
-                for bucket in self.buckets:
-                    bucket.write_back()
-            self._publish()
-        self._forget_shard_gradients(set_to_none=True)
+        if self._is_spoilt():
+            self._forget_shard_gradients(set_to_none=True)
+            self.pusher.drop_broken()
+        else:
+            self._update()
         return loss
 
-    def _publish(self) -> None:
-        pusher = self.pusher
-        publish(self.buckets, pusher.group, point_to_point=pusher.point_to_point, observe=pusher.observe)
+    def _update(self) -> None:
+        with self.pusher.observe("optimizer", "optimizer"):
+            with frozen_kept(self.buckets, self.optimizer):
+                self.optimizer.step()
+            self._forget_shard_gradients(set_to_none=True)
+            self.publisher.write_back(self.buckets)
+        self.pusher.end_step()
+        self.publisher.publish(self.buckets, self.optimizer)
+
+    def finish(self) -> None:
+        """Wait until this replica has all that was published, which may still be under way when `step` returns.
+
+        A forward and `state_dict` do so themselves: only what reads parameters directly need call this.
+        """
+        self.publisher.finish()
 
     def _check_parameters(self) -> None:
         """Raise RuntimeError where parameters are trained by nobody: moved out of the buckets, or thawed later."""
@@ -248,6 +266,7 @@ class GradientSharding(torch.optim.Optimizer):
         As torch.distributed.checkpoint.state_dict's full dictionaries. The model's own `state_dict` has its
         parameters: replicas are whole. Where state should stay where it is, save `sharded()`.
         """
+        self.finish()
         return state.whole(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,15 +274,23 @@ class GradientSharding(torch.optim.Optimizer):
 
         After `model.load_state_dict`: where owners keep no master copy, the model's parameters are what they update.
         """
+        self.finish()
         state.load_whole(self, state_dict)
 
     def sharded(self) -> "state.Sharded":
-        """Return what to save and load with torch.distributed.checkpoint: every rank its own part."""
+        """Return what to save and load with torch.distributed.checkpoint: every rank its own part.
+
+        What ranks have kept of gradients under the threshold (error feedback) is theirs, not the parameters': with other
+        ranks it is dropped, which loses each element less than the threshold, once. Where the same ranks go on with the
+        same shares, each may keep its `pusher.state_dict()` beside it, and then goes on exactly.
+        """
+        self.finish()
         return state.Sharded(self)
 
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Take the model's parameters into the owners' master copies: after they were written to from outside."""
+        self.finish()
         for bucket in self.buckets:
             own = bucket.flat[bucket.own]
             if own.data_ptr() != bucket.shard.data_ptr():
@@ -283,6 +310,7 @@ def shard_gradients(
     group: dist.ProcessGroup | None = None,
     shard_shares: Sequence[float] | None = None,
     push: Push | None = None,
+    publish: Publish | None = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     skip_nonfinite: bool = False,
@@ -290,6 +318,7 @@ def shard_gradients(
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
+    publish_overlaps: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
     """Shard the gradients and the optimizer state of `model` over `group`, and return what to call `step` on.
@@ -297,7 +326,8 @@ def shard_gradients(
     Parameters are moved into flat buckets (they stay views of them) and made equal to the group's first rank's, and so
     are buffers, once: as each rank trains, its BatchNorm statistics become its own. `optimizer_factory` gets this
     rank's shards and must return an elementwise optimizer. `shard_shares`: each rank's fraction of every bucket (even
-    by default). `push`: what is sent, and how; by default all, densely.
+    by default). `push`: what is sent, and how; by default all, densely. `publish`: the same for updated parameters;
+    with a threshold, owners keep a master copy of their shard in any case.
 
     `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
     torch's optimizers take them; the factory then gets the same with shards in their place.
@@ -307,8 +337,11 @@ def shard_gradients(
     scalar all-reduce a step, or nothing where `clip_grad_norm_` is called.
 
     `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and broadcasts.
-    `parameter_order`: the order in which gradients become ready (reversed registration by default). Assumes that the
-    loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches. Parameters that a
+    `parameter_order`: the order in which gradients become ready (reversed registration by default). `publish_overlaps`:
+    whether the next forward begins while published parameters are under way, each module waiting for its own (by
+    default on GPUs only).
+
+    Assumes that the loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches. Parameters that a
     backward does not reach count as having zero gradients. Raises ValueError where parameters and options do not fit.
     """
     group = group or dist.group.WORLD
@@ -320,13 +353,19 @@ def shard_gradients(
     buckets = [Bucket(i, each.parameters, shares, dist.get_rank(group)) for i, each in enumerate(found)]
     for tensor in [*(bucket.flat for bucket in buckets), *_unowned(model, parameters)]:
         _broadcast(tensor, group)
+    publish = publish or Publish()
     for bucket in buckets:
-        bucket.take_shard()
+        bucket.take_shard(master=publish.threshold is not None)
     optimizer = optimizer_factory(_shards(buckets, [each.group for each in found], param_groups))
-    pusher = Pusher(push or Push(), group, point_to_point=point_to_point, observe=observe)
+    rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
+    pusher = Pusher(rules, group, buckets, point_to_point=point_to_point, observe=observe)
+    overlaps = buckets[0].flat.is_cuda if publish_overlaps is None else publish_overlaps
+    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps)
+    if overlaps:
+        ForwardWaits(model, buckets, publisher.wait, publisher.finish)
     names = {parameter: name for name, parameter in parameters.items()}
     return GradientSharding(
-        buckets, optimizer, pusher, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite
+        buckets, optimizer, pusher, publisher, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite
     )
 
 

@@ -33,12 +33,13 @@ def whole(sharding: "GradientSharding") -> dict[str, Any]:
             state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
             if state:
                 found[sharding.names[parameter]] = {key: _own_memory(value) for key, value in state.items()}
-    return {"state": found, "param_groups": _groups(sharding)}
+    return {"state": found, "param_groups": _groups(sharding), "updates": sharding.pusher.steps}
 
 
 def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
     """Take the own part of what `whole` returned; raise ValueError where it is another optimizer's or model's."""
     load_groups(sharding, saved["param_groups"])
+    sharding.pusher.steps = saved.get("updates", 0)
     if not saved["state"]:
         sharding.state.clear()
         sharding.take_parameters()
@@ -111,11 +112,13 @@ class Sharded:
                 owned = {key: OwnedPart(value[part], start, parameter.numel()) for key, value in values.items()}
                 found[self.sharding.names[parameter]] = owned | others
         # a tuple is saved as one object: its lists and numbers are replaced as a whole when it is loaded
-        return {"state": found, "param_groups": tuple(_groups(self.sharding))}
+        updates = torch.tensor(self.sharding.pusher.steps)
+        return {"state": found, "param_groups": tuple(_groups(self.sharding)), "updates": updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what was loaded: the tensors of the state are in place already."""
         load_groups(self.sharding, list(state_dict["param_groups"]))
+        self.sharding.pusher.steps = int(state_dict["updates"])
         for bucket in self.sharding.buckets:
             loaded = state_dict["state"][self.sharding.names[bucket.parameters[0]]]
             for key, value in _states(self.sharding, bucket)[1].items():

@@ -58,6 +58,11 @@ class Training:
         self.timeline.end_step()
         return torch.stack(losses).sum()
 
+    def finish(self) -> None:
+        """Wait for what a step may leave under way: before parameters are read other than by a forward."""
+        if isinstance(self.optimizer, GradientSharding):
+            self.optimizer.finish()
+
     def _micro_batches(
         self, inputs: Tensor, targets: Tensor, weights: Sequence[float]
     ) -> list[tuple[bool, Tensor, Tensor, float]]:
