@@ -491,6 +491,27 @@ def torchs_checkpoints():
     dist.barrier()
 
 
+def error_feedback_goes_on():
+    """What a rank has kept goes on exactly with the same ranks and shares, and is not missed by chance."""
+    push = Push(threshold=2e-2, error_feedback=True)
+    model = mlp(torch.float32)
+    optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, **SGD), push=push)
+    train(model, optimizer, batches(4, torch.float32))
+    weights, whole = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(optimizer.pusher.state_dict())
+    train(model, optimizer, batches(4, torch.float32))
+    for exactly in (True, False):
+        other = mlp(torch.float32, seed=5)
+        again = sharded(other, lambda shard: torch.optim.SGD(shard, **SGD), push=push)
+        other.load_state_dict(weights)
+        again.load_state_dict(whole)
+        if exactly:
+            again.pusher.load_state_dict(kept)
+        train(other, again, batches(4, torch.float32))
+        pairs = zip(other.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs) == exactly
+
+
 def a_model_that_is_moved():
     model = mlp()
     optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, lr=0.1))
@@ -525,6 +546,7 @@ CHECKS = {
         two_runs_are_bit_identical,
         state_by_name,
         torchs_checkpoints,
+        error_feedback_goes_on,
         a_model_that_is_moved,
     )
 }

@@ -280,9 +280,9 @@ class GradientSharding(torch.optim.Optimizer):
     def sharded(self) -> "state.Sharded":
         """Return what to save and load with torch.distributed.checkpoint: every rank its own part.
 
-        What ranks have kept of gradients under the threshold (error feedback) is theirs, not the parameters': with other
-        ranks it is dropped, which loses each element less than the threshold, once. Where the same ranks go on with the
-        same shares, each may keep its `pusher.state_dict()` beside it, and then goes on exactly.
+        What ranks have kept of gradients under the threshold (error feedback) is theirs, not the parameters': with
+        other ranks it is dropped, which loses each element less than the threshold, once. Where the same ranks go on
+        with the same shares, each may save its `pusher.state_dict()` too, and then goes on exactly.
         """
         self.finish()
         return state.Sharded(self)
@@ -341,8 +341,9 @@ def shard_gradients(
     whether the next forward begins while published parameters are under way, each module waiting for its own (by
     default on GPUs only).
 
-    Assumes that the loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches. Parameters that a
-    backward does not reach count as having zero gradients. Raises ValueError where parameters and options do not fit.
+    Assumes that the loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches.
+    Parameters that a backward does not reach count as having zero gradients. Raises ValueError where parameters and
+    options do not fit.
     """
     group = group or dist.group.WORLD
     assert group is not None
