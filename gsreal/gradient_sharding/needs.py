@@ -64,12 +64,12 @@ class Needs:
         """Return it in two lines of MiB."""
         mib = {name: value / 2**20 for name, value in self.__dict__.items()}
         return (
-            f"memory: {self.held_bytes / 2**20:.1f} MiB (parameters {mib['parameters_bytes']:.1f}, "
-            f"master {mib['master_bytes']:.1f}, optimizer {mib['optimizer_state_bytes']:.1f}, "
-            f"threshold {mib['threshold_bytes']:.1f}); in the backward "
-            f"{self.peak_bytes / 2**20:.1f} MiB and activations\n"
-            f"sent per step: {self.sent_bytes / 2**20:.1f} MiB (push {mib['push_bytes']:.1f}, "
-            f"publish {mib['publish_bytes']:.1f})"
+            f"memory: {self.held_bytes / 2**20:.2f} MiB (parameters {mib['parameters_bytes']:.2f}, "
+            f"master {mib['master_bytes']:.2f}, optimizer {mib['optimizer_state_bytes']:.2f}, "
+            f"threshold {mib['threshold_bytes']:.2f}); in the backward "
+            f"{self.peak_bytes / 2**20:.2f} MiB and activations\n"
+            f"sent per step: {self.sent_bytes / 2**20:.2f} MiB (push {mib['push_bytes']:.2f}, "
+            f"publish {mib['publish_bytes']:.2f})"
         )
 
 
