@@ -98,8 +98,7 @@ class OptimizerCost:
 
 @spec
 class CompressionCost:
-    """Time to find, pack and add the gradients over a threshold, per element; what is absent goes by memory bandwidth.
-    """
+    """Time to find, pack and add gradients over a threshold, per element; what is absent goes by memory bandwidth."""
 
     call_s: Seconds
     """Fixed part of one pass, and of one pack or add."""

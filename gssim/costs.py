@@ -165,8 +165,7 @@ def residual_time_s(device: DeviceType, *, elements: int, value: int, kept: int)
 
 
 def mean_time_s(device: DeviceType, *, elements: int, tensors: int, value: int) -> float:
-    """Return the time to find the mean magnitude of each of `tensors` tensors: without a measured cost, to read them.
-    """
+    """Return the time to find the mean magnitude of each of `tensors` tensors: if it is not measured, to read them."""
     cost = device.compression
     if cost is not None and cost.mean_element_s is not None:
         return tensors * cost.call_s + elements * cost.mean_element_s
@@ -197,9 +196,7 @@ def select_time_s(device: DeviceType, *, elements: int, parts: int, value: int) 
     return _streamed_s(device, elements * (value + 2), operations=4 * parts)
 
 
-def pack_time_s(
-    device: DeviceType, *, encoding: str, elements: int, entries: float, value: int, clears: bool
-) -> float:
+def pack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int, clears: bool) -> float:
     """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
 
     Without measured costs: gather values and write them with their places; of a bitmap, read the flags; densely, read

@@ -47,7 +47,7 @@ def push_density(
     >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.9, 4.0)]
     [1.0, 1.0, 0.0]
     """
-    if not push.threshold or step < push.warmup_steps:
+    if push.threshold is None or not push.selects or step < push.warmup_steps:
         return 1.0
     if samples == 0 or part == 0:  # a gradient of zeros
         return 0.0

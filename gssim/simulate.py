@@ -106,7 +106,7 @@ def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
 
 def _first_steady(scenario: Scenario) -> int:
     """Return how many of the run's steps are pushed densely before the threshold holds."""
-    return max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.threshold else 0
+    return max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
 
 
 def _programs(loaded: Loaded, unfolded: bool) -> list[Program]:

@@ -329,13 +329,13 @@ UNCHANGED = "plan.publish.threshold=1e30"
 
 CASES = {
     2: {
-        "auto": [*GPT, ALL],
+        "auto": [*FEW, ALL],
         "coo": [*FEW, ALL, COO, SHARDS[2], *SMALL_BUCKETS],
         "bf16-bitmap": [*FEW, ALL, BITMAP, BF16, SHARDS[2]],
         "push-too": [*FEW, ALL, COO, "plan.push.threshold=0", "plan.push.encoding=bitmap"],
         "beside": [*GPT, BESIDE, *SMALL_BUCKETS],
         "beside-coo": [*FEW, BESIDE, ALL, COO, SHARDS[2]],
-        "accumulated-beside": [*GPT, BESIDE, ALL, "plan.micro_batches=2"],
+        "accumulated-beside": [*FEW, BESIDE, ALL, "plan.micro_batches=2"],
         "some": [*FEW, SOME, COO, SHARDS[2]],
         "unchanged": [*FEW, UNCHANGED],
     },
@@ -391,7 +391,10 @@ def test_a_real_run_exchanges_and_holds_what_is_predicted(runs, ranks, name, mon
     result = prediction(ranks, name, monkeypatch, realised(seen))
     assert seen["replicas_equal"]
     assert json.loads(json.dumps([list(entry.key) for entry in result.collectives])) == seen["collectives"]
-    assert [e.payload_bytes for e in result.collectives] == pytest.approx(seen["payloads"], rel=1e-6)
+    payloads = [
+        [size or 0.0 for size in each] for each in ([e.payload_bytes for e in result.collectives], seen["payloads"])
+    ]
+    assert payloads[0] == pytest.approx(payloads[1], rel=1e-5)
     peaks = {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
     for rank, measured in enumerate(seen["peaks"]):
         assert 0.99 <= peaks[rank] / measured <= 1.01, (rank, peaks[rank], measured)

@@ -14,6 +14,11 @@ everybody (publish). At threshold 0 this is the same training as on a single dev
 Parameters in bf16 or fp16 are replicas: owners keep an fp32 master copy of their shard, add up gradients in fp32, and
 update and publish from it.
 
+What is published can be thresholded too (`Publish`): owners then send parameters only once they are far enough from
+what was last published of them, keep a master copy in any precision, and everybody trains on what was published.
+Published parameters may be under way while the next forward begins: each module waits for its own. By default they are
+on GPUs; `publish_overlaps` says so for CPUs.
+
 Memory beside the model, per rank: optimizer state and one gradient for the own shard, and at most two buckets. Bytes
 sent per step and rank, n parameters, own share s: (1-s)*n values densely, or (value + 4) bytes for each element over
 the threshold, and (ranks-1)/ranks*n values published (even shares).

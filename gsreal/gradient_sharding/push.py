@@ -97,7 +97,7 @@ class Pusher:
 
     @property
     def thresholds_now(self) -> bool:
-        """Whether this step's pushes are thresholded: there is a threshold, and dense steps at the start are over."""
+        """Whether this step's pushes are thresholded: there is a threshold, and the dense steps before it are over."""
         return self.rules.threshold is not None and self.steps >= self.rules.warmup_steps
 
     def push(self, bucket: Bucket) -> None:

@@ -143,7 +143,7 @@ def _micro_batch(
     whole = (kind, micro_batch)
     if whole not in alike:
         pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
-        alone = pushes and low.push.threshold and micro_batch.index  # what is sent differs
+        alone = pushes and low.push.selects and micro_batch.index  # what is sent differs
         key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
         if key not in alike:
             found = compute(low, rank, micro_batch)

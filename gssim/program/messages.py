@@ -23,7 +23,7 @@ def encoding_of(low: Lowering, elements: float, entries: float) -> str:
 
 def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
     """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
-    unique = bool(low.push.threshold)
+    unique = low.push.selects
     key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
     if key not in low.found:
         low.found[key] = _new_matrix(low, bucket, micro_batch, place)
@@ -64,7 +64,7 @@ def _entries(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, node: int, 
     samples, part = _samples(low, micro_batch, node)
     if not samples:
         return 0.0
-    if not push.threshold:
+    if not push.selects:
         return float(last - first)
     assert low.statistics is not None  # loading demands them
     sent = 0.0

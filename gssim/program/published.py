@@ -69,7 +69,7 @@ def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
 def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first: int, last: int) -> float:
     """Return how many elements of a range of a parameter are published in this step."""
     rules, workload = low.scenario.plan.publish, low.scenario.workload
-    if not rules.threshold:
+    if not rules.selects:
         return last - first
     threshold = absolute_threshold(rules, workload.learning_rate)
     assert low.statistics is not None  # loading demands them

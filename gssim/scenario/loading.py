@@ -134,7 +134,7 @@ def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> Grad
         return None
     name = scenario.workload.gradients
     if name is None:
-        table = "push" if scenario.plan.push.threshold else "publish"
+        table = "push" if scenario.plan.push.selects else "publish"
         raise UserError(
             f"{file}: workload.gradients: missing; plan.{table}.threshold needs the model's gradient statistics "
             "(write them with `gsreal gradients`)"
