@@ -30,7 +30,7 @@ from gssim.cluster import Cluster
 from gssim.density import push_density
 from gssim.plan import Plan, resolve
 from gssim.program import Task, lower
-from gssim.program.division import divide
+from gssim.division import divide
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulate import simulate

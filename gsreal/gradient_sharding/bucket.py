@@ -1,54 +1,79 @@
 """Parameters that travel together, and what their owners hold of them."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from gsreal.master import master_type
-from gssim import shares
+from gssim.division import Division
 
 
 class Bucket:
-    """Parameters that travel together: one flat replica, cut into a range for every owner."""
+    """Parameters that travel together: one flat replica, cut by place in the node, and of each place by owner."""
 
-    def __init__(self, index: int, parameters: list[nn.Parameter], shard_shares: Sequence[float], rank: int) -> None:
+    is_replica = True
+    """Whether every rank keeps all of it, so that what owners update must be published."""
+
+    def __init__(
+        self, index: int, parameters: list[nn.Parameter], division: Division, *, node: int, place: int = 0
+    ) -> None:
         self.index, self.parameters = index, parameters
         self.elements = sum(parameter.numel() for parameter in parameters)
         self.flat = torch.empty(self.elements, dtype=parameters[0].dtype, device=parameters[0].device)
-        self.ranges = shares.ranges(self.elements, shard_shares)
-        self.own = slice(*self.ranges[rank])
+        self.node_ranges = division.place_ranges
+        """What every device of a node reduces and publishes, as half-open ranges of the bucket."""
+        first, end = self.node_ranges[place]
+        self.part = self.flat[first:end]
+        """That of this rank's place, which is pushed and published across nodes; all of it where there is one place."""
+        self.ranges = [(start - first, stop - first) for start, stop in division.ranges(place)]
+        """What every owner of this place has, as half-open ranges of the part."""
+        self.own = slice(*self.ranges[node])
         self.places: dict[nn.Parameter, slice] = {}
+        """Where each parameter is in the bucket."""
         start = 0
         for parameter in parameters:
-            place = slice(start, start + parameter.numel())
-            self.flat[place].copy_(parameter.detach().reshape(-1))
-            parameter.data = self.flat[place].view(parameter.shape)
-            self.places[parameter] = place
-            start = place.stop
+            own_place = slice(start, start + parameter.numel())
+            self.flat[own_place].copy_(parameter.detach().reshape(-1))
+            parameter.data = self.flat[own_place].view(parameter.shape)
+            self.places[parameter] = own_place
+            start = own_place.stop
         self.shard: nn.Parameter
+        self.weight = 1.0
+        """What gradients are multiplied by as they are collected: this rank's part of its node's loss terms."""
         self.gradient: Tensor | None = None
+        """Of the whole bucket; once it is reduced in the node, of the part."""
         self.missing = set(parameters)
 
     def take_shard(self) -> None:
         """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32."""
-        own = self.flat[self.own]
+        own = self.part[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype)))
 
-    def collect(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Take a parameter's gradient."""
-        if self.gradient is None:
-            self.gradient = torch.empty_like(self.flat)
-        self.gradient[self.places[parameter]].copy_(gradient.reshape(-1))
-        self.missing.discard(parameter)
+    def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
+        """Take a parameter's gradient out of the backward, unless it stays there to add up."""
+        if leaves:
+            self.collect(parameter)
+            self.missing.discard(parameter)
 
-    def fill(self) -> None:
-        """Complete the gradient with zeros for parameters that got none."""
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient, zeros where it has none, into the bucket."""
         if self.gradient is None:
             self.gradient = torch.empty_like(self.flat)
-        for parameter in self.missing:
-            self.gradient[self.places[parameter]].zero_()
-        self.missing.clear()
+        slot, gradient = self.gradient[self.places[parameter]], parameter.grad
+        if gradient is None:
+            slot.zero_()
+        elif self.weight == 1:
+            slot.copy_(gradient.reshape(-1))
+        else:
+            torch.mul(gradient.reshape(-1), self.weight, out=slot)
+        parameter.grad = None
+
+    def end_backward(self, *, leaves: bool) -> None:
+        """Complete what leaves: with what earlier backwards left of parameters that this one did not reach, or zeros."""
+        if leaves:
+            for parameter in self.parameters:
+                if parameter in self.missing:
+                    self.collect(parameter)
+            self.missing.clear()
 
     def keep(self, gradient: Tensor, weight: float) -> None:
         """Keep the own range's gradient, which is never thresholded; later pushes of a step add to the first."""
@@ -60,4 +85,4 @@ class Bucket:
     def write_back(self) -> None:
         """Bring what was updated to the replica."""
         if self.shard.dtype != self.flat.dtype:
-            self.flat[self.own].copy_(self.shard.detach())
+            self.part[self.own].copy_(self.shard.detach())

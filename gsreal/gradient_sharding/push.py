@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gsreal.exchanges import Pending, all_to_all_v
 from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.hierarchy import Levels, reduce_in_node
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.observer import Observer
 from gssim import shares
@@ -45,13 +46,14 @@ class Pusher:
     """Pushes buckets to their owners; at most one is under way."""
 
     def __init__(
-        self, push: Push, group: dist.ProcessGroup, dtype: torch.dtype, *, point_to_point: bool, observe: Observer
+        self, push: Push, levels: Levels, dtype: torch.dtype, *, point_to_point: bool, observe: Observer
     ) -> None:
-        self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
+        self.rules, self.levels, self.point_to_point, self.observe = push, levels, point_to_point, observe
+        self.group = group = levels.across
         self.encoding = Encoding(push.encoding, dtype)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
-        """Each rank's part of the step's loss terms: what its mean gradient counts."""
+        """Each node's part of the step's loss terms: what its mean gradient counts."""
         self.sent = Sent()
         self._incoming: _Incoming | None = None
 
@@ -60,10 +62,13 @@ class Pusher:
         self.drain()
         assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
+        reduce_in_node(bucket, self.levels.inside, self.observe)
         with self.observe(f"threshold {label}", "compression"):
             bucket.keep(bucket.gradient[bucket.own], self.weights[self.rank])
             sends = [self._packed(bucket, owner) for owner in range(self.ranks)]
             bucket.gradient = None  # dense messages are views of it and keep it until they are sent
+        if self.ranks == 1:
+            return  # nothing is left to push
         size = sum(message.numel() * message.element_size() for message, _ in sends if message is not None)
         self.sent.bytes_of[bucket.index] += size
         counts = self._exchange_counts([entries for _, entries in sends], label)
@@ -109,7 +114,7 @@ class Pusher:
             sends,
             receives,
             group=self.group,
-            declared_bytes=(bucket.elements - elements) * bucket.flat.element_size(),
+            declared_bytes=(bucket.part.numel() - elements) * bucket.flat.element_size(),
             data_dependent=self.rules.threshold is not None,
             point_to_point=self.point_to_point,
         )
