@@ -9,14 +9,15 @@ values: every element is the same NaN.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gsreal.exchanges import all_gather_v
+from gsreal.gradient_sharding.beside import Lane
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.hierarchy import Levels
 from gsreal.gradient_sharding.observer import Observer
@@ -40,14 +41,18 @@ class Unit(Bucket):
         *,
         name: str,
         module: nn.Module,
-        group: dist.ProcessGroup,
+        levels: Levels,
+        lane: Lane,
         observe: Observer,
     ) -> None:
-        super().__init__(index, parameters, division, node=dist.get_rank(group))
-        self.name, self.module, self.group, self.observe = name, module, group, observe
+        super().__init__(index, parameters, division, node=levels.node)
+        self.name, self.module, self.group, self.observe = name, module, levels.across, observe
+        self._lane = lane
         self.is_whole = True
         """Whether the parameters have their values now."""
-        self._is_alone = dist.get_world_size(group) == 1
+        self._is_alone = levels.nodes == 1
+        self._wait: Callable[[], None] | None = None
+        """Waits for the gather that is under way, if one is."""
         self._nothing = self.flat.new_full((), torch.nan)
 
     def take_shard(self) -> None:
@@ -60,25 +65,51 @@ class Unit(Bucket):
         self.free()
 
     def gather(self, when: str = "") -> None:
-        """Give the parameters their values, for which every rank must call this, if they have none."""
+        """Give the parameters their values, for which every rank must call this, if they have none.
+
+        `when`: what the label of the gather ends in.
+        """
         if self.is_whole:
             return
-        with self.observe(f"all-gather {self.name}{when}", "exposed_communication"):
-            self.flat.untyped_storage().resize_(self.elements * self.flat.element_size())
-            self.flat[self.own].copy_(self.shard.detach())
-            all_gather_v(self.flat, self.ranges, group=self.group)
+        if self._wait is None:
+            self.issue(when, beside=False)
+        else:
+            with self.observe(f"take all-gather {self.name}{when}", "exposed_communication"):
+                self._wait()
+            self._wait = None
         for parameter, place in self.places.items():
             parameter.data = self.flat[place].view(parameter.shape)
         self.is_whole = True
 
+    def issue(self, when: str = "", *, beside: bool = True) -> None:
+        """Begin to gather, if that is not done or under way: the own part is copied, then all parts go round."""
+        if self.is_whole or self._wait is not None:
+            return
+        label = f"all-gather {self.name}{when}"
+        with self.observe(f"issue {label}", "backward" if when else "forward"):
+            self.flat.untyped_storage().resize_(self.elements * self.flat.element_size())
+            self.flat[self.own].copy_(self.shard.detach())
+
+        def gather() -> None:
+            all_gather_v(self.flat, self.ranges, group=self.group)
+
+        if beside:
+            self._wait = self._lane.begin(gather)
+            return
+        with self.observe(label, "exposed_communication"):
+            gather()
+
     def free(self) -> None:
         """Take the parameters' values away until the next gather."""
-        if self._is_alone or not self.is_whole:
+        if self._is_alone:
             return
-        for parameter in self.parameters:
-            parameter.data = self._nothing.expand(parameter.shape)
-        self.flat.untyped_storage().resize_(0)
-        self.is_whole = False
+        if self._wait is not None:
+            self.gather()
+        if self.is_whole:
+            for parameter in self.parameters:
+                parameter.data = self._nothing.expand(parameter.shape)
+            self.flat.untyped_storage().resize_(0)
+            self.is_whole = False
 
     def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
         """Note that a gradient is there; once all are, nothing in the backward needs the parameters any more."""
@@ -166,24 +197,30 @@ def make_units(
     """
     if levels.inside is not None:
         raise ValueError("parameters are sharded on one level: take a group, or a mesh of one axis")
+    lane = Lane(parameters[0].device)
     units = []
     for index, (name, module, members) in enumerate(divide_into_units(model, blocks, parameters)):
         division = levels.division(sum(parameter.numel() for parameter in members), shard_shares)
-        units.append(Unit(index, members, division, name=name, module=module, group=levels.across, observe=observe))
+        unit = Unit(index, members, division, name=name, module=module, levels=levels, lane=lane, observe=observe)
+        units.append(unit)
     model.__dict__[UNITS] = tuple(units)
     return units
 
 
-def gather_just_in_time(model: nn.Module, *, kept: bool) -> None:
+def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None:
     """Gather each unit before its module's forward, free it behind it, and gather it again before its backward.
 
     The root, and with `kept` every unit, stays until its backward is done. (That frees it: see `Unit.end_backward`.)
-    State dicts are read and written whole.
+    `prefetch`: when a unit is taken, the gather of the one that comes next is issued. State dicts are read and written
+    whole.
     """
     units = units_of(model)
+    root = [unit for unit in units if unit.module is model]
+    forward = dict(pairwise(reversed(units))) if prefetch else {}
+    backward = dict(pairwise([*root, *units[: len(units) - len(root)]])) if prefetch else {}
     for unit in units:
-        unit.module.register_forward_pre_hook(partial(_before_forward, unit))
-        unit.module.register_forward_hook(partial(_after_forward, unit, kept or unit.module is model))
+        unit.module.register_forward_pre_hook(partial(_before_forward, unit, forward.get(unit)))
+        unit.module.register_forward_hook(partial(_after_forward, unit, backward.get(unit), kept or unit in root))
     if units:
         model.register_state_dict_pre_hook(_gather_all)
         model.register_state_dict_post_hook(_copied)
@@ -191,23 +228,26 @@ def gather_just_in_time(model: nn.Module, *, kept: bool) -> None:
         model.register_load_state_dict_post_hook(_adopted)
 
 
-def _before_forward(unit: Unit, _module: nn.Module, _inputs: Any) -> None:
+def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inputs: Any) -> None:
     unit.gather()
+    if following is not None:
+        following.issue()
 
 
-def _after_forward(unit: Unit, stays: bool, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+def _after_forward(
+    unit: Unit, following: Unit | None, stays: bool, _module: nn.Module, _inputs: Any, outputs: Any
+) -> None:
     differentiable = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+
+    def before_backward(_gradient: Tensor) -> None:
+        unit.gather(" backward")
+        if following is not None:
+            following.issue(" backward")
+
     for output in differentiable:
-        output.register_hook(_before_backward(unit))
+        output.register_hook(before_backward)
     if not (stays and differentiable):
         unit.free()
-
-
-def _before_backward(unit: Unit) -> Callable[[Tensor], None]:
-    def gather(_gradient: Tensor) -> None:
-        unit.gather(" backward")
-
-    return gather
 
 
 def _gather_all(model: nn.Module, *_state_dict_and_more: Any) -> None:

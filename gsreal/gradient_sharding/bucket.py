@@ -68,7 +68,7 @@ class Bucket:
         parameter.grad = None
 
     def end_backward(self, *, leaves: bool) -> None:
-        """Complete what leaves: with what earlier backwards left of parameters that this one did not reach, or zeros."""
+        """Complete what leaves: by what earlier backwards left of parameters that got nothing in this one, or zeros."""
         if leaves:
             for parameter in self.parameters:
                 if parameter in self.missing:

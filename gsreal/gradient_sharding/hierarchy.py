@@ -3,17 +3,18 @@
 What is divided how, and who sends how much: [Note: hierarchy] in `gssim.division`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.exchanges import reduce_scatter_v
+from gsreal.gradient_sharding.beside import Lane
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.observer import Observer
-from gssim import shares
 from gssim.division import Division, divide
 
 
@@ -88,12 +89,39 @@ def levels_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Level
     return Levels(ranks, mesh.get_group(0), inside)
 
 
-def reduce_in_node(bucket: Bucket, inside: dist.ProcessGroup | None, observe: Observer) -> None:
-    """Put the sum over the node of this place's part in the place of a bucket's gradient."""
-    if inside is None:
-        return
-    assert bucket.gradient is not None
-    with observe(f"reduce-scatter bucket {bucket.index}", "exposed_communication"):
-        part = bucket.gradient.new_empty(bucket.part.numel())
-        reduce_scatter_v(part, bucket.gradient, bucket.node_ranges, group=inside)
+class InNode:
+    """Reduces buckets inside the node before they are pushed: one is under way at most.
+
+    Beside the compute where `overlap` says so: then a bucket is taken once the next one is complete.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, overlap: bool, observe: Observer):
+        self.group, self.observe = group, observe
+        self.overlaps = overlap and group is not None
+        self._lane = Lane(device)
+        self._under_way: tuple[Bucket, Tensor, Callable[[], None] | None] | None = None
+
+    def begin(self, bucket: Bucket) -> None:
+        """Begin to add up this place's part over the node, which takes the place of the bucket's gradient."""
+        gradient, group = bucket.gradient, self.group
+        assert gradient is not None
+        if group is None:
+            self._under_way = bucket, gradient, None
+            return
+        label = f"reduce-scatter bucket {bucket.index}"
+        labels = (f"issue {label}", "backward") if self.overlaps else (label, "exposed_communication")
+        with self.observe(*labels):
+            part = gradient.new_empty(bucket.part.numel())
+            wait = self._lane.begin(lambda: reduce_scatter_v(part, gradient, bucket.node_ranges, group=group))
+            self._under_way = bucket, part, wait
+
+    def take(self) -> Bucket | None:
+        """Return the bucket that was begun, reduced; None: there is none."""
+        if self._under_way is None:
+            return None
+        bucket, part, wait = self._under_way
+        self._under_way = None
+        if wait is not None:
+            wait()
         bucket.gradient = part
+        return bucket

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gsreal.exchanges import Pending, all_to_all_v
 from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.gradient_sharding.hierarchy import Levels, reduce_in_node
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.observer import Observer
 from gssim import shares
@@ -46,10 +45,9 @@ class Pusher:
     """Pushes buckets to their owners; at most one is under way."""
 
     def __init__(
-        self, push: Push, levels: Levels, dtype: torch.dtype, *, point_to_point: bool, observe: Observer
+        self, push: Push, group: dist.ProcessGroup, dtype: torch.dtype, *, point_to_point: bool, observe: Observer
     ) -> None:
-        self.rules, self.levels, self.point_to_point, self.observe = push, levels, point_to_point, observe
-        self.group = group = levels.across
+        self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
         self.encoding = Encoding(push.encoding, dtype)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
@@ -62,7 +60,6 @@ class Pusher:
         self.drain()
         assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
-        reduce_in_node(bucket, self.levels.inside, self.observe)
         with self.observe(f"threshold {label}", "compression"):
             bucket.keep(bucket.gradient[bucket.own], self.weights[self.rank])
             sends = [self._packed(bucket, owner) for owner in range(self.ranks)]

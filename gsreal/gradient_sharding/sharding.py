@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding.at_rest import gather_just_in_time, make_units
+from gsreal.gradient_sharding.beside import runs_beside
 from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.gradient_sharding.hierarchy import Levels, levels_of
+from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
 from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.publish import publish
 from gsreal.gradient_sharding.push import Pusher, Sent
@@ -22,9 +23,16 @@ from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, assign_bu
 class GradientSharding:
     """The optimizer that `shard_gradients` returns: `step` and `zero_grad` as usual."""
 
-    def __init__(self, buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer, pusher: Pusher) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        optimizer: torch.optim.Optimizer,
+        pusher: Pusher,
+        levels: Levels,
+        in_node: InNode,
+    ) -> None:
         self.buckets, self.optimizer, self.pusher = buckets, optimizer, pusher
-        self.levels = pusher.levels
+        self.levels, self.in_node = levels, in_node
         self._weights = share_solver.even(len(self.levels.ranks))
         self.weights = self._weights
         self._next = 0
@@ -76,8 +84,17 @@ class GradientSharding:
     def _push_complete(self) -> None:
         """Push buckets in order, as far as they are complete, so that all ranks push in the same order."""
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self.pusher.push(self.buckets[self._next])
+            self._push_reduced()
+            self.in_node.begin(self.buckets[self._next])
+            if not self.in_node.overlaps:
+                self._push_reduced()
             self._next += 1
+
+    def _push_reduced(self) -> None:
+        """Push the bucket that has been reduced inside the node, if any."""
+        bucket = self.in_node.take()
+        if bucket is not None:
+            self.pusher.push(bucket)
 
     def _end_backward(self) -> None:
         """Finish a backward's pushes, with zeros for parameters that got no gradient."""
@@ -86,6 +103,7 @@ class GradientSharding:
             bucket.end_backward(leaves=self._collecting)
         if self._collecting:
             self._push_complete()
+            self._push_reduced()
             self.pusher.drain()
         self._next = 0
         for bucket in self.buckets:
@@ -129,6 +147,7 @@ def shard_gradients(
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
+    overlap: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
     """Shard the gradients and the optimizer state of `model`, and return what to call `step` on.
@@ -146,7 +165,8 @@ def shard_gradients(
     `shard_shares`: each rank's fraction of every bucket (even by default). `push`: what is sent, and how; by default
     all, densely. `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and
     broadcasts. `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own.
-    `parameter_order`: the order in which gradients become ready (reversed registration by default).
+    `parameter_order`: the order in which gradients become ready (reversed registration by default). `overlap`: whether
+    gathers and reductions inside nodes begin early, to go on beside the compute: by default where they can (nccl).
 
     Raises ValueError where units are given without being used, or are no distinct parts of the model.
     """
@@ -165,10 +185,13 @@ def shard_gradients(
     levels.make_equal([*(bucket.flat for bucket in buckets), *model.buffers()])
     for bucket in buckets:
         bucket.take_shard()
-    gather_just_in_time(model, kept=parameters == "gathered")
+    first = buckets[0].flat
+    overlap = runs_beside(levels.across, first.device) if overlap is None else overlap
+    gather_just_in_time(model, kept=parameters == "gathered", prefetch=overlap)
     optimizer = optimizer_factory([bucket.shard for bucket in buckets])
-    pusher = Pusher(push or Push(), levels, buckets[0].flat.dtype, point_to_point=point_to_point, observe=observe)
-    return GradientSharding(buckets, optimizer, pusher)
+    pusher = Pusher(push or Push(), levels.across, first.dtype, point_to_point=point_to_point, observe=observe)
+    in_node = InNode(levels.inside, first.device, overlap=overlap, observe=observe)
+    return GradientSharding(buckets, optimizer, pusher, levels, in_node)
 
 
 def make_buckets(
