@@ -1,6 +1,6 @@
-"""Runs on four ranks of a test: small models sharded by hand, on two levels and at rest; rank 0 writes what it saw.
+"""Runs on four ranks of a test: cases, then small models sharded by hand, on two levels and at rest.
 
-Argument: the file to write.
+Arguments: a JSON file of cases as in `ranks`, and the file to write: what these showed, and what every rank saw.
 """
 
 import gc
@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import run_case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gsreal.gradient_sharding import GradientSharding, Push, shard_gradients
 from gsreal.gradient_sharding.at_rest import units_of
+from gsreal.measure import MemoryCounter
 from gsreal.worker import note_failure
 
 NODES, PLACES, RANKS = 2, 2, 4
@@ -144,8 +146,9 @@ def trainings() -> dict[str, float]:
     for name, settings in forms().items():
         first = trained(*sharded(**settings))
         found[name] = worst(first, expected)
-        found[f"{name}, accumulated"] = worst(trained(*sharded(**settings), parts=2), expected)
-        found[f"{name}, accumulated, each"] = worst(trained(*sharded(**settings), parts=2, each=True), expected)
+        if name in ("two levels", "at rest"):
+            found[f"{name}, accumulated"] = worst(trained(*sharded(**settings), parts=2), expected)
+            found[f"{name}, accumulated, each"] = worst(trained(*sharded(**settings), parts=2, each=True), expected)
         push = Push(threshold=THRESHOLD)
         runs = [trained(*sharded(**settings, push=push)) for _ in range(2)]
         found[f"{name}, a threshold, again"] = worst(*runs)
@@ -222,16 +225,25 @@ def rest() -> dict[str, Any]:
 
 
 def order_beside() -> Labels:
-    """Return what is issued and taken, and when, in one step of units that are gathered ahead."""
+    """Return what is issued and taken, and when, in one step of two blocks that are gathered ahead."""
     labels: Labels = []
-    model, _ = sharded(labels, parameters="sharded", overlap=True)
-    for index, block in enumerate([*model.blocks, model.sometimes]):
+
+    @contextmanager
+    def observe(label: str, _phase: str) -> Iterator[None]:
+        labels.append(label)
+        yield
+
+    model = net()
+    del model.sometimes
+    shard_gradients(model, adam, parameters="sharded", units=[*model.blocks], overlap=True, observe=observe)
+    for index, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, index=index: labels.append(f"forward block {index}"))
         block.norm.weight.register_hook(lambda _, index=index: labels.append(f"backward block {index}"))
     labels.clear()
     rank = dist.get_rank()
-    loss_of(model, rows(0, range(rank, rank + 1))).backward()
-    return [label for label in labels if label.startswith(("issue all", "take", "forward", "backward"))]
+    loss_of(model, rows(0, range(rank, rank + 1)), whole=False).backward()
+    kinds = ("issue all", "take", "forward", "backward")
+    return [label for label in labels if label.startswith(kinds) and "root" not in label]
 
 
 def refusals() -> dict[str, str]:
@@ -254,11 +266,14 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def main(out: str) -> None:
+def main(cases_file: str, out: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    counter = MemoryCounter(torch.device("cpu"))
     dist.init_process_group("gloo")
-    found = {
+    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
+    shown = {name: run_case(case, counter) for name, case in cases.items()}
+    own = {
         "trainings": trainings(),
         "node_mean": thresholded_mean_of_a_node(),
         "rest": rest(),
@@ -266,9 +281,9 @@ def main(out: str) -> None:
         "refusals": refusals(),
     }
     everybodys: list[Any] = [None] * RANKS
-    dist.all_gather_object(everybodys, found)
+    dist.all_gather_object(everybodys, own)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(everybodys), encoding="utf-8")
+        Path(out).write_text(json.dumps({"cases": shown, "by_hand": everybodys}), encoding="utf-8")
     dist.barrier()
     gc.collect()
     dist.destroy_process_group()

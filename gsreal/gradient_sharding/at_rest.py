@@ -115,9 +115,14 @@ class Unit(Bucket):
         """Note that a gradient is there; once all are, nothing in the backward needs the parameters any more."""
         self.missing.discard(parameter)
         if not self.missing:
-            self.end_backward(leaves=leaves)
+            self._complete(leaves=leaves)
 
     def end_backward(self, *, leaves: bool) -> None:
+        """Do without what is missing still."""
+        if self.missing:
+            self._complete(leaves=leaves)
+
+    def _complete(self, *, leaves: bool) -> None:
         """Free the parameters; collect all gradients, zeros for parameters that got none, where they leave."""
         self.free()
         if leaves:
