@@ -189,7 +189,7 @@ def thresholded_mean_of_a_node() -> float:
         change += weight * torch.where((mean.abs() >= THRESHOLD) | (owner == node), mean, 0)
     exact = sum(weight * mean for mean, weight in zip(means, weights, strict=True))
     assert float((change - exact).abs().max()) > THRESHOLD / 4
-    return float((bucket.flat - (before - change)).abs().max())
+    return float((bucket.whole - (before - change)).abs().max())
 
 
 def flat(model: nn.Module, *, of: Callable[[nn.Parameter], Tensor | None] = lambda p: p.detach()) -> Tensor:

@@ -8,7 +8,10 @@ from gssim.division import Division
 
 
 class Bucket:
-    """Parameters that travel together: one flat replica, cut by place in the node, and of each place by owner."""
+    """Parameters that travel together: one flat replica, cut by place in the node, and of each place by owner.
+
+    What is pushed and published across nodes is this rank's place: all of it where nodes are ranks.
+    """
 
     is_replica = True
     """Whether every rank keeps all of it, so that what owners update must be published."""
@@ -17,35 +20,31 @@ class Bucket:
         self, index: int, parameters: list[nn.Parameter], division: Division, *, node: int, place: int = 0
     ) -> None:
         self.index, self.parameters = index, parameters
-        self.elements = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.empty(self.elements, dtype=parameters[0].dtype, device=parameters[0].device)
+        size = sum(parameter.numel() for parameter in parameters)
+        self.whole = torch.empty(size, dtype=parameters[0].dtype, device=parameters[0].device)
+        """The replica of all places."""
         self.node_ranges = division.place_ranges
-        """What every device of a node reduces and publishes, as half-open ranges of the bucket."""
+        """Every place's half-open range of it."""
+        self.slots = _moved(parameters, self.whole)
+        """Where each parameter is in it."""
         first, end = self.node_ranges[place]
-        self.part = self.flat[first:end]
-        """That of this rank's place, which is pushed and published across nodes; all of it where there is one place."""
+        self.flat, self.elements = self.whole[first:end], end - first
+        """The replica of this rank's place, and its size."""
         self.ranges = [(start - first, stop - first) for start, stop in division.ranges(place)]
-        """What every owner of this place has, as half-open ranges of the part."""
+        """Every owner's half-open range of the place."""
         self.own = slice(*self.ranges[node])
-        self.places: dict[nn.Parameter, slice] = {}
-        """Where each parameter is in the bucket."""
-        start = 0
-        for parameter in parameters:
-            own_place = slice(start, start + parameter.numel())
-            self.flat[own_place].copy_(parameter.detach().reshape(-1))
-            parameter.data = self.flat[own_place].view(parameter.shape)
-            self.places[parameter] = own_place
-            start = own_place.stop
+        self.places = {parameter: _clipped(slot, first, end) for parameter, slot in self.slots.items()}
+        """Where each parameter is in the place, as far as it is there."""
         self.shard: nn.Parameter
         self.weight = 1.0
         """What gradients are multiplied by as they are collected: this rank's part of its node's loss terms."""
         self.gradient: Tensor | None = None
-        """Of the whole bucket; once it is reduced in the node, of the part."""
+        """Of all places; once it is reduced in the node, of this rank's."""
         self.missing = set(parameters)
 
     def take_shard(self) -> None:
         """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32."""
-        own = self.part[self.own]
+        own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype)))
 
     def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
@@ -57,8 +56,8 @@ class Bucket:
     def collect(self, parameter: nn.Parameter) -> None:
         """Move a parameter's gradient, zeros where it has none, into the bucket."""
         if self.gradient is None:
-            self.gradient = torch.empty_like(self.flat)
-        slot, gradient = self.gradient[self.places[parameter]], parameter.grad
+            self.gradient = torch.empty_like(self.whole)
+        slot, gradient = self.gradient[self.slots[parameter]], parameter.grad
         if gradient is None:
             slot.zero_()
         elif self.weight == 1:
@@ -85,4 +84,20 @@ class Bucket:
     def write_back(self) -> None:
         """Bring what was updated to the replica."""
         if self.shard.dtype != self.flat.dtype:
-            self.part[self.own].copy_(self.shard.detach())
+            self.flat[self.own].copy_(self.shard.detach())
+
+
+def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, slice]:
+    """Make parameters views of a flat tensor, one after another; return where they are."""
+    slots, start = {}, 0
+    for parameter in parameters:
+        slots[parameter] = slot = slice(start, start + parameter.numel())
+        flat[slot].copy_(parameter.detach().reshape(-1))
+        parameter.data = flat[slot].view(parameter.shape)
+        start = slot.stop
+    return slots
+
+
+def _clipped(slot: slice, first: int, end: int) -> slice:
+    """Return what of a slice is in [first, end), counted from there."""
+    return slice(*(min(max(edge, first), end) - first for edge in (slot.start, slot.stop)))

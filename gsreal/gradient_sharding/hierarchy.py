@@ -111,7 +111,7 @@ class InNode:
         label = f"reduce-scatter bucket {bucket.index}"
         labels = (f"issue {label}", "backward") if self.overlaps else (label, "exposed_communication")
         with self.observe(*labels):
-            part = gradient.new_empty(bucket.part.numel())
+            part = gradient.new_empty(bucket.elements)
             wait = self._lane.begin(lambda: reduce_scatter_v(part, gradient, bucket.node_ranges, group=group))
             self._under_way = bucket, part, wait
 

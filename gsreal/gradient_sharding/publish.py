@@ -15,7 +15,7 @@ def publish(buckets: Sequence[Bucket], levels: Levels, *, point_to_point: bool, 
         label = f"publish bucket {bucket.index}"
         if levels.nodes > 1 or levels.inside is None:
             with observe(label, "exposed_communication"):
-                exchange(bucket.part, bucket.ranges, group=levels.across)
+                exchange(bucket.flat, bucket.ranges, group=levels.across)
         if levels.inside is not None:
             with observe(f"{label} in the node", "exposed_communication"):
-                exchange(bucket.flat, bucket.node_ranges, group=levels.inside)
+                exchange(bucket.whole, bucket.node_ranges, group=levels.inside)

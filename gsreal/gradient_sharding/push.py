@@ -111,7 +111,7 @@ class Pusher:
             sends,
             receives,
             group=self.group,
-            declared_bytes=(bucket.part.numel() - elements) * bucket.flat.element_size(),
+            declared_bytes=(bucket.elements - elements) * bucket.flat.element_size(),
             data_dependent=self.rules.threshold is not None,
             point_to_point=self.point_to_point,
         )

@@ -182,7 +182,7 @@ def shard_gradients(
         buckets = make_buckets(trained, levels, shares, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
     else:
         buckets = make_units(model, units, trained, levels, shares, observe=observe)
-    levels.make_equal([*(bucket.flat for bucket in buckets), *model.buffers()])
+    levels.make_equal([*(bucket.whole for bucket in buckets), *model.buffers()])
     for bucket in buckets:
         bucket.take_shard()
     first = buckets[0].flat
