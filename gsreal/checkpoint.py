@@ -149,7 +149,7 @@ def identity(scenario: Scenario) -> dict[str, Any]:
     """Return what a training's loss curve depends on beside the number of ranks and their shares."""
     workload, run = scenario.workload, scenario.run
     return {
-        "form": "gradient-sharding" if scenario.policies.gradients == "push" else "torch",
+        "form": _form(scenario),
         "workload.model": f"{workload.model.name}, {workload.model.elements} parameters",
         "workload.data": str(workload.data),
         "workload.global_batch_size": workload.global_batch_size,
@@ -162,6 +162,15 @@ def identity(scenario: Scenario) -> dict[str, Any]:
         "run.seed": run.seed,
         "run.warmup_steps": run.warmup_steps,
     }
+
+
+def _form(scenario: Scenario) -> str:
+    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without."""
+    policies = scenario.policies
+    if policies.gradients != "push":
+        return "torch"
+    copies = has_master_copy(scenario.workload) or scenario.plan.publish.threshold is not None
+    return "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
 
 
 def _unsaved(scenario: Scenario) -> str | None:

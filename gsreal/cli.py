@@ -49,14 +49,12 @@ def run_command(
     from gsreal.data import check_data
     from gsreal.launch import launch
     from gsreal.machine import check_machine
-    from gsreal.refusals import check_plan
     from gsreal.stages import check_stages
     from gssim.result import read_result, write_text
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     ours = loaded.scenario
-    check_plan(ours, where=loaded.file)
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
     check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=loaded.file)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gsreal.exchanges import (
@@ -34,7 +35,17 @@ class Publisher:
     Where it overlaps, `publish` only begins that; `wait` ends it for a bucket.
     """
 
-    def __init__(self, rules: Publish, pusher: Pusher, buckets: Sequence[Bucket], *, overlaps: bool) -> None:
+    def __init__(
+        self,
+        rules: Publish,
+        pusher: Pusher,
+        buckets: Sequence[Bucket],
+        *,
+        overlaps: bool,
+        inside: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`inside`: the ranks of this one's node, where it is not alone: they publish to one another after that."""
+        self.inside = inside
         self.rules, self.overlaps = rules, overlaps
         self.group, self.point_to_point, self.observe = pusher.group, pusher.point_to_point, pusher.observe
         self.rank, self.ranks = pusher.rank, pusher.ranks
@@ -101,17 +112,24 @@ class Publisher:
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
         """Send a whole bucket round; return what ends that."""
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
+            exchange = all_gather_v if self.point_to_point else broadcast_parts
             if not self._posts(bucket):
-                exchange = all_gather_v if self.point_to_point else broadcast_parts
-                exchange(bucket.flat, bucket.ranges, group=self.group)
-                return _nothing
+                if self.ranks > 1 or self.inside is None:
+                    exchange(bucket.flat, bucket.ranges, group=self.group)
+                return partial(self._gather_in_node, bucket, exchange)
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
             pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes)
         return partial(self._awaited, bucket, pending, _nothing)
 
+    def _gather_in_node(self, bucket: Bucket, exchange: Callable[..., None]) -> None:
+        """Bring the node's ranks one another's places."""
+        if self.inside is not None:
+            with self.observe(f"publish bucket {bucket.index} in the node", "exposed_communication"):
+                exchange(bucket.whole, bucket.node_ranges, group=self.inside)
+
     def _posts(self, bucket: Bucket) -> bool:
         """Return whether messages are posted now and waited for later; a GPU's stream waits without holding us up."""
-        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda
+        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda and self.inside is None
 
     def _awaited(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
         with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication"):

@@ -72,7 +72,7 @@ class Pusher:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
-        """Each rank's part of the step's loss terms: what its mean gradient counts."""
+        """Each node's part of the step's loss terms: what its mean gradient counts."""
         self.steps = 0
         """Updates so far."""
         self.loss_scale = 1.0
@@ -108,6 +108,8 @@ class Pusher:
         with self.observe(f"threshold {label}", "compression"):
             total = self._own(bucket)
             sends = self._thresholded(bucket) if self.thresholds_now else self._dense(bucket)
+        if self.ranks == 1:
+            return  # nothing is left to push
         self._count(bucket, sends)
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding import state
+from gsreal.gradient_sharding.at_rest import gather_just_in_time, make_units
+from gsreal.gradient_sharding.beside import runs_beside
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
 from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.frozen import frozen_kept
+from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
 from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
@@ -34,10 +38,12 @@ class GradientSharding(torch.optim.Optimizer):
 
     def __init__(
         self,
-        buckets: list[Bucket],
+        buckets: Sequence[Bucket],
         optimizer: torch.optim.Optimizer,
         pusher: Pusher,
         publisher: Publisher,
+        levels: Levels,
+        in_node: InNode,
         *,
         model: nn.Module,
         names: Mapping[nn.Parameter, str],
@@ -46,7 +52,7 @@ class GradientSharding(torch.optim.Optimizer):
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.buckets, self.optimizer, self.pusher, self.publisher = buckets, optimizer, pusher, publisher
-        self.names = names
+        self.levels, self.in_node, self.names = levels, in_node, names
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.scaler, self.skip_nonfinite = scaler, skip_nonfinite
         self.skipped_steps = 0
@@ -54,6 +60,8 @@ class GradientSharding(torch.optim.Optimizer):
         self._others = [p for p in model.parameters() if p not in names]
         self._norm: Tensor | None = None
         self._spoilt = False
+        self._weights = share_solver.even(len(levels.ranks))
+        self.weights = self._weights
         self._next = 0
         self._collecting = True
         self._in_backward = False
@@ -64,11 +72,19 @@ class GradientSharding(torch.optim.Optimizer):
     @property
     def weights(self) -> tuple[float, ...]:
         """Each rank's part of the step's loss terms: what its mean gradient counts. Even until it is set."""
-        return self.pusher.weights
+        return self._weights
 
     @weights.setter
     def weights(self, weights: tuple[float, ...]) -> None:
-        self.pusher.weights = weights
+        self._weights = weights
+        self.pusher.weights, in_node = self.levels.weigh(weights)
+        for bucket in self.buckets:
+            bucket.weight = in_node
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that train the model, in the order of `weights` and of shard shares."""
+        return self.levels.ranks
 
     @property
     def sent(self) -> Sent:
@@ -89,14 +105,13 @@ class GradientSharding(torch.optim.Optimizer):
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
-            if not self._collecting:
-                return
             if not self._in_backward:
                 self._begin_backward()
-            self._check_gradient(parameter, bucket)
-            bucket.collect(parameter)
-            bucket.missing.discard(parameter)
-            self._push_complete()
+            if self._collecting:
+                self._check_gradient(parameter, bucket)
+            bucket.take(parameter, leaves=self._collecting)
+            if self._collecting:
+                self._push_complete()
 
         return collect
 
@@ -123,27 +138,37 @@ class GradientSharding(torch.optim.Optimizer):
     def _push_complete(self) -> None:
         """Push buckets in order, as far as they are complete, so that all ranks push in the same order."""
         while self._next < len(self.buckets) and self.buckets[self._next].complete:
-            bucket = self.buckets[self._next]
-            bucket.fill()
-            self.pusher.push(bucket)
+            self.buckets[self._next].end_backward(leaves=True)  # zeros for those that are frozen
+            self._push_reduced()
+            self.in_node.begin(self.buckets[self._next])
+            if not self.in_node.overlaps:
+                self._push_reduced()
             self._next += 1
+
+    def _push_reduced(self) -> None:
+        """Push the bucket that has been reduced inside the node, if any."""
+        bucket = self.in_node.take()
+        if bucket is not None:
+            self.pusher.push(bucket)
 
     def _end_backward(self) -> None:
         """Finish a backward's pushes, with zeros for parameters that got no gradient."""
         self._in_backward = False
         for bucket in self.buckets[self._next :]:
-            bucket.fill()
-        self._push_complete()
-        self.pusher.drain()
+            bucket.end_backward(leaves=self._collecting)
+        if self._collecting:
+            self._push_complete()
+            self._push_reduced()
+            self.pusher.drain()
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
-        if self.scaler is not None:
+        if self.scaler is not None and self._collecting:
             self._tell_scaler()
 
     def _tell_scaler(self) -> None:
         """Let every rank's scaler find what one owner found: each looks at its own shard alone."""
-        if any_non_finite(self._gradients(), self.pusher.group, self._device):
+        if any_non_finite(self._gradients(), self.levels.all_reduce, self._device):
             self._spoil()
             self.pusher.drop_broken()
             for gradient in self._gradients():
@@ -167,7 +192,7 @@ class GradientSharding(torch.optim.Optimizer):
         As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError where the norm is not
         finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` where there is one.
         """
-        norm = total_norm(self._gradients(), float(norm_type), self.pusher.group, self._device)
+        norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
         clip(self._gradients(), norm, max_norm)
@@ -196,7 +221,7 @@ class GradientSharding(torch.optim.Optimizer):
         return self._spoilt
 
     def _any_non_finite(self) -> bool:
-        return any_non_finite(self._gradients(), self.pusher.group, self._device)
+        return any_non_finite(self._gradients(), self.levels.all_reduce, self._device)
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -223,7 +248,7 @@ class GradientSharding(torch.optim.Optimizer):
             self._forget_shard_gradients(set_to_none=True)
             self.publisher.write_back(self.buckets)
         self.pusher.end_step()
-        self.publisher.publish(self.buckets, self.optimizer)
+        self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
 
     def finish(self) -> None:
         """Wait until this replica has all that was published, which may still be under way when `step` returns.
@@ -241,7 +266,7 @@ class GradientSharding(torch.optim.Optimizer):
             )
         for bucket in self.buckets:
             first = bucket.parameters[0]
-            if first.data_ptr() != bucket.flat[bucket.places[first]].data_ptr():
+            if bucket.is_replica and first.data_ptr() != bucket.whole[bucket.slots[first]].data_ptr():
                 raise RuntimeError(
                     f"{self.names[first]} is no longer in its bucket: move and cast a model (.to, .half, assign=True) "
                     "before shard_gradients"
@@ -292,9 +317,8 @@ class GradientSharding(torch.optim.Optimizer):
         """Take the model's parameters into the owners' master copies: after they were written to from outside."""
         self.finish()
         for bucket in self.buckets:
-            own = bucket.flat[bucket.own]
-            if own.data_ptr() != bucket.shard.data_ptr():
-                bucket.shard.copy_(own)
+            if bucket.is_replica and bucket.has_master:  # units do so as the model's state is loaded
+                bucket.shard.copy_(bucket.flat[bucket.own])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: what is not in a bucket from the start has no owner."""
@@ -307,7 +331,10 @@ def shard_gradients(
     model: nn.Module,
     optimizer_factory: OptimizerFactory,
     *,
+    mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
+    parameters: Literal["replicated", "gathered", "sharded"] = "replicated",
+    units: Sequence[nn.Module] = (),
     shard_shares: Sequence[float] | None = None,
     push: Push | None = None,
     publish: Publish | None = None,
@@ -319,15 +346,27 @@ def shard_gradients(
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
     publish_overlaps: bool | None = None,
+    overlap: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
-    """Shard the gradients and the optimizer state of `model` over `group`, and return what to call `step` on.
+    """Shard the gradients and the optimizer state of `model`, and return what to call `step` on.
 
-    Parameters are moved into flat buckets (they stay views of them) and made equal to the group's first rank's, and so
-    are buffers, once: as each rank trains, its BatchNorm statistics become its own. `optimizer_factory` gets this
-    rank's shards and must return an elementwise optimizer. `shard_shares`: each rank's fraction of every bucket (even
-    by default). `push`: what is sent, and how; by default all, densely. `publish`: the same for updated parameters;
-    with a threshold, owners keep a master copy of their shard in any case.
+    Parameters are moved into flat buckets (they stay views of them) and made equal to the first rank's, and so are
+    buffers, once: as each rank trains, its BatchNorm statistics become its own. `optimizer_factory` gets this rank's
+    shards and must return an elementwise optimizer. Assumes that the loss is the mean over the rank's own samples; set
+    `.weights` where ranks have unequal batches. Parameters that a backward does not reach have zero gradients.
+
+    `mesh`, `group`: the ranks, all by default. On a mesh of two axes, (nodes, devices of a node), gradients are
+    reduce-scattered inside the node first, and pushed across nodes.
+    `parameters`: `sharded`: nothing is published, but every rank keeps its shard of the parameters alone, and those of
+    each of `units` (modules, in the order in which they run: a transformer's blocks) are gathered just before its
+    forward, freed, and gathered again for its backward. `gathered`: they stay from forward to backward. What no unit
+    has stays all the while. Between steps, parameters have no values; `model.state_dict()`, on all ranks, has them.
+
+    `shard_shares`: each rank's fraction of every bucket (even by default). `push`: what is sent, and how; by default
+    all, densely. `publish`: the same for updated parameters; with a threshold, owners keep a master copy of their shard
+    in any case. `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and
+    broadcasts.
 
     `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
     torch's optimizers take them; the factory then gets the same with shards in their place.
@@ -336,38 +375,75 @@ def shard_gradients(
     `skip_nonfinite`: without a scaler, skip steps with NaN or infinite gradients (`skipped_steps` counts them); costs a
     scalar all-reduce a step, or nothing where `clip_grad_norm_` is called.
 
-    `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and broadcasts.
-    `parameter_order`: the order in which gradients become ready (reversed registration by default). `publish_overlaps`:
-    whether the next forward begins while published parameters are under way, each module waiting for its own (by
-    default on GPUs only).
+    `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own. `parameter_order`: the
+    order in which gradients become ready (reversed registration by default). `overlap`: whether gathers and reductions
+    inside nodes begin early, to go on beside the compute: by default where they can (nccl). `publish_overlaps`: whether
+    the next forward begins while published parameters are under way, each module waiting for its own (by default on
+    GPUs only).
 
-    Assumes that the loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches.
-    Parameters that a backward does not reach count as having zero gradients. Raises ValueError where parameters and
-    options do not fit.
+    Raises ValueError where parameters, units and options do not fit one another.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
-    ranks = dist.get_world_size(group)
-    shares = _checked_shares(shard_shares, ranks, scaler)
-    parameters = trained_parameters(model, parameter_order)
-    found = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
-    buckets = [Bucket(i, each.parameters, shares, dist.get_rank(group)) for i, each in enumerate(found)]
-    for tensor in [*(bucket.flat for bucket in buckets), *_unowned(model, parameters)]:
-        _broadcast(tensor, group)
+    levels = levels_of(mesh, group)
     publish = publish or Publish()
+    _check_options(levels, parameters, units, publish, param_groups)
+    shares = _checked_shares(shard_shares, len(levels.ranks), scaler)
+    trained = trained_parameters(model, parameter_order)
+    buckets: Sequence[Bucket]
+    if parameters == "replicated":
+        found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
+        buckets = [_bucket(i, each.parameters, levels, shares) for i, each in enumerate(found)]
+        group_of = [each.group for each in found]
+    else:
+        buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
+        group_of = [0] * len(buckets)
+    levels.make_equal([*(bucket.whole for bucket in buckets), *_unowned(model, trained)])
     for bucket in buckets:
         bucket.take_shard(master=publish.threshold is not None)
-    optimizer = optimizer_factory(_shards(buckets, [each.group for each in found], param_groups))
+    first = buckets[0].flat
+    overlap = runs_beside(levels.across, first.device) if overlap is None else overlap
+    gather_just_in_time(model, kept=parameters == "gathered", prefetch=overlap)
+    optimizer = optimizer_factory(_shards(buckets, group_of, param_groups))
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
-    pusher = Pusher(rules, group, buckets, point_to_point=point_to_point, observe=observe)
-    overlaps = buckets[0].flat.is_cuda if publish_overlaps is None else publish_overlaps
-    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps)
-    if overlaps:
-        ForwardWaits(model, buckets, publisher.wait, publisher.finish)
-    names = {parameter: name for name, parameter in parameters.items()}
+    pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe)
+    overlaps = first.is_cuda if publish_overlaps is None else publish_overlaps
+    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps, inside=levels.inside)
+    if overlaps and parameters == "replicated":
+        ForwardWaits(model, list(buckets), publisher.wait, publisher.finish)
     return GradientSharding(
-        buckets, optimizer, pusher, publisher, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite
+        buckets,
+        optimizer,
+        pusher,
+        publisher,
+        levels,
+        InNode(levels.inside, first.device, overlap=overlap, observe=observe),
+        model=model,
+        names={parameter: name for name, parameter in trained.items()},
+        scaler=scaler,
+        skip_nonfinite=skip_nonfinite,
     )
+
+
+def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, shares: Sequence[float]) -> Bucket:
+    division = levels.division(sum(parameter.numel() for parameter in parameters), shares)
+    return Bucket(index, parameters, division, node=levels.node, place=levels.place)
+
+
+def _check_options(
+    levels: Levels,
+    parameters: str,
+    units: Sequence[nn.Module],
+    publish: Publish,
+    groups: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """Raise ValueError where options exclude one another."""
+    if units and parameters == "replicated":
+        raise ValueError("units are gathered just in time: set parameters to 'sharded' or 'gathered'")
+    if parameters != "replicated" and publish.threshold is not None:
+        raise ValueError(f"parameters = '{parameters}': nothing is published, so that nothing can be thresholded")
+    if parameters != "replicated" and groups is not None:
+        raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
+    if levels.inside is not None and publish.threshold is not None:
+        raise ValueError("publish.threshold: is not carried out yet where nodes are a level of their own")
 
 
 def _checked_shares(
@@ -386,14 +462,6 @@ def _unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[T
     """Return what every rank keeps for itself: buffers and frozen parameters."""
     trained = set(parameters.values())
     return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
-
-
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Bring the group's first rank's values to all."""
-    values = tensor.contiguous()
-    dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
-    if values is not tensor:
-        tensor.copy_(values)
 
 
 def _shards(

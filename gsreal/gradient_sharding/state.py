@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -29,7 +28,7 @@ def whole(sharding: "GradientSharding") -> dict[str, Any]:
         values, others = _states(sharding, bucket)
         gathered = {key: _gathered(sharding, bucket, value) for key, value in values.items()}
         for parameter in bucket.parameters:
-            state = {key: flat[bucket.places[parameter]].view(parameter.shape) for key, flat in gathered.items()}
+            state = {key: flat[bucket.slots[parameter]].view(parameter.shape) for key, flat in gathered.items()}
             state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
             if state:
                 found[sharding.names[parameter]] = {key: _own_memory(value) for key, value in state.items()}
@@ -51,6 +50,8 @@ def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
             state = _saved_state(saved["state"], sharding.names[parameter], {*values, *others} - {MASTER})
             start, part = bucket.owned(parameter)
             for key, value in values.items():
+                if key not in state and not bucket.is_replica:
+                    continue  # the model's state has brought it
                 source = parameter.detach() if key not in state else state[key]  # without a master: the parameter
                 value[part] = source.reshape(-1)[start : start + part.stop - part.start].to(value.device, value.dtype)
             for key, value in others.items():
@@ -176,19 +177,19 @@ def _states(sharding: "GradientSharding", bucket: Bucket) -> tuple[dict[str, Ten
     state = sharding.optimizer.state.get(bucket.shard, {})
     values = elementwise(state, bucket)
     others = {key: value for key, value in state.items() if key not in values and value is not None}
-    if bucket.shard.data_ptr() != bucket.flat[bucket.own].data_ptr():
+    if bucket.has_master:
         values[MASTER] = bucket.shard.detach()
     return values, others
 
 
 def _gathered(sharding: "GradientSharding", bucket: Bucket, value: Tensor) -> Tensor:
     """Return all owners' values of a bucket: each adds its own to zeros."""
-    flat = torch.zeros(bucket.elements, dtype=value.dtype, device=value.device)
+    flat = torch.zeros(bucket.whole.numel(), dtype=value.dtype, device=value.device)
     for parameter in bucket.parameters:
         start, part = bucket.owned(parameter)
-        first = bucket.places[parameter].start + start
+        first = bucket.slots[parameter].start + start
         flat[first : first + part.stop - part.start] = value[part]
-    dist.all_reduce(flat, group=sharding.pusher.group)
+    sharding.levels.all_reduce(flat)
     return flat
 
 
