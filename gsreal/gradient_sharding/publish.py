@@ -51,11 +51,20 @@ class Publisher:
         self.rank, self.ranks = pusher.rank, pusher.ranks
         self.sent = Sent()
         self.encodings: dict[torch.dtype, Encoding] = {}
-        if rules.threshold is not None:
-            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratches(buckets)
-            self.encodings = {dtype: Encoding(rules.encoding, dtype, each) for dtype, each in scratch.items()}
+        self.reshard(pusher, buckets)
         self._arrivals: dict[Bucket, Callable[[], None]] = {}
         self._stream: torch.cuda.Stream | None = None
+
+    def reshard(self, pusher: Pusher, buckets: Sequence[Bucket]) -> None:
+        """Take what thresholding needs all the time, the push's where that has it; anew once owners have changed."""
+        if self.rules.threshold is not None:
+            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratches(buckets)
+            self.encodings = {dtype: Encoding(self.rules.encoding, dtype, each) for dtype, each in scratch.items()}
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What is used from step to step."""
+        return [each for e in self.encodings.values() for each in (e.scratch.flags, e.scratch.magnitudes)]
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """Bring what the owner updated to its own replica; with a threshold, `publish` does that."""
