@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gsreal import data
 from gsreal.build import DTYPES, build_module
+from gsreal.checkpoint import Checkpoints, Progress
 from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
@@ -39,6 +40,9 @@ class RankReport:
     phases_s: dict[str, float]
     spans: list[Span]
     losses: list[float]
+    """This rank's part of the losses since the training began, or was resumed."""
+    losses_before: tuple[float, ...]
+    """All ranks' losses before that."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
@@ -49,12 +53,13 @@ class RankReport:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one rank: SCENARIO OVERRIDES-JSON OUT-FILE TRACE-FILE-or-empty."""
+    """Run one rank: SCENARIO OVERRIDES-JSON OUT-FILE TRACE-FILE-or-empty CHECKPOINT-FOLDER-or-empty EVERY-STEPS."""
     warnings.filterwarnings("ignore")
-    scenario_file, overrides, out, trace = arguments
+    scenario_file, overrides, out, trace, folder, every = arguments
     try:
         loaded = load_scenario(Path(scenario_file), json.loads(overrides), gradients_needed=False)
-        run(loaded, out=Path(out), trace=Path(trace) if trace else None)
+        checkpoints = Checkpoints(Path(folder), int(every)) if folder else None
+        run(loaded, out=Path(out), trace=Path(trace) if trace else None, checkpoints=checkpoints)
     except Exception as error:
         note_failure(error)
         raise
@@ -71,14 +76,17 @@ def note_failure(error: Exception) -> None:
         Path(folder, f"rank-{report['rank']}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def run(loaded: Loaded, *, out: Path, trace: Path | None) -> None:
-    """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`."""
+def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoints | None = None) -> None:
+    """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`.
+
+    With checkpoints, it goes on from the last one.
+    """
     scenario = loaded.scenario
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    dist.init_process_group(scenario.cluster.backend)
+    join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
     try:
-        report = measure(scenario, rank, device)
+        report = measure(scenario, rank, device, checkpoints)
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, report)
         if rank == 0:
@@ -91,17 +99,35 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None) -> None:
         dist.destroy_process_group()
 
 
-def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
+def join(backend: str) -> None:
+    """Make the process group of all ranks.
+
+    torchrun's static rendezvous keeps one store for all attempts: ranks that are started again would find there where
+    those listened that are gone (torch 2.13, distributed/rendezvous.py, _create_c10d_store).
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt:
+        dist.init_process_group(backend)
+        return
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, ranks = next(iter(rendezvous("env://")))
+    dist.init_process_group(backend, store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=ranks)
+
+
+def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Checkpoints | None = None) -> RankReport:
     """Return what training the scenario shows on this rank: timed steps first, then steps for memory and traffic."""
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
-    losses = _timed_steps(scenario, training, feed, rank)
+    begun = checkpoints.resume(scenario, training) if checkpoints else Progress()
+    losses = _timed_steps(scenario, training, feed, rank, begun, checkpoints)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
-    sent = _sent(training)
+    sent, steps = _sent(training), len(ends_s) - 1
     pushed, published = ((each.entries, each.offered) for each in sent.values())
-    payloads = {kind: [size / scenario.run.steps for size in each.by_bucket] for kind, each in sent.items()}
+    payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
     allocated, reserved = _peak(training, feed, counter, rank)
     seen = _collectives(training, feed, rank, payloads)
     return RankReport(
@@ -110,6 +136,7 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
         phases_s=phases_s,
         spans=_one_step(spans, ends_s),
         losses=losses,
+        losses_before=begun.losses,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
@@ -163,10 +190,10 @@ class Feed:
         self.source = data.open_source(scenario.workload)
         self._prepared: dict[int, Batch] = {}
 
-    def prepare(self, steps: int) -> None:
-        """Make the first batches now, so that no step waits for its data: each is handed out once."""
-        size = self._made(0)[0].nbytes
-        for step in range(min(steps, PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))):
+    def prepare(self, steps: range) -> None:
+        """Make the first batches of these steps now, so that no step waits for its data: each is handed out once."""
+        size = self._made(steps.start)[0].nbytes
+        for step in steps[: min(PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))]:
             self._prepared[step] = self._made(step)
 
     def at(self, step: int) -> Batch:
@@ -210,14 +237,26 @@ def _sent(training: Training) -> dict[str, Sent]:
     return dict(zip(SENT_AS, sent, strict=True))
 
 
-def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> list[float]:
-    """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
+def _timed_steps(
+    scenario: Scenario,
+    training: Training,
+    feed: Feed,
+    rank: int,
+    begun: Progress,
+    checkpoints: Checkpoints | None,
+) -> list[float]:
+    """Train warm-up and timed steps from where they had come; return this rank's part of the losses after the warm-up.
+
+    Resumed, as many steps as the warm-up has are not timed, as long as some are left. A step that follows a save is
+    longer by it.
+    """
     run, sharding = scenario.run, _sharding(training)
-    losses = []
-    feed.prepare(run.warmup_steps + run.steps)
+    losses: list[Tensor] = []
+    steps = range(begun.step, run.warmup_steps + run.steps)
+    feed.prepare(steps)
     dist.barrier()
-    for step in range(run.warmup_steps + run.steps):
-        if step == run.warmup_steps:
+    for step in steps:
+        if step == min(begun.step + run.warmup_steps, steps.stop - 1):
             training.timeline.restart()
             if sharding:
                 sharding.reset_counts()
@@ -226,9 +265,17 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
+        if checkpoints and checkpoints.is_due(step + 1, steps.stop):
+            checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
         if rank == 0:
-            _progress(step + 1, run.warmup_steps + run.steps)
+            _progress(step + 1, steps.stop)
     return [float(loss) for loss in losses]
+
+
+def losses_so_far(begun: Progress, losses: Sequence[Tensor], rank: int) -> list[float]:
+    """Return this rank's part of all losses; those from before it was resumed are the first rank's."""
+    before = begun.losses if rank == 0 else (0.0,) * len(begun.losses)
+    return [*before, *(float(loss) for loss in losses)]
 
 
 def _progress(done: int, total: int) -> None:
@@ -346,7 +393,10 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         ),
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
-        loss=tuple(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+        loss=(
+            *reports[0].losses_before,
+            *(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+        ),
         provenance={
             **provenance(device),
             "backend": scenario.cluster.backend,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gsreal.exchanges import (
@@ -34,7 +35,17 @@ class Publisher:
     Where it overlaps, `publish` only begins that; `wait` ends it for a bucket.
     """
 
-    def __init__(self, rules: Publish, pusher: Pusher, buckets: Sequence[Bucket], *, overlaps: bool) -> None:
+    def __init__(
+        self,
+        rules: Publish,
+        pusher: Pusher,
+        buckets: Sequence[Bucket],
+        *,
+        overlaps: bool,
+        inside: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`inside`: the ranks of this one's node, where it is not alone: they publish to one another after that."""
+        self.inside = inside
         self.rules, self.overlaps = rules, overlaps
         self.group, self.point_to_point, self.observe = pusher.group, pusher.point_to_point, pusher.observe
         self.rank, self.ranks = pusher.rank, pusher.ranks
@@ -112,15 +123,23 @@ class Publisher:
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
             if not self._posts(bucket):
                 exchange = all_gather_v if self.point_to_point else broadcast_parts
-                exchange(bucket.flat, bucket.ranges, group=self.group)
-                return _nothing
+                if self.ranks > 1 or self.inside is None:
+                    exchange(bucket.flat, bucket.ranges, group=self.group)
+                return partial(self._gather_in_node, bucket)
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
             pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes)
         return partial(self._awaited, bucket, pending, _nothing)
 
+    def _gather_in_node(self, bucket: Bucket) -> None:
+        """Bring the node's ranks one another's places, densely."""
+        if self.inside is not None:
+            exchange = all_gather_v if self.point_to_point else broadcast_parts
+            with self.observe(f"publish bucket {bucket.index} in the node", "exposed_communication"):
+                exchange(bucket.whole, bucket.node_ranges, group=self.inside)
+
     def _posts(self, bucket: Bucket) -> bool:
         """Return whether messages are posted now and waited for later; a GPU's stream waits without holding us up."""
-        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda
+        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda and self.inside is None
 
     def _awaited(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
         with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication"):
@@ -166,6 +185,7 @@ class Publisher:
             with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
                 for i in come:
                     encoding.put(parts[i], messages[i], entries[i])
+            self._gather_in_node(bucket)
 
         size = bucket.flat.nbytes
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):

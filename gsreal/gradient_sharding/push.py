@@ -72,9 +72,11 @@ class Pusher:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
-        """Each rank's part of the step's loss terms: what its mean gradient counts."""
+        """Each node's part of the step's loss terms: what its mean gradient counts."""
         self.steps = 0
         """Updates so far."""
+        self.loss_scale = 1.0
+        """What the loss was multiplied by: gradients travel scaled, so absolute thresholds are scaled for them."""
         self.sent = Sent()
         self._incoming: _Incoming | None = None
         self.encodings: dict[torch.dtype, Encoding] = {}
@@ -110,6 +112,8 @@ class Pusher:
             self._pay(bucket)
             total = self._own(bucket)
             sends = self._thresholded(bucket) if self.thresholds_now else self._dense(bucket)
+        if self.ranks == 1:
+            return  # nothing is left to push
         self._count(bucket, sends)
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):
@@ -119,7 +123,7 @@ class Pusher:
         residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
         if residual is not None and weight:
             assert bucket.gradient is not None
-            residual.pay(bucket.gradient, weight)
+            residual.pay(bucket.gradient, weight / self.loss_scale)
 
     def _count(self, bucket: Bucket, sends: Sequence[Message]) -> None:
         """Count what is sent, and what could have been."""
@@ -161,12 +165,14 @@ class Pusher:
         residual = self.residuals.get(bucket.index) if weight else None
         if residual is not None:
             assert bucket.gradient is not None
-            residual.accumulate(bucket.gradient, weight, encoding.scratch)
+            residual.accumulate(bucket.gradient, weight / self.loss_scale, encoding.scratch)
         accumulated = Accumulated(bucket, residual)
         thresholds: list[Part] = []
         if weight:
             step = self.steps - self.rules.warmup_steps
-            thresholds = self.thresholds[bucket.index].find(accumulated.pieces, encoding.scratch, step=step)
+            thresholds = self.thresholds[bucket.index].find(
+                accumulated.pieces, encoding.scratch, step=step, scale=self.loss_scale
+            )
         accumulated.release()
         found: list[Message] = []
         for owner, (first, last) in enumerate(bucket.ranges):

@@ -48,7 +48,7 @@ class Training:
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
         if isinstance(self.optimizer, GradientSharding):
-            self.optimizer.weights = weights.ranks
+            self.optimizer.weights = tuple(weights.ranks[each] for each in self.optimizer.ranks)
         scale = self.scale * weights.ranks[rank] if self.scale else 1.0
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):

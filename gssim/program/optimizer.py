@@ -37,7 +37,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     duration_s = costs.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=sharded
     )
-    if not sharded:  # what was updated is copied to the parameters, which FSDP2 does as it gathers them
+    if not _holds_shards(low):  # else what was updated is cast to the parameters as they are gathered
         duration_s += costs.master_copy_time_s(
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )
@@ -50,6 +50,12 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
 def _casts_gradients(low: Lowering) -> bool:
     """Return whether the optimizer casts all gradients to its own precision; where they are sharded, they are in it."""
     return low.has_master_copy and low.policies.gradients in ("local", "all-reduce")
+
+
+def _holds_shards(low: Lowering) -> bool:
+    """Return whether parameters are sharded at rest; of what is pushed, a rank alone keeps the whole."""
+    pushes = low.policies.gradients == "push"
+    return low.policies.parameters != "replicated" and (not pushes or len(low.group) > 1)
 
 
 def _published(low: Lowering) -> Sequence[Task]:
@@ -126,9 +132,9 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
     owned = _owned_tensors(low, rank)
     total = sum(parameter.elements for _, parameter in low.parameters)
     parameters = float(total * low.value_bytes)
-    if policies.parameters != "replicated":
+    if _holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
-        parameters = sum(owned) * low.value_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
+        parameters = sum(owned) * low.master_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
@@ -143,9 +149,8 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             value_bytes=low.value_bytes,
         ),
     }
-    beside = low.has_master_copy and (policies.parameters == "replicated" or policies.gradients == "push")
-    if beside or low.thresholds_publish:
-        held["master_copy"] = float(sum(owned) * low.master_bytes)  # FSDP2's sharded parameters are the master copy
+    if (low.has_master_copy and not _holds_shards(low)) or low.thresholds_publish:
+        held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = total * low.value_bytes
     held |= held_for_thresholds(low, rank)
