@@ -13,6 +13,7 @@ from gsreal.gradient_sharding.messages import Encoding  # noqa: E402
 from gsreal.gradient_sharding.residuals import Accumulated, Residual  # noqa: E402
 from gsreal.gradient_sharding.scratch import Scratch  # noqa: E402
 from gsreal.gradient_sharding.thresholds import mark, mean_magnitudes, quantile, within  # noqa: E402
+from gssim.division import divide  # noqa: E402
 from gssim.encodings import CHUNK_ELEMENTS, message_bytes  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -49,7 +50,8 @@ def test_what_is_packed_arrives_and_nothing_else(dtype, kind, threshold):
 
 
 def bucket_of(elements: int, shares, rank: int) -> Bucket:
-    bucket = Bucket(0, [torch.nn.Parameter(torch.zeros(elements))], shares, rank)
+    parameters = [torch.nn.Parameter(torch.zeros(elements))]
+    bucket = Bucket(0, parameters, divide(elements, by_node=[[share] for share in shares]), node=rank)
     bucket.take_shard()
     return bucket
 

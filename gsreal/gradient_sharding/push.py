@@ -147,7 +147,7 @@ class Pusher:
 
     @property
     def _divides(self) -> bool:
-        return self.thresholds_now and self.rules.aggregate == "received-weight"
+        return self.ranks > 1 and self.thresholds_now and self.rules.aggregate == "received-weight"
 
     def _dense(self, bucket: Bucket) -> list[Message]:
         """Return what goes to every owner where nothing is thresholded: views of the bucket, which they keep."""

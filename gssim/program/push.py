@@ -141,7 +141,7 @@ def _add_s(low: Lowering, bucket: Bucket, rank: int, entries: Sequence[float], r
 
 def _divides(low: Lowering) -> bool:
     """Return whether owners divide by the weight that they received."""
-    return is_thresholded(low) and low.push.aggregate == "received-weight"
+    return low.nodes > 1 and is_thresholded(low) and low.push.aggregate == "received-weight"
 
 
 def across(low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size_bytes: float, **parts: Any) -> str:
