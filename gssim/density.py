@@ -64,8 +64,7 @@ def push_density(
     >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.0, 4.0)]
     [1.0, 1.0, 0.0]
     """
-    everything = 1.0 if push.kind == "target-density" else 0.0
-    if push.threshold is None or push.threshold == everything or step < push.warmup_steps:
+    if push.threshold is None or not push.selects or step < push.warmup_steps:
         return 1.0
     if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
         return 0.0
@@ -346,22 +345,3 @@ def _powered(low: float, high: float, weight: float) -> float:
     quantiles = [-_NORMAL.inv_cdf(ratio / 2) for ratio in (min(low, _ALMOST_ALL), high)]
     found = quantiles[0] ** (1 - weight) * quantiles[1] ** weight
     return 2 * _NORMAL.cdf(-found)
-
-
-def is_dense(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> bool:
-    """Return whether a thresholded message goes densely: as asked, or (`auto`) where entries would take more bytes."""
-    if encoding != "auto":
-        return encoding == "dense"
-    return sent * (value_bytes + index_bytes) >= elements * value_bytes
-
-
-def message_bytes(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> float:
-    """Return the bytes of one thresholded message: `sent` of `elements` values, in the smaller or the given encoding.
-
-    >>> message_bytes(elements=1000, sent=100, value_bytes=4, index_bytes=4, encoding="auto")
-    800.0
-    >>> message_bytes(elements=1000, sent=900, value_bytes=4, index_bytes=4, encoding="auto")
-    4000.0
-    """
-    dense = is_dense(elements=elements, sent=sent, value_bytes=value_bytes, index_bytes=index_bytes, encoding=encoding)
-    return float(elements * value_bytes if dense else sent * (value_bytes + index_bytes))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FEEDBACK_GRID, exponential_statistics, exponential_tensor
 
-from gssim.density import message_bytes, publish_density, push_density, traces_of, union_density, united
+from gssim.density import publish_density, push_density, traces_of, union_density, united
 from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
 from gssim.plan import Publish, Push
 
@@ -271,20 +271,3 @@ def test_the_union_of_measured_gradients_lies_between_one_ranks_and_all_independ
 def test_statistics_with_holes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         exponential_statistics(**changes)
-
-
-def message(encoding: str, sent: float, *, elements: float = 1000, value_bytes: int = 4) -> float:
-    return message_bytes(elements=elements, sent=sent, value_bytes=value_bytes, index_bytes=4, encoding=encoding)
-
-
-def test_a_message_holds_indices_and_values_or_all_values():
-    assert [message(e, 100) for e in ("coo", "dense", "auto")] == [800, 4000, 800]
-    assert [message(e, 600) for e in ("coo", "dense", "auto")] == [4800, 4000, 4000]
-    assert message("coo", 100, value_bytes=8) == 1200
-    assert message("auto", 500) == message("coo", 500) == message("dense", 500) == 4000
-
-
-@given(st.floats(0, 1), st.sampled_from([4, 8]))
-def test_auto_is_the_smaller_of_the_two(ratio, value_bytes):
-    sizes = {e: message(e, 1000 * ratio, value_bytes=value_bytes) for e in ("auto", "coo", "dense")}
-    assert sizes["auto"] == min(sizes.values())

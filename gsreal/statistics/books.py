@@ -149,7 +149,7 @@ class Books:
             {
                 "samples": samples,
                 "threshold": push.threshold or 0.0,
-                "error_feedback": bool(push.threshold) and push.error_feedback,
+                "error_feedback": bool(push.threshold and push.error_feedback),
                 "tensors": {name: book.trace() for name, book in books.items()},
             }
             for samples, books in sorted(self.gradients.items())

@@ -130,12 +130,13 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
 
 
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> GradientStatistics | None:
-    if not scenario.plan.push.threshold:
+    if not scenario.plan.sends_by_data:
         return None
     name = scenario.workload.gradients
     if name is None:
+        table = "push" if scenario.plan.push.selects else "publish"
         raise UserError(
-            f"{file}: workload.gradients: missing; plan.push.threshold needs the model's gradient statistics "
+            f"{file}: workload.gradients: missing; plan.{table}.threshold needs the model's gradient statistics "
             "(write them with `gsreal gradients`)"
         )
     statistics = read_gradients(_find(name, "workload.gradients", file, folders))
@@ -159,7 +160,7 @@ def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: 
             f"{file}: workload.gradients = '{name}': covers {statistics.steps} steps, "
             f"but the run has {run.warmup_steps + run.steps} (run.warmup_steps + run.steps)"
         )
-    if scenario.plan.push.error_feedback and not statistics.feedback_thresholds:
+    if scenario.push.error_feedback and not statistics.feedback_thresholds:
         raise UserError(
             f"{file}: workload.gradients = '{name}': was taken without a look at error feedback, which "
             "plan.push.error_feedback asks for; take it again with `gsreal gradients`"
