@@ -33,7 +33,7 @@ class Replica:
             rank: Feed(scenario, rank, device) for rank in range(scenario.ranks) if scenario.batch_sizes[rank]
         }
         """Of the ranks that have samples: others have no gradient."""
-        self.owners = _owners(scenario, self.module) if push.threshold else {}
+        self.owners = _owners(scenario, self.module)
         self.residuals: dict[tuple[int, str], Tensor] = {}
         self.sent_elements = self.offered_elements = 0
         """Of the latest step: what ranks sent of what others own, and all of that."""
@@ -69,9 +69,7 @@ class Replica:
 
     def _added(self, name: str, contributions: list[tuple[int, float, Tensor]], *, divided: bool) -> Tensor:
         """Return what the owners make of all contributions: their own first, then the others' by rank."""
-        owners = self.owners.get(name)
-        if owners is None:
-            owners = torch.full_like(contributions[0][2], contributions[0][0])
+        owners = self.owners[name]
         total, received = torch.zeros_like(contributions[0][2]), torch.zeros_like(contributions[0][2])
         for rank, weight, gradient in contributions:
             own = owners == rank
