@@ -22,7 +22,7 @@ from gsreal import data
 from gsreal.build import DTYPES, build_module
 from gsreal.checkpoint import Checkpoints, Progress
 from gsreal.gradient_sharding import GradientSharding, Sent
-from gsreal.machine import device_name, provenance, settle
+from gsreal.machine import device_name, join, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
 from gssim import shares
@@ -97,23 +97,6 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
         # wrappers and the group refer to each other; gloo aborts where its threads outlive the group at exit
         gc.collect()
         dist.destroy_process_group()
-
-
-def join(backend: str) -> None:
-    """Make the process group of all ranks.
-
-    torchrun's static rendezvous keeps one store for all attempts: ranks that are started again would find there where
-    those listened that are gone (torch 2.13, distributed/rendezvous.py, _create_c10d_store).
-    """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not attempt:
-        dist.init_process_group(backend)
-        return
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, ranks = next(iter(rendezvous("env://")))
-    dist.init_process_group(backend, store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=ranks)
 
 
 def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Checkpoints | None = None) -> RankReport:

@@ -18,6 +18,7 @@ from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.frozen import frozen_kept
 from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
 from gsreal.gradient_sharding.observer import Observer, unobserved
+from gsreal.gradient_sharding.options import check_options, checked_shares, shards_in_groups, unowned
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gsreal.gradient_sharding.together import trained_parameters, travelling_together
@@ -385,8 +386,8 @@ def shard_gradients(
     """
     levels = levels_of(mesh, group)
     publish = publish or Publish()
-    _check_options(parameters, units, publish, param_groups)
-    shares = _checked_shares(shard_shares, len(levels.ranks), scaler)
+    check_options(parameters, units, publish, param_groups)
+    shares = checked_shares(shard_shares, len(levels.ranks), scaler)
     trained = trained_parameters(model, parameter_order)
     buckets: Sequence[Bucket]
     if parameters == "replicated":
@@ -396,13 +397,13 @@ def shard_gradients(
     else:
         buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
         group_of = [0] * len(buckets)
-    levels.make_equal([*(bucket.whole for bucket in buckets), *_unowned(model, trained)])
+    levels.make_equal([*(bucket.whole for bucket in buckets), *unowned(model, trained)])
     for bucket in buckets:
         bucket.take_shard(master=publish.threshold is not None)
     first = buckets[0].flat
     overlap = runs_beside(levels.across, first.device) if overlap is None else overlap
     gather_just_in_time(model, kept=parameters == "gathered", prefetch=overlap)
-    optimizer = optimizer_factory(_shards(buckets, group_of, param_groups))
+    optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
     pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe)
     overlaps = first.is_cuda if publish_overlaps is None else publish_overlaps
@@ -426,48 +427,3 @@ def shard_gradients(
 def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, shares: Sequence[float]) -> Bucket:
     division = levels.division(sum(parameter.numel() for parameter in parameters), shares)
     return Bucket(index, parameters, division, node=levels.node, place=levels.place)
-
-
-def _check_options(
-    parameters: str,
-    units: Sequence[nn.Module],
-    publish: Publish,
-    groups: Sequence[Mapping[str, Any]] | None,
-) -> None:
-    """Raise ValueError where options exclude one another."""
-    if units and parameters == "replicated":
-        raise ValueError("units are gathered just in time: set parameters to 'sharded' or 'gathered'")
-    if parameters != "replicated" and publish.threshold is not None:
-        raise ValueError(f"parameters = '{parameters}': nothing is published, so that nothing can be thresholded")
-    if parameters != "replicated" and groups is not None:
-        raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
-
-
-def _checked_shares(
-    shares: Sequence[float] | None, ranks: int, scaler: torch.amp.GradScaler | None
-) -> tuple[float, ...]:
-    if shares is None:
-        return share_solver.even(ranks)
-    if len(shares) != ranks or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"shard_shares must be {ranks} fractions that sum to 1, not {list(shares)}")
-    if scaler is not None and min(shares) == 0:
-        raise ValueError("shard_shares: a scaler looks at its own rank's gradients, so every rank must own some")
-    return tuple(shares)
-
-
-def _unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """Return what every rank keeps for itself: buffers and frozen parameters."""
-    trained = set(parameters.values())
-    return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
-
-
-def _shards(
-    buckets: Sequence[Bucket], group_of: Sequence[int], groups: Sequence[Mapping[str, Any]] | None
-) -> list[Any]:
-    """Return what the optimizer is made of: this rank's shards, in groups where the user has groups."""
-    if groups is None:
-        return [bucket.shard for bucket in buckets]
-    return [
-        {**group, "params": [b.shard for b, at in zip(buckets, group_of, strict=True) if at == number]}
-        for number, group in enumerate(groups)
-    ]

@@ -1,0 +1,57 @@
+"""What may be asked of `shard_gradients`, and what it makes of that: shares, groups of shards, what nobody owns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.gradient_sharding.bucket import Bucket
+from gssim import shares as share_solver
+from gssim.plan import Publish
+
+
+def check_options(
+    parameters: str,
+    units: Sequence[nn.Module],
+    publish: Publish,
+    groups: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """Raise ValueError where options exclude one another."""
+    if units and parameters == "replicated":
+        raise ValueError("units are gathered just in time: set parameters to 'sharded' or 'gathered'")
+    if parameters != "replicated" and publish.threshold is not None:
+        raise ValueError(f"parameters = '{parameters}': nothing is published, so that nothing can be thresholded")
+    if parameters != "replicated" and groups is not None:
+        raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
+
+
+def checked_shares(
+    shares: Sequence[float] | None, ranks: int, scaler: torch.amp.GradScaler | None
+) -> tuple[float, ...]:
+    """Return every rank's share, even where none are given; raise ValueError where they are none."""
+    if shares is None:
+        return share_solver.even(ranks)
+    if len(shares) != ranks or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"shard_shares must be {ranks} fractions that sum to 1, not {list(shares)}")
+    if scaler is not None and min(shares) == 0:
+        raise ValueError("shard_shares: a scaler looks at its own rank's gradients, so every rank must own some")
+    return tuple(shares)
+
+
+def unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """Return what every rank keeps for itself: buffers and frozen parameters."""
+    trained = set(parameters.values())
+    return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
+
+
+def shards_in_groups(
+    buckets: Sequence[Bucket], group_of: Sequence[int], groups: Sequence[Mapping[str, Any]] | None
+) -> list[Any]:
+    """Return what the optimizer is made of: this rank's shards, in groups where the user has groups."""
+    if groups is None:
+        return [bucket.shard for bucket in buckets]
+    return [
+        {**group, "params": [b.shard for b, at in zip(buckets, group_of, strict=True) if at == number]}
+        for number, group in enumerate(groups)
+    ]
