@@ -39,6 +39,7 @@ def run_command(
     """Execute one scenario on this machine: one process a rank, started by torchrun."""
     from gsreal import worker
     from gsreal.data import check_data
+    from gsreal.evaluation import check_evaluation
     from gsreal.launch import launch
     from gsreal.machine import check_machine
     from gsreal.refusals import check_plan
@@ -52,6 +53,7 @@ def run_command(
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
     check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=loaded.file)
+    check_evaluation(ours, where=loaded.file)
     name = f"{ours.name}.{ours.scenario_id}.measured.json"
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -20,12 +21,22 @@ from torch import Tensor, nn
 
 from gsreal import data
 from gsreal.build import DTYPES, build_module
+from gsreal.evaluation import HeldOut
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
 from gssim import shares
-from gssim.result import Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
+from gssim.result import (
+    Density,
+    Evaluation,
+    RankClass,
+    Result,
+    Span,
+    chrome_trace,
+    typical_phases,
+    write_text,
+)
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
 
@@ -38,13 +49,22 @@ class RankReport:
     ends_s: list[float]
     phases_s: dict[str, float]
     spans: list[Span]
-    losses: list[float]
+    course: "Course"
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
-    sent_entries: int
-    offered_entries: int
     memory_counter: str
+
+
+@dataclass
+class Course:
+    """How the timed steps went: the first two, of each step."""
+
+    losses: list[float]
+    """This rank's part of the loss."""
+    pushed: list[tuple[int, int]]
+    """Entries that this rank sent, and could have sent, off its shard."""
+    evaluations: list[Evaluation]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -95,11 +115,10 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
-    losses = _timed_steps(scenario, training, feed, rank)
+    course = _timed_steps(scenario, training, feed, rank)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
     sharding = _sharding(training)
-    entries = (sharding.sent.entries, sharding.sent.offered) if sharding else (0, 0)
     payloads = [sent / scenario.run.steps for sent in sharding.sent.by_bucket] if sharding else []
     allocated, reserved = _peak(training, feed, counter, rank)
     seen = _collectives(training, feed, rank, payloads)
@@ -108,12 +127,10 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
         ends_s=ends_s,
         phases_s=phases_s,
         spans=_one_step(spans, ends_s),
-        losses=losses,
+        course=course,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
-        sent_entries=entries[0],
-        offered_entries=entries[1],
         memory_counter=counter.method,
     )
 
@@ -198,10 +215,12 @@ def _sharding(training: Training) -> GradientSharding | None:
     return training.optimizer if isinstance(training.optimizer, GradientSharding) else None
 
 
-def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> list[float]:
-    """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
+def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> Course:
+    """Train warm-up and timed steps, and evaluate as often as the run says."""
     run, sharding = scenario.run, _sharding(training)
-    losses = []
+    every, losses = run.evaluate_every_steps, []
+    pushed, evaluations = [(0, 0)], []
+    held_out = HeldOut(scenario, rank, feed.device) if every else None
     feed.prepare(run.warmup_steps + run.steps)
     dist.barrier()
     for step in range(run.warmup_steps + run.steps):
@@ -214,9 +233,15 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
+            pushed.append((sharding.sent.entries, sharding.sent.offered) if sharding else (0, 0))
+        done = step + 1 - run.warmup_steps
+        if held_out and every and (done == run.steps or (done > 0 and done % every == 0)):
+            with training.timeline.pause():
+                evaluations.append(held_out.evaluate(training.module, step=step + 1))
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
-    return [float(loss) for loss in losses]
+    each = [(now[0] - before[0], now[1] - before[1]) for before, now in pairwise(pushed)]
+    return Course([float(loss) for loss in losses], each, evaluations)
 
 
 def _progress(done: int, total: int) -> None:
@@ -290,8 +315,6 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     step_time_s = median(times)
-    offered = sum(report.offered_entries for report in reports)
-    thresholded = scenario.plan.push.threshold is not None
     total = scenario.workload.global_batch_size
     ranks = tuple(
         RankClass(
@@ -320,12 +343,11 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         phases_s={name: value * scale for name, value in phases_s.items()},
         fits=True,
         throughput_samples_per_s=total / step_time_s,
-        density=Density(
-            push=sum(r.sent_entries for r in reports) / offered if thresholded and offered else None,
-        ),
+        density=_density(scenario, [report.course.pushed for report in reports]),
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
-        loss=tuple(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+        loss=_losses([report.course for report in reports]),
+        evaluation=tuple(reports[0].course.evaluations),
         provenance={
             **provenance(device),
             "backend": scenario.cluster.backend,
@@ -333,6 +355,27 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             "seed": scenario.run.seed,
         },
     )
+
+
+def _losses(courses: list[Course]) -> tuple[float, ...]:
+    """Return the loss of every timed step; raise UserError where training diverged: JSON has no such numbers."""
+    losses = tuple(sum(parts) for parts in zip(*(course.losses for course in courses), strict=True))
+    if not all(map(isfinite, (*losses, *(each.loss for each in courses[0].evaluations)))):
+        first = next((step for step, loss in enumerate(losses, start=1) if not isfinite(loss)), len(losses))
+        raise UserError(
+            f"workload.learning_rate: training diverged: after {first} timed steps the loss is no finite number; "
+            "allowed: a rate at which it falls"
+        )
+    return losses
+
+
+def _density(scenario: Scenario, by_rank: list[list[tuple[int, int]]]) -> Density:
+    """Return what was pushed of what could have been, by step and over all steps; nothing where all always is."""
+    steps = [tuple(map(sum, zip(*step, strict=True))) for step in zip(*by_rank, strict=True)]
+    sent, offered = map(sum, zip(*steps, strict=True))
+    if scenario.plan.push.threshold is None or not offered:
+        return Density()
+    return Density(push=sent / offered, push_by_step=tuple(n / total if total else 0.0 for n, total in steps))
 
 
 if __name__ == "__main__":
