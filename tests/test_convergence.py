@@ -216,8 +216,8 @@ def test_a_gain_is_faster_loses_nothing_and_beats_pushing_nothing():
 
 def test_no_gain_where_no_step_is_shorter():
     says = found({"high": 0.3, "inf": 0.4}, {"low": 0.95, "high": 0.98, "inf": 0.99})
-    assert says.time == "No gain here: no variant's step is shorter than dense's"
-    assert any(each.startswith("Measured: no step is shorter than dense: at most 'high'") for each in says.all)
+    assert says.time == "No gain that shows: no variant is faster than dense by more than chance"
+    assert any(each.startswith("Measured: none is told to be faster than dense: at most 'high'") for each in says.all)
 
 
 def test_no_gain_where_what_is_faster_is_no_better_than_pushing_nothing():
@@ -312,6 +312,10 @@ def test_the_table_says_speed_beside_density_and_loss():
         ({"silent": "mute"}, r"silent = 'mute': no variant has this name"),
         ({"varaints": []}, r"made: varaints: unknown key; did you mean variants\?"),
         ({"variants": [{"name": "a"}, {"name": "A"}]}, r"two are named 'a'"),
+        (
+            {"variants": [{"name": "dense", "control": True}, {"name": "inf", "control": True}]},
+            "variants: all are controls; one is needed that is not",
+        ),
     ],
 )
 def test_a_study_that_cannot_be_is_refused(changes, message):
@@ -345,7 +349,6 @@ set = {{ {dense} }}
 
 [[variants]]
 name = "inf"
-control = true
 set = {{ plan.push.threshold = {silent} }}
 """
 
@@ -455,3 +458,33 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path, monkeypatch):
     assert [result.evaluation[-1].loss for result in trained[0].results] == [1.0, 2.0]
     runs.train(loaded, tmp_path / "out")
     assert len(ran) == 5
+
+
+# For real ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_a_study_trains_compares_and_draws_for_real_and_a_second_time_only_reads(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    file = write_study(tmp_path)
+    out = tmp_path / "out"
+    arguments = ["analysis", "convergence", str(file), "--out", str(out), "--set", "run.steps=2"]
+    monkeypatch.setenv("PYTHONPATH", str(SCENARIOS.parent))
+    monkeypatch.setattr("sys.argv", [*arguments, "--set", "run.evaluate_every_steps=1"])
+    for again in (False, True):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        printed = capsys.readouterr()
+        assert ("training 4 of 4: inf, seed 1" in printed.err) is not again
+        assert "gsreal gradients" not in printed.err or not again
+    names = {"convergence.csv", "findings.txt", *(f"loss_{each}.png" for each in CHARTS)}
+    assert names <= {path.name for path in out.iterdir()}
+    found = [json.loads(path.read_text()) for path in sorted(out.glob("results/*.measured.json"))]
+    dense, silent = ([each for each in found if each["scenario"]["name"] == name] for name in ("dense", "inf"))
+    assert [each["density"]["push"] for each in silent] == [0.0, 0.0]
+    for one in dense:
+        (other,) = [each for each in silent if each["scenario"]["run"]["seed"] == one["scenario"]["run"]["seed"]]
+        assert other["loss"][0] == pytest.approx(one["loss"][0], rel=1e-6)  # same parameters, same batch
+        assert other["evaluation"][-1]["loss"] != one["evaluation"][-1]["loss"]
+        assert other["scenario"]["plan"]["push"]["threshold"] == "inf"

@@ -355,7 +355,7 @@ def _what(rows: Sequence[Row]) -> str:
 def _legend_entries(study: Study, rows: Sequence[Row]) -> list[tuple[Line2D, str]]:
     looks = _looks(study, rows)
     found = [
-        (Line2D([], [], **CONTROL_LINES[0]), "line: dense"),
+        (Line2D([], [], **CONTROL_LINES[0]), "all pushed (dense)"),
         (Line2D([], [], **CONTROL_LINES[1]), "nothing pushed"),
     ]
     for row in rows:

@@ -16,7 +16,7 @@ from analysis.convergence.study import Study
 
 @dataclass(frozen=True)
 class Findings:
-    """Sentences: of each chart its headline (of quality without intervals), and all that there is to say."""
+    """Sentences: of each chart its headline (without intervals), and all that there is to say."""
 
     quality: str
     bytes: str
@@ -37,10 +37,14 @@ def findings_of(study: Study, rows: Sequence[Row]) -> Findings:
     here = _time(tried, silent)
     elsewhere = tuple(_predicted(tried, silent, name) for name in dense.predicted_s if name != HERE)
     controls = _controls(rows, study)
-    verdict = _verdict(tried, silent)
-    sentences = [verdict, quality, useless, sent, here, *elsewhere, density, *controls]
+    sentences = [_verdict(tried, silent, _gain), quality, useless, sent, here, *elsewhere, density, *controls]
     return Findings(
-        _quality(tried, _mean_cost), sent, verdict, elsewhere, density, tuple(each for each in sentences if each)
+        quality=_quality(tried, _mean_cost),
+        bytes=sent,
+        time=_verdict(tried, silent, _mean_gain),
+        elsewhere=elsewhere,
+        density=density,
+        all=tuple(each for each in sentences if each),
     )
 
 
@@ -55,7 +59,7 @@ def is_of_use(row: Row) -> bool:
 
 
 def is_faster(row: Row) -> bool:
-    """Return whether a row's steps are shorter than dense's, by more than chance."""
+    """Return whether a row trains more samples a second than dense, by more than chance."""
     return row.speed_up is not None and row.speed_up.low > 1
 
 
@@ -102,7 +106,7 @@ def _time(tried: Sequence[Row], silent: Row) -> str:
         return ""
     best = max(faster or timed, key=lambda row: row.speed_up.mean if row.speed_up else 0.0)
     return (
-        f"Measured: {'' if faster else 'no step is shorter than dense: '}at most '{best.name}', {_gain(best)} "
+        f"Measured: {'' if faster else 'none is told to be faster than dense: '}at most '{best.name}', {_gain(best)} "
         f"(pushing nothing: {_gain(silent)})"
     )
 
@@ -146,15 +150,15 @@ def _controls(rows: Sequence[Row], study: Study) -> list[str]:
     return [f"Control '{row.name}': loss {_change(row)}, {_density(row)}" for row in others]
 
 
-def _verdict(tried: Sequence[Row], silent: Row) -> str:
-    control = f" (pushing nothing: {_gain(silent)})"
+def _verdict(tried: Sequence[Row], silent: Row, words: Callable[[Row], str]) -> str:
+    control = f" (pushing nothing: {words(silent)})"
     gaining = [row for row in tried if is_faster(row) and not loses(row) and is_of_use(row)]
     if gaining:
-        return f"Faster than dense, without a loss that shows, and of use: {_list(gaining, _gain)}{control}"
+        return f"Faster than dense, without a loss that shows, and of use: {_list(gaining, words)}{control}"
     faster = [row for row in tried if is_faster(row)]
     if not faster:
-        return "No gain here: no variant's step is shorter than dense's"
-    return f"No gain here: what is faster than dense loses by it or is of no use: {_list(faster, _gain)}{control}"
+        return "No gain that shows: no variant is faster than dense by more than chance"
+    return f"No gain here: what is faster than dense loses by it or is of no use: {_list(faster, words)}{control}"
 
 
 # Words ---------------------------------------------------------------------------------------------------------------
@@ -185,6 +189,11 @@ def _gain(row: Row) -> str:
     e = row.speed_up
     times = f"{e.mean:.2f} times dense's speed [{e.low:.2f}, {e.high:.2f}]"
     return f"{times}, {_density(row)}, loss {_change(row)}"
+
+
+def _mean_gain(row: Row) -> str:
+    assert row.speed_up is not None  # of dense there is none
+    return f"{row.speed_up.mean:.2f} times dense's speed, {_density(row)}, loss {_mean_cost(row)}"
 
 
 def interval(effect: Effect) -> str:

@@ -69,6 +69,8 @@ class Study:
         for key, name in (("dense", self.dense), ("silent", self.silent)):
             if name not in names:
                 raise ValueError(f"{key} = '{name}': no variant has this name; there are {', '.join(names)}")
+        if all(variant.control for variant in self.variants):
+            raise ValueError("variants: all are controls; one is needed that is not")
         for place, variant in enumerate(self.variants):
             if variant.density_of is not None and variant.density_of not in names[:place]:
                 raise ValueError(f"density_of = '{variant.density_of}': no variant before '{variant.name}' is so named")

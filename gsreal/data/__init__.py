@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gsreal.data.images import Images
 
 __all__ = [
+    "HELD_OUT_DIGITS",
     "IGNORED",
     "MASKED_RATIO",
     "Source",
