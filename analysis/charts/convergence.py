@@ -147,8 +147,9 @@ def against_time(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
 
 
 def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
-    """Return held-out loss by step and by time, and density by step: means over seeds."""
+    """Return held-out loss by step, as a change from dense's, and by time, and density by step: means over seeds."""
     looks = _looks(study, rows)
+    dense = dict(next(row.curve for row in rows if row.name == study.dense))
     titles = ("held-out loss by step", "held-out loss by measured time", "density by step")
 
     def draw(axes: Axes, column: int, quality: Quality) -> None:
@@ -156,13 +157,13 @@ def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
             marker, colour, _ = looks[row.name]
             style: dict[str, Any] = {"color": colour, "linestyle": "--" if row.control else "-", "linewidth": 1.3}
             if column < 2:
-                each_s = 1.0 if column == 0 else row.step_time_s.mean
-                x, y = [step * each_s for step, _ in row.curve], [loss for _, loss in row.curve]
+                x = [step * (row.step_time_s.mean if column else 1.0) for step, _ in row.curve]
+                y = [loss - (0.0 if column else dense[step]) for step, loss in row.curve]
                 axes.plot(x, y, marker=marker, markersize=4, **style)
             elif any(row.densities):
                 axes.plot(range(1, len(row.densities) + 1), [d or math.nan for d in row.densities], **style)
         axes.set_xlabel("time in steps, evaluation left out (s)" if column == 1 else "step")
-        axes.set_ylabel("off-shard gradients pushed" if column == 2 else quality.label)
+        axes.set_ylabel((LOSS_CHANGE.label, quality.label, "off-shard gradients pushed")[column])
         if column == 2:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percentage(value)))
@@ -347,8 +348,8 @@ def _grid(panels: int, qualities: int) -> tuple[dict[tuple[int, int], tuple[int,
 
 def _what(rows: Sequence[Row]) -> str:
     return (
-        f"Mean of {rows[0].loss.n} seeds after {rows[0].curve[-1][0]} steps. Bars of a figure: standard deviation over "
-        "seeds; of a change from dense, paired by seed: 95 % interval."
+        f"Mean of {rows[0].loss.n} seeds after {rows[0].curve[-1][0]} steps. Bars: standard deviation over seeds; of a "
+        "change from dense, paired by seed: 95 % interval."
     )
 
 
