@@ -14,6 +14,9 @@ from gssim.units import Count, UserError, spec, validated
 FEWEST_SEEDS = 2
 """An interval needs two; the studies that ship have five."""
 
+LEAST_DENSITY = 1e-6
+"""That is aimed at, also where nothing reached the threshold whose density is to be equalled."""
+
 
 @spec
 class Variant:
@@ -94,8 +97,8 @@ class LoadedStudy:
         """Return what a training of the variant overrides; `density`: of the variant whose density it takes."""
         found = [*as_overrides(self.study.set), *self.overrides, *as_overrides(variant.set)]
         if variant.density_of is not None:
-            # a threshold is needed to load it, whatever it will be
-            target = 1.0 if density is None else float(f"{density:.3g}")
+            # to load it, any will do until it is measured; 0 is none
+            target = 1.0 if density is None else float(f"{max(density, LEAST_DENSITY):.3g}")
             found += ["plan.push.kind=target-density", f"plan.push.threshold={target!r}"]
         return [*found, f"run.seed={seed}", f"name={json.dumps(slug(variant.name))}"]
 
