@@ -352,6 +352,13 @@ set = {{ plan.push.threshold = {silent} }}
 """
 
 
+ELSEWHERE = """
+[[elsewhere]]
+name = "far"
+set = { network.faults = [{ between = ["device0", "moon"] }] }
+"""
+
+
 def write_study(folder, *, scenario=SCENARIOS / "demo.toml", evaluate=3, dense="", silent="inf", more=""):
     every = f"run.evaluate_every_steps = {evaluate}" if evaluate else ""
     file = folder / "study.toml"
@@ -368,6 +375,7 @@ def write_study(folder, *, scenario=SCENARIOS / "demo.toml", evaluate=3, dense="
         ({"silent": "1.0"}, "plan.push.threshold = 1.0: must be inf: 'silent' names this variant"),
         ({"dense": "plan.mehtod = 'gs'"}, "variants[0] 'dense': "),
         ({"dense": "workload.global_batch_size = 5"}, "cannot be divided evenly among 2 ranks"),
+        ({"more": ELSEWHERE}, "elsewhere[0] 'far': "),
     ],
 )
 def test_a_study_is_refused_in_one_line_before_anything_runs(changes, message, tmp_path, monkeypatch, capsys):

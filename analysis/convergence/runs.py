@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.convergence.study import Elsewhere, LoadedStudy, Variant, as_overrides, slug
+from analysis.convergence.study import Elsewhere, LoadedStudy, Variant, as_overrides, check_elsewhere, slug
 from gssim.result import Result, read_result, write_text
 from gssim.scenario import Loaded, read_toml
 from gssim.simulate import simulate
@@ -44,6 +44,7 @@ def train(loaded: LoadedStudy, out: Path) -> list[Trained]:
     """
     study = loaded.study
     inputs = _prepared(loaded, out)
+    check_elsewhere(loaded, inputs)
     results: dict[tuple[str, int], Result] = {}
     progress = _Progress(len(study.seeds) * len(study.variants))
     for seed in study.seeds:
@@ -78,8 +79,7 @@ def _calibrated(loaded: LoadedStudy, out: Path) -> Path:
     scenarios = [loaded.load(variant, seed=0).scenario for variant in loaded.study.variants]
     sizes = {max(1, n // each.plan.micro_batches) for each in scenarios for n in each.batch_sizes if n}
     workload = scenarios[0].workload
-    model = dict(_pairs(loaded)).get("workload.model") or read_toml(loaded.scenario_file)[1]["workload"]["model"]
-    arguments = [str(loaded.scenario_file.parent / model), "--ranks", str(max(each.ranks for each in scenarios))]
+    arguments = [str(_model_file(loaded)), "--ranks", str(max(each.ranks for each in scenarios))]
     arguments += ["--batch-sizes", ",".join(map(str, sorted(sizes))), "--precision", workload.precision]
     if workload.sequence_length:
         arguments += ["--sequence-length", str(workload.sequence_length)]
@@ -88,12 +88,16 @@ def _calibrated(loaded: LoadedStudy, out: Path) -> Path:
     return file
 
 
-def _pairs(loaded: LoadedStudy) -> list[tuple[str, Any]]:
-    found = []
-    for override in (*as_overrides(loaded.study.set), *loaded.overrides):
-        key, _, value = override.partition("=")
-        found.append((key.strip(), value.strip().strip('"')))
-    return found
+def _model_file(loaded: LoadedStudy) -> Path:
+    """Return the file of the model that all variants train; raise UserError where it is given otherwise."""
+    pairs = [override.partition("=") for override in (*as_overrides(loaded.study.set), *loaded.overrides)]
+    given = {key.strip(): value.strip().strip('"') for key, _, value in pairs}.get("workload.model")
+    name = given or read_toml(loaded.scenario_file)[1]["workload"]["model"]
+    candidates = [Path(name), loaded.scenario_file.parent / name] if isinstance(name, str) else []
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
+        raise UserError(f"{loaded.file}: calibrate = true: needs a model file to measure; workload.model names none")
+    return file
 
 
 def _statistics(loaded: LoadedStudy, inputs: Sequence[str], out: Path) -> Path:
@@ -189,7 +193,9 @@ def _without_paths(part: Any) -> Any:
 def _gsreal(arguments: Sequence[str]) -> None:
     """Run a command of `gsreal`; its last line is the reason where it fails. An interrupt ends it first."""
     command = [sys.executable, "-c", "from gsreal.cli import main; main()", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    # in a session of its own: an interrupt from the terminal comes to it once, from here
+    with subprocess.Popen(command, start_new_session=True, **streams) as process:
         try:
             _, talk = process.communicate()
         except BaseException:

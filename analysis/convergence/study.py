@@ -138,7 +138,18 @@ def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None
         except UserError as error:
             raise UserError(f"{path}: variants[{place}] '{variant.name}': {error}") from None
         _check(scenario, variant, study, f"{path}: variants[{place}] '{variant.name}'")
+    if not study.calibrate:
+        check_elsewhere(loaded)
     return loaded
+
+
+def check_elsewhere(loaded: LoadedStudy, inputs: tuple[str, ...] = ()) -> None:
+    """Raise UserError where another network cannot be made of the cluster; `inputs`: overrides that give that."""
+    for place, network in enumerate(loaded.study.elsewhere):
+        try:
+            loaded.load(loaded.study.variants[0], seed=0, extra=(*inputs, *as_overrides(network.set)))
+        except UserError as error:
+            raise UserError(f"{loaded.file}: elsewhere[{place}] '{network.name}': {error}") from None
 
 
 def _check(scenario: Any, variant: Variant, study: Study, where: str) -> None:
