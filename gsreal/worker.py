@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -21,22 +20,13 @@ from torch import Tensor, nn
 
 from gsreal import data
 from gsreal.build import DTYPES, build_module
-from gsreal.evaluation import HeldOut
+from gsreal.course import Course, density_by_step, refuse_divergence
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
 from gssim import shares
-from gssim.result import (
-    Density,
-    Evaluation,
-    RankClass,
-    Result,
-    Span,
-    chrome_trace,
-    typical_phases,
-    write_text,
-)
+from gssim.result import Density, Evaluation, RankClass, Result, Span, chrome_trace, typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
 
@@ -49,22 +39,16 @@ class RankReport:
     ends_s: list[float]
     phases_s: dict[str, float]
     spans: list[Span]
-    course: "Course"
+    losses: list[float]
+    pushed_by_step: list[tuple[int, int]]
+    """Entries sent and offered."""
+    evaluations: list[Evaluation]
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
+    sent_entries: int
+    offered_entries: int
     memory_counter: str
-
-
-@dataclass
-class Course:
-    """How the timed steps went: the first two, of each step."""
-
-    losses: list[float]
-    """This rank's part of the loss."""
-    pushed: list[tuple[int, int]]
-    """Entries that this rank sent, and could have sent, off its shard."""
-    evaluations: list[Evaluation]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -115,10 +99,12 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
-    course = _timed_steps(scenario, training, feed, rank)
+    course = Course(scenario, training, rank, device)
+    losses = _timed_steps(scenario, training, feed, rank, course)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
     sharding = _sharding(training)
+    entries = (sharding.sent.entries, sharding.sent.offered) if sharding else (0, 0)
     payloads = [sent / scenario.run.steps for sent in sharding.sent.by_bucket] if sharding else []
     allocated, reserved = _peak(training, feed, counter, rank)
     seen = _collectives(training, feed, rank, payloads)
@@ -127,10 +113,14 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
         ends_s=ends_s,
         phases_s=phases_s,
         spans=_one_step(spans, ends_s),
-        course=course,
+        losses=losses,
+        pushed_by_step=course.pushed_by_step,
+        evaluations=course.evaluations,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
+        sent_entries=entries[0],
+        offered_entries=entries[1],
         memory_counter=counter.method,
     )
 
@@ -215,12 +205,10 @@ def _sharding(training: Training) -> GradientSharding | None:
     return training.optimizer if isinstance(training.optimizer, GradientSharding) else None
 
 
-def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> Course:
-    """Train warm-up and timed steps, and evaluate as often as the run says."""
+def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int, course: Course) -> list[float]:
+    """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
     run, sharding = scenario.run, _sharding(training)
-    every, losses = run.evaluate_every_steps, []
-    pushed, evaluations = [(0, 0)], []
-    held_out = HeldOut(scenario, rank, feed.device) if every else None
+    losses = []
     feed.prepare(run.warmup_steps + run.steps)
     dist.barrier()
     for step in range(run.warmup_steps + run.steps):
@@ -233,15 +221,10 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
-            pushed.append((sharding.sent.entries, sharding.sent.offered) if sharding else (0, 0))
-        done = step + 1 - run.warmup_steps
-        if held_out and every and (done == run.steps or (done > 0 and done % every == 0)):
-            with training.timeline.pause():
-                evaluations.append(held_out.evaluate(training.module, step=step + 1))
+        course.note(step)
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
-    each = [(now[0] - before[0], now[1] - before[1]) for before, now in pairwise(pushed)]
-    return Course([float(loss) for loss in losses], each, evaluations)
+    return [float(loss) for loss in losses]
 
 
 def _progress(done: int, total: int) -> None:
@@ -315,6 +298,8 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     step_time_s = median(times)
+    offered = sum(report.offered_entries for report in reports)
+    thresholded = scenario.plan.push.threshold is not None
     total = scenario.workload.global_batch_size
     ranks = tuple(
         RankClass(
@@ -330,6 +315,8 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         )
         for rank, report in enumerate(reports)
     )
+    loss = tuple(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True))
+    refuse_divergence(loss, reports[0].evaluations)
     phases_s = {name: fmean(report.phases_s[name] for report in reports) for name in reports[0].phases_s}
     scale = step_time_s / sum(phases_s.values())  # ranks have their median steps at different times
     return Result(
@@ -343,11 +330,14 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         phases_s={name: value * scale for name, value in phases_s.items()},
         fits=True,
         throughput_samples_per_s=total / step_time_s,
-        density=_density(scenario, [report.course.pushed for report in reports]),
+        density=Density(
+            push=sum(r.sent_entries for r in reports) / offered if thresholded and offered else None,
+            push_by_step=density_by_step([r.pushed_by_step for r in reports], scenario.plan.push.threshold),
+        ),
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
-        loss=_losses([report.course for report in reports]),
-        evaluation=tuple(reports[0].course.evaluations),
+        loss=loss,
+        evaluation=tuple(reports[0].evaluations),
         provenance={
             **provenance(device),
             "backend": scenario.cluster.backend,
@@ -355,27 +345,6 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             "seed": scenario.run.seed,
         },
     )
-
-
-def _losses(courses: list[Course]) -> tuple[float, ...]:
-    """Return the loss of every timed step; raise UserError where training diverged: JSON has no such numbers."""
-    losses = tuple(sum(parts) for parts in zip(*(course.losses for course in courses), strict=True))
-    if not all(map(isfinite, (*losses, *(each.loss for each in courses[0].evaluations)))):
-        first = next((step for step, loss in enumerate(losses, start=1) if not isfinite(loss)), len(losses))
-        raise UserError(
-            f"workload.learning_rate: training diverged: after {first} timed steps the loss is no finite number; "
-            "allowed: a rate at which it falls"
-        )
-    return losses
-
-
-def _density(scenario: Scenario, by_rank: list[list[tuple[int, int]]]) -> Density:
-    """Return what was pushed of what could have been, by step and over all steps; nothing where all always is."""
-    steps = [tuple(map(sum, zip(*step, strict=True))) for step in zip(*by_rank, strict=True)]
-    sent, offered = map(sum, zip(*steps, strict=True))
-    if scenario.plan.push.threshold is None or not offered:
-        return Density()
-    return Density(push=sent / offered, push_by_step=tuple(n / total if total else 0.0 for n, total in steps))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Held-out data: no training draws from them; evaluating changes nothing of a run but adds its evaluation."""
 
 import json
+import math
 import os
 import time
 from dataclasses import replace
@@ -17,11 +18,13 @@ from test_build_and_data import BERT, GPT, RESNET, workload_of
 
 from gsreal import data
 from gsreal.build import loss_of
+from gsreal.course import Course, refuse_divergence
 from gsreal.data.bundled import digits, digits_parts, held_out_part, standard_library_bytes, trained_part
 from gsreal.evaluation import HeldOut, check_evaluation
 from gsreal.launch import launch
 from gsreal.measure import Timeline
 from gsreal.worker import Feed, _timed_steps, build
+from gssim.result import Evaluation
 from gssim.scenario import load_scenario
 from gssim.units import UserError
 
@@ -126,13 +129,14 @@ def course_of(overrides, *, name="resnet-digits.toml"):
     changes = [*DIGITS, "plan.method=single", *overrides]
     scenario = load_scenario(Path(scenario_file(name)), changes, gradients_needed=False).scenario
     training = build(scenario, Timeline(0, CPU), CPU)
-    course = _timed_steps(scenario, training, Feed(scenario, 0, CPU), 0)
-    return scenario, training, course
+    course = Course(scenario, training, 0, CPU)
+    losses = _timed_steps(scenario, training, Feed(scenario, 0, CPU), 0, course)
+    return training, course, losses
 
 
 @pytest.mark.usefixtures("alone")
 def test_evaluating_changes_no_loss_and_takes_no_time_of_a_step(monkeypatch):
-    _, _, course = course_of([])
+    _, course, losses = course_of([])
     evaluate, took_s = HeldOut.evaluate, []
 
     def slowly(self, module, *, step):
@@ -144,10 +148,10 @@ def test_evaluating_changes_no_loss_and_takes_no_time_of_a_step(monkeypatch):
 
     monkeypatch.setattr(HeldOut, "evaluate", slowly)
     began = time.perf_counter()
-    _, training, evaluated = course_of(["run.evaluate_every_steps=1"])
+    training, evaluated, same = course_of(["run.evaluate_every_steps=1"])
     whole_s = time.perf_counter() - began
     spans, ends_s = training.timeline.read()
-    assert evaluated.losses == course.losses
+    assert same == losses
     assert course.evaluations == []
     assert [each.step for each in evaluated.evaluations] == [2, 3]  # the warm-up's step counts too
     assert len(took_s) == 2
@@ -158,13 +162,20 @@ def test_evaluating_changes_no_loss_and_takes_no_time_of_a_step(monkeypatch):
 
 @pytest.mark.usefixtures("alone")
 def test_the_evaluation_is_the_mean_loss_and_the_accuracy_on_all_held_out_samples():
-    scenario, training, course = course_of(["run.evaluate_every_steps=4"])
-    source, samples = data.open_held_out(scenario.workload)
+    training, course, _ = course_of(["run.evaluate_every_steps=4"])
+    source, samples = data.open_held_out(workload_of(RESNET))
     inputs, targets = source.batch(seed=0, step=0, rows=slice(0, samples))
     with torch.no_grad():
         logits = training.module(inputs)
     assert course.evaluations[-1].loss == pytest.approx(float(loss_of(logits, targets)), rel=1e-5)
     assert course.evaluations[-1].accuracy_ratio == float((logits.argmax(1) == targets).double().mean())
+
+
+@pytest.mark.parametrize(("losses", "first"), [([2.0, math.nan, math.nan], 2), ([2.0, 1.0, math.inf], 3)])
+def test_a_training_that_diverged_is_refused_in_one_line(losses, first):
+    refuse_divergence([3.0, 2.0], [Evaluation(step=2, loss=2.0)])
+    with pytest.raises(UserError, match=f"training diverged: after {first} timed steps the loss is no finite number"):
+        refuse_divergence(losses, [])
 
 
 CASES = {
