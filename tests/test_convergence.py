@@ -19,9 +19,10 @@ from analysis.convergence.effects import paired_difference, paired_ratio, spread
 from analysis.convergence.findings import findings_of
 from analysis.convergence.rows import rows_of, sent_bytes, total_sent_bytes, write_csv
 from analysis.convergence.runs import HERE, Trained, stands_for
-from analysis.convergence.study import Study, as_overrides, load_study
+from analysis.convergence.study import Elsewhere, Study, as_overrides, load_study, on_network
 from gssim.result import Collective, Density, Evaluation, RankClass, Result
 from gssim.scenario import load_scenario
+from gssim.simulate import simulate
 from gssim.units import UserError, validated
 
 SCENARIOS = Path(__file__).resolve().parents[1] / "scenarios"
@@ -355,7 +356,8 @@ set = {{ plan.push.threshold = {silent} }}
 ELSEWHERE = """
 [[elsewhere]]
 name = "far"
-set = { network.faults = [{ between = ["device0", "moon"] }] }
+bandwidth_bytes_per_s = "1 GB"
+latency_s = "1 ms"
 """
 
 
@@ -375,7 +377,7 @@ def write_study(folder, *, scenario=SCENARIOS / "demo.toml", evaluate=3, dense="
         ({"silent": "1.0"}, "plan.push.threshold = 1.0: must be inf: 'silent' names this variant"),
         ({"dense": "plan.mehtod = 'gs'"}, "variants[0] 'dense': "),
         ({"dense": "workload.global_batch_size = 5"}, "cannot be divided evenly among 2 ranks"),
-        ({"more": ELSEWHERE}, "elsewhere[0] 'far': "),
+        ({"more": ELSEWHERE}, "elsewhere[0].bandwidth_bytes_per_s = '1 GB': is in bytes, but bytes/s is needed"),
     ],
 )
 def test_a_study_is_refused_in_one_line_before_anything_runs(changes, message, tmp_path, monkeypatch, capsys):
@@ -401,6 +403,16 @@ def test_overrides_of_the_command_line_come_after_those_of_the_file(tmp_path):
     loaded = load_study(write_study(tmp_path), ("run.steps=9",))
     scenario = loaded.load(loaded.study.variants[1], seed=7).scenario
     assert (scenario.run.steps, scenario.run.seed, scenario.plan.push.threshold) == (9, 7, math.inf)
+
+
+def test_elsewhere_the_link_is_what_takes_the_time():
+    """On a slow link, the bytes that a device sends take as long as its bandwidth says, and no less."""
+    here = load_scenario(SCENARIOS / "demo.toml")
+    slow = Elsewhere(name="slow", bandwidth_bytes_per_s=1e6, latency_s=0.0)
+    result = simulate(on_network(here, slow)).result
+    for rank in result.ranks:
+        assert rank.phases_s["exposed_communication"] == pytest.approx(rank.bytes_sent / 1e6, rel=0.05)
+    assert max(link.utilisation_ratio for link in result.links) <= 1.0
 
 
 @pytest.mark.parametrize("file", sorted((SCENARIOS / "studies").glob("*.toml")), ids=lambda file: file.stem)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.convergence.study import Elsewhere, LoadedStudy, Variant, as_overrides, check_elsewhere, slug
+from analysis.convergence.study import LoadedStudy, Variant, as_overrides, on_network, slug
 from gssim.result import Result, read_result, write_text
 from gssim.scenario import Loaded, read_toml
 from gssim.simulate import simulate
@@ -44,7 +44,6 @@ def train(loaded: LoadedStudy, out: Path) -> list[Trained]:
     """
     study = loaded.study
     inputs = _prepared(loaded, out)
-    check_elsewhere(loaded, inputs)
     results: dict[tuple[str, int], Result] = {}
     progress = _Progress(len(study.seeds) * len(study.variants))
     for seed in study.seeds:
@@ -221,13 +220,13 @@ def _predictions(
     seed = loaded.study.seeds[0]
     density = results[variant.density_of, seed].density.push if variant.density_of else None
     found = {}
-    for network in (Elsewhere(name=HERE, set={}), *loaded.study.elsewhere):
-        extra = (*inputs, *as_overrides(network.set))
-        asked = loaded.load(variant, seed=seed, density=density, extra=extra, predicts=True)
-        result = simulate(asked).result
-        found[network.name] = result
-        folder = out / "results" if network.name == HERE else out / "elsewhere" / slug(network.name)
-        write_text(folder / f"{asked.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
+    here = loaded.load(variant, seed=seed, density=density, extra=inputs, predicts=True)
+    asked = {HERE: here} | {network.name: on_network(here, network) for network in loaded.study.elsewhere}
+    for name, each in asked.items():
+        result = simulate(each).result
+        found[name] = result
+        folder = out / "results" if name == HERE else out / "elsewhere" / slug(name)
+        write_text(folder / f"{each.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
     return found
 
 

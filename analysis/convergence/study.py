@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gssim.scenario import Loaded, load_scenario, read_toml
-from gssim.units import Count, UserError, spec, validated
+from gssim.units import BytesPerSecond, Count, Seconds, UserError, spec, validated
 
 FEWEST_SEEDS = 2
 """An interval needs two; the studies that ship have five."""
@@ -34,11 +34,12 @@ class Variant:
 
 @spec
 class Elsewhere:
-    """Another network to predict step times for, beside the machine that trains."""
+    """Another network to predict step times for, beside the machine that trains: the same devices, other links."""
 
     name: str
-    set: dict[str, Any]
-    """Overrides of the scenario's keys."""
+    bandwidth_bytes_per_s: BytesPerSecond
+    """Of every link, in one direction."""
+    latency_s: Seconds
 
 
 @spec
@@ -138,18 +139,22 @@ def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None
         except UserError as error:
             raise UserError(f"{path}: variants[{place}] '{variant.name}': {error}") from None
         _check(scenario, variant, study, f"{path}: variants[{place}] '{variant.name}'")
-    if not study.calibrate:
-        check_elsewhere(loaded)
+        if study.elsewhere and not scenario.cluster.links:
+            raise UserError(f"{path}: elsewhere: the cluster lists no links that could be others; leave it out")
     return loaded
 
 
-def check_elsewhere(loaded: LoadedStudy, inputs: tuple[str, ...] = ()) -> None:
-    """Raise UserError where another network cannot be made of the cluster; `inputs`: overrides that give that."""
-    for place, network in enumerate(loaded.study.elsewhere):
-        try:
-            loaded.load(loaded.study.variants[0], seed=0, extra=(*inputs, *as_overrides(network.set)))
-        except UserError as error:
-            raise UserError(f"{loaded.file}: elsewhere[{place}] '{network.name}': {error}") from None
+def on_network(loaded: Loaded, network: Elsewhere) -> Loaded:
+    """Return what is to be predicted, with the links of another network.
+
+    Factors on the time of a byte are left out: they were measured on the machine's own links, which are its memory.
+    """
+    cluster = loaded.scenario.cluster
+    speed: dict[str, Any] = {"bandwidth_bytes_per_s": network.bandwidth_bytes_per_s, "latency_s": network.latency_s}
+    links = tuple(replace(link, **speed, source=f"assumed: {network.name}") for link in cluster.links)
+    cost = cluster.backend_cost and replace(cluster.backend_cost, bytes_factor={})
+    cluster = replace(cluster, links=links, backend_cost=cost)
+    return replace(loaded, scenario=replace(loaded.scenario, cluster=cluster))
 
 
 def _check(scenario: Any, variant: Variant, study: Study, where: str) -> None:
