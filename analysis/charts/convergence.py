@@ -15,7 +15,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis.charts.drawing import STYLE, TIME_UNITS, new_figure, plain, unit_for
 from analysis.convergence.effects import Effect, Spread
@@ -163,10 +163,13 @@ def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
             elif any(row.densities):
                 axes.plot(range(1, len(row.densities) + 1), [d or math.nan for d in row.densities], **style)
         axes.set_xlabel("time in steps, evaluation left out (s)" if column == 1 else "step")
+        axes.xaxis.set_major_locator(MaxNLocator(7, integer=column != 1))
         axes.set_ylabel((LOSS_CHANGE.label, quality.label, "off-shard gradients pushed")[column])
         if column == 2:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percentage(value)))
+            axes.yaxis.set_minor_locator(NullLocator())
 
     return _figure(study, rows, found.density or found.quality, titles, draw, (LOSS,))
 
