@@ -428,23 +428,22 @@ def test_studies_that_ship_have_the_controls_and_five_seeds(file):
 # What is kept --------------------------------------------------------------------------------------------------------
 
 
-def test_a_kept_result_stands_for_the_same_training_alone(tmp_path):
-    file = SCENARIOS / "demo.toml"
-    asked = load_scenario(file, ["plan.push.threshold=inf", "run.evaluate_every_steps=5"])
+def test_a_kept_result_stands_for_the_same_training_alone():
+    changes = ["plan.push.threshold=inf", "run.evaluate_every_steps=5"]
+
+    def ask(*others):
+        return load_scenario(SCENARIOS / "demo.toml", [*changes, *others], gradients_needed=False)
+
+    asked = ask()
     kept = replace(
         make_result(loss=1.0, step_time_s=1.0),
         scenario_id=asked.scenario.scenario_id,
         scenario=json.loads(json.dumps(asked.scenario.resolved())),
     )
     assert stands_for(kept, asked)
-    assert stands_for(
-        kept, load_scenario(file, ["plan.push.threshold=inf", "run.evaluate_every_steps=5", "name=other"])
-    )
-    for changes in (["run.evaluate_every_steps=6"], ["run.seed=1"], ["workload.learning_rate=1.0"]):
-        other = load_scenario(
-            file, ["plan.push.threshold=inf", "run.evaluate_every_steps=5", *changes], gradients_needed=False
-        )
-        assert not stands_for(kept, other)
+    assert stands_for(kept, ask("name=other"))
+    for other in ("run.evaluate_every_steps=6", "run.seed=1", "workload.learning_rate=1.0"):
+        assert not stands_for(kept, ask(other))
 
 
 def test_an_interrupted_study_goes_on_where_it_was(tmp_path, monkeypatch):

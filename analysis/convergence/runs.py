@@ -110,14 +110,8 @@ def _statistics(loaded: LoadedStudy, inputs: Sequence[str], out: Path) -> Path:
     arguments = [str(loaded.scenario_file)]
     for override in [*loaded.overrides_of(dense, seed=max(study.seeds) + 1), *inputs]:
         arguments += ["--set", override]
-    thresholds = {0.0}
-    for variant in thresholded:
-        push = loaded.load(variant, seed=0).scenario.plan.push
-        if push.kind == "absolute" and push.threshold is not None and push.threshold < float("inf"):
-            thresholds.add(push.threshold)
     _say("takes gradient statistics, of another seed (gsreal gradients)")
-    given = ",".join(f"{threshold:g}" for threshold in sorted(thresholds))
-    _gsreal(["gradients", *arguments, "--thresholds", given, "--out", str(file)])
+    _gsreal(["gradients", *arguments, "--out", str(file)])
     for variant in thresholded:  # refused now, not after all trainings
         loaded.load(variant, seed=study.seeds[0], extra=extra, predicts=True)
     return file
