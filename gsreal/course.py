@@ -24,6 +24,10 @@ class Course:
         self.evaluations: list[Evaluation] = []
         self._pushed = [(0, 0)]
 
+    def restart(self) -> None:
+        """Forget what was pushed: what is counted begins anew."""
+        self._pushed = [(0, 0)]
+
     def note(self, step: int) -> None:
         """Take notes of a step, counted from 0 with the warm-up's; evaluates, a collective, where the run says so."""
         done = step + 1 - self.run.warmup_steps
@@ -36,6 +40,7 @@ class Course:
             self._pushed.append((0, 0))
         if self.held_out and self.every and (done == self.run.steps or done % self.every == 0):
             with self.training.timeline.pause():
+                self.training.finish()
                 self.evaluations.append(self.held_out.evaluate(self.training.module, step=step + 1))
 
     @property

@@ -67,8 +67,8 @@ class _Steady:
 def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
 
-    Where the push is thresholded, messages differ from step to step: the step with the median payload of the run
-    stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
+    Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
+    run stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
     fits goes by the dense steps at the start as well.
     """
     with _no_collection():
@@ -138,7 +138,6 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
     fit = _misfit(machine) or _misfit(first.machine)
-    densities = [p.push_density for p in programs if p.push_density is not None]
     return Result(
         source="simulated",
         scenario_id=scenario.scenario_id,
@@ -150,7 +149,10 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
         fits=fit is None,
         does_not_fit=fit,
         throughput_samples_per_s=scenario.workload.global_batch_size / typical.time_s,
-        density=Density(push=fmean(densities) if densities else None),
+        density=Density(
+            push=_mean([program.push_density for program in programs]),
+            publish=_mean([program.publish_density for program in programs]),
+        ),
         collectives=_collectives(programs),
         links=_links(machine, typical),
         ranks=_rank_classes(scenario, machine, phases),
@@ -162,6 +164,12 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
             "seed": scenario.run.seed,
         },
     )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Return the mean of those that there are."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
 
 
 def _version(package: str) -> str:

@@ -49,18 +49,24 @@ def star(ranks: int) -> str:
 
 def run_cases(folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> dict[str, dict[str, Any]]:
     """Run all cases one after another in one launch of `ranks` ranks; return what each showed."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    found: dict[str, dict[str, Any]] = run_module("ranks", [str(folder / "cases.json")], folder, ranks=ranks)
+    return found
+
+
+def run_module(module: str, arguments: list[str], folder: Path, *, ranks: int) -> dict[str, Any]:
+    """Run a module of the tests' on `ranks` ranks; return what rank 0 wrote to its last argument."""
     from gsreal.launch import launch
 
-    (folder / "cases.json").write_text(json.dumps(cases))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(TESTS), before) if p)
     try:
-        launch("ranks", [str(folder / "cases.json"), str(folder / "found.json")], ranks=ranks)
+        launch(module, [*arguments, str(folder / "found.json")], ranks=ranks)
     finally:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
-    found: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 

@@ -198,7 +198,7 @@ NOT_YET = [
     (("plan.method=gs_hier", "plan.parameters=sharded"), "plan.parameters = 'sharded': cannot run yet with method 'gs_hier'"),
     (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),
     (("plan.parameters=gathered",), "cannot run yet"),
-    ((*GS, "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet"),
+    (("plan.method=gs_wgrad", "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet with method 'gs_wgrad'"),
     ((*GS, "plan.shares.replan=true"), "plan.shares.replan = True: cannot run yet"),
     ((*GS, "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet"),
     ((*GS, "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet"),

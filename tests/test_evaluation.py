@@ -18,6 +18,7 @@ from test_build_and_data import BERT, GPT, RESNET, workload_of
 
 from gsreal import data
 from gsreal.build import loss_of
+from gsreal.checkpoint import Progress
 from gsreal.course import Course, refuse_divergence
 from gsreal.data.bundled import digits, digits_parts, held_out_part, standard_library_bytes, trained_part
 from gsreal.evaluation import HeldOut, check_evaluation
@@ -130,7 +131,7 @@ def course_of(overrides, *, name="resnet-digits.toml"):
     scenario = load_scenario(Path(scenario_file(name)), changes, gradients_needed=False).scenario
     training = build(scenario, Timeline(0, CPU), CPU)
     course = Course(scenario, training, 0, CPU)
-    losses = _timed_steps(scenario, training, Feed(scenario, 0, CPU), 0, course)
+    losses = _timed_steps(scenario, training, Feed(scenario, 0, CPU), 0, course, Progress(), None)
     return training, course, losses
 
 

@@ -25,12 +25,11 @@ from strategies import (
 from test_folding import assert_folding_changes_nothing, of_ranks
 from test_zero3 import most_held
 
-from gsreal.refusals import check_plan
 from gssim.cluster import Cluster
 from gssim.density import push_density
+from gssim.division import divide
 from gssim.plan import Plan, Push, resolve
 from gssim.program import Task, lower
-from gssim.program.division import divide
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulate import simulate
@@ -93,14 +92,6 @@ def test_hosts_that_are_not_alike_need_sizes(hosts):
 def test_one_size_alone_is_not_enough():
     with pytest.raises(UserError, match=r"plan\.dp_replicate: missing; beside plan\.dp_shard = 2"):
         resolve(Plan(method="gs_hier", dp_shard=2), devices=4, hosts=["a", "a", "b", "b"])
-
-
-@pytest.mark.parametrize(("method", "key"), [("gs_hier", "plan.method"), ("gs_z3", "plan.parameters")])
-def test_what_can_only_be_simulated_is_refused_before_ranks_start(method, key):
-    with pytest.raises(UserError, match=rf"^f: {key} = .*can only be simulated yet; gsreal pushes"):
-        check_plan(scenario_of(star(4), {"method": method, "dp_replicate": 1, "dp_shard": 4}), where="f")
-    for executed in ("gs", "zero3"):
-        check_plan(scenario_of(star(4), {"method": executed}), where="f")
 
 
 # Groups that are alike -----------------------------------------------------------------------------------------------
@@ -367,12 +358,12 @@ def test_a_rank_holds_its_share_of_everything_and_gathered_the_root_and_blocks_i
         assert held_after(tasks[:update])["gradients"] == 4 * share * ELEMENTS
 
 
-def test_in_bf16_an_owner_keeps_a_master_copy_of_its_shard_and_adds_up_in_its_precision():
+def test_in_bf16_a_shard_is_kept_as_master_copy_alone_and_added_up_in_its_precision():
     types = {"fast": device_type(peak_flop_per_s={"fp32": 1e9, "bf16": 2e9})}
     program = lower(scenario_of(star(4, types=types), {"method": "gs_z3"}, optimizer="adamw", precision="bf16"))
     (held,), (tasks,) = program.persistent, program.tasks
-    assert held["parameters"] == 2 * ELEMENTS / 4
-    assert held["master_copy"] == 4 * ELEMENTS / 4
+    assert held["parameters"] == 4 * ELEMENTS / 4
+    assert "master_copy" not in held
     assert held["optimizer"] == 8 * ELEMENTS / 4 + 3 * 4
     assert most_held(tasks, "gathered_parameters") == 2 * (ROOT + BLOCK)
     update = next(i for i, task in enumerate(tasks) if task.label == "optimizer")

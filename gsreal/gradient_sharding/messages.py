@@ -103,6 +103,11 @@ class Encoding:
                 one = received.new_ones(()).expand(places.numel())
                 received[first:last].index_add_(0, places, one, alpha=weight)
 
+    def put(self, values: Tensor, message: Tensor, entries: int) -> None:
+        """Overwrite those of `values` that a sparse message holds (a dense one is received in their place)."""
+        for places, new, first, last in self._entries(message, entries, values.numel()):
+            values[first:last].index_copy_(0, places.long(), new)
+
     def _note_values(self, message: Tensor, entries: int, weight: float, received: Tensor) -> None:
         """Add `weight` where a dense message holds a value: unless all were sent, a zero stands for what was not."""
         if entries == message.numel():

@@ -20,7 +20,7 @@ from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.observer import Observer
 from gsreal.gradient_sharding.residuals import PRECISIONS, Accumulated, Residual
-from gsreal.gradient_sharding.scratch import Scratch
+from gsreal.gradient_sharding.scratch import scratches
 from gsreal.gradient_sharding.thresholds import Part, Thresholds, mark, within
 from gssim import shares
 from gssim.plan import Push
@@ -43,18 +43,18 @@ class _Incoming:
 
 @dataclass
 class Sent:
-    """What this rank pushed."""
+    """What this rank pushed, or published."""
 
     entries: int = 0
     offered: int = 0
-    """Off-shard elements that it could have sent."""
+    """Elements that it could have sent: those off its shard to push, those of its shard to publish."""
     bytes_of: Counter[int] = field(default_factory=Counter)
     """By bucket."""
 
     @property
     def by_bucket(self) -> list[int]:
-        """Bytes for each bucket, in the order in which they are pushed."""
-        return [self.bytes_of[index] for index in sorted(self.bytes_of)]
+        """Bytes for each bucket, in the order in which they are sent."""
+        return list(self.bytes_of.values())
 
 
 class Pusher:
@@ -72,9 +72,11 @@ class Pusher:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
-        """Each rank's part of the step's loss terms: what its mean gradient counts."""
+        """Each node's part of the step's loss terms: what its mean gradient counts."""
         self.steps = 0
         """Updates so far."""
+        self.loss_scale = 1.0
+        """What the loss was multiplied by: gradients travel scaled, so absolute thresholds are scaled for them."""
         self.sent = Sent()
         self._incoming: _Incoming | None = None
         self.encodings: dict[torch.dtype, Encoding] = {}
@@ -93,11 +95,7 @@ class Pusher:
                 self.residuals[bucket.index] = Residual(bucket.elements, bucket.own, precision, bucket.flat.device)
 
     def _take_scratch(self, buckets: Sequence[Bucket]) -> None:
-        for dtype in dict.fromkeys(bucket.flat.dtype for bucket in buckets):
-            alike = [bucket for bucket in buckets if bucket.flat.dtype == dtype]
-            part = max(last - first for bucket in alike for first, last in bucket.ranges)
-            largest = max(bucket.elements for bucket in alike)
-            scratch = Scratch(part, largest, dtype, alike[0].flat.device)
+        for dtype, scratch in scratches(buckets).items():
             self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
 
     @property
@@ -114,6 +112,8 @@ class Pusher:
             self._pay(bucket)
             total = self._own(bucket)
             sends = self._thresholded(bucket) if self.thresholds_now else self._dense(bucket)
+        if self.ranks == 1:
+            return  # nothing is left to push
         self._count(bucket, sends)
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):
@@ -123,7 +123,7 @@ class Pusher:
         residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
         if residual is not None and weight:
             assert bucket.gradient is not None
-            residual.pay(bucket.gradient, weight)
+            residual.pay(bucket.gradient, weight / self.loss_scale)
 
     def _count(self, bucket: Bucket, sends: Sequence[Message]) -> None:
         """Count what is sent, and what could have been."""
@@ -165,12 +165,14 @@ class Pusher:
         residual = self.residuals.get(bucket.index) if weight else None
         if residual is not None:
             assert bucket.gradient is not None
-            residual.accumulate(bucket.gradient, weight, encoding.scratch)
+            residual.accumulate(bucket.gradient, weight / self.loss_scale, encoding.scratch)
         accumulated = Accumulated(bucket, residual)
         thresholds: list[Part] = []
         if weight:
             step = self.steps - self.rules.warmup_steps
-            thresholds = self.thresholds[bucket.index].find(accumulated.pieces, encoding.scratch, step=step)
+            thresholds = self.thresholds[bucket.index].find(
+                accumulated.pieces, encoding.scratch, step=step, scale=self.loss_scale
+            )
         accumulated.release()
         found: list[Message] = []
         for owner, (first, last) in enumerate(bucket.ranges):

@@ -1,11 +1,12 @@
 """Memory that entries are found in: taken once, and used by every push."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gsreal.gradient_sharding.bucket import Bucket
 from gssim.encodings import scratch_elements
 
 
@@ -34,6 +35,17 @@ class Scratch:
             return
         for first, last in self.chunks(target.numel()):
             target[first:last].add_(self.cast_to(target.dtype, source[first:last]), alpha=factor)
+
+
+def scratches(buckets: Sequence[Bucket]) -> dict[torch.dtype, Scratch]:
+    """Return what it takes to find and pack messages of these buckets, for each of their types."""
+    found = {}
+    for dtype in dict.fromkeys(bucket.flat.dtype for bucket in buckets):
+        alike = [bucket for bucket in buckets if bucket.flat.dtype == dtype]
+        part = max(last - first for bucket in alike for first, last in bucket.ranges)
+        largest = max(bucket.elements for bucket in alike)
+        found[dtype] = Scratch(part, largest, dtype, alike[0].flat.device)
+    return found
 
 
 def count(flags: Tensor) -> int:

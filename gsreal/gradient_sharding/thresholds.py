@@ -25,20 +25,24 @@ class Thresholds:
         self.estimated: list[float] | None = None
         """For a target density: by tensor, as last estimated."""
 
-    def find(self, pieces: Pieces, scratch: Scratch, *, step: int) -> list[Part]:
-        """Return parts of the bucket, in order, with their thresholds; `step`: from the first thresholded one."""
+    def find(self, pieces: Pieces, scratch: Scratch, *, step: int, scale: float = 1.0) -> list[Part]:
+        """Return parts of the bucket, in order, with their thresholds; `step`: from the first thresholded one.
+
+        `scale`: what all that is accumulated was multiplied by. Estimates are kept without it.
+        """
         assert self.push.threshold is not None
         if self.push.kind == "absolute":
-            return [(slice(self.places[0].start, self.places[-1].stop), self.push.threshold)]
+            return [(slice(self.places[0].start, self.places[-1].stop), self.push.threshold * scale)]
         if self.push.kind == "relative":
             means = mean_magnitudes([pieces(place.start, place.stop) for place in self.places])
             found = [_no_zeros(self.push.threshold * mean) if self.push.threshold else 0.0 for mean in means]
         else:
             if self.estimated is None or step % self.push.reestimate_steps == 0:
                 self.estimated = [
-                    quantile(pieces(place.start, place.stop), self.push.threshold, scratch) for place in self.places
+                    quantile(pieces(place.start, place.stop), self.push.threshold, scratch) / scale
+                    for place in self.places
                 ]
-            found = self.estimated
+            found = [estimate * scale for estimate in self.estimated]
         return list(zip(self.places, found, strict=True))
 
 

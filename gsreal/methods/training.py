@@ -48,7 +48,7 @@ class Training:
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
         if isinstance(self.optimizer, GradientSharding):
-            self.optimizer.weights = weights.ranks
+            self.optimizer.weights = tuple(weights.ranks[each] for each in self.optimizer.ranks)
         scale = self.scale * weights.ranks[rank] if self.scale else 1.0
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
@@ -57,6 +57,11 @@ class Training:
         self._update()
         self.timeline.end_step()
         return torch.stack(losses).sum()
+
+    def finish(self) -> None:
+        """Wait for what a step may leave under way: before parameters are read other than by a forward."""
+        if isinstance(self.optimizer, GradientSharding):
+            self.optimizer.finish()
 
     def _micro_batches(
         self, inputs: Tensor, targets: Tensor, weights: Sequence[float]

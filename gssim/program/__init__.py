@@ -20,6 +20,7 @@ from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.messages import mean_density
 from gssim.program.optimizer import optimize, persistent
 from gssim.program.pipeline import held_by_stages, pipeline
+from gssim.program.published import published_density
 from gssim.program.push import push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
@@ -59,7 +60,7 @@ HOLD: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] 
 def lower(
     scenario: Scenario, statistics: GradientStatistics | None = None, *, step: int = 0, unfolded: bool = False
 ) -> Program:
-    """Return the program of one training step; `step` (from the first) matters where the push is thresholded.
+    """Return the program of one training step; `step` (from the first) matters where push or publish are thresholded.
 
     `unfolded`: every rank has a role of its own.
     """
@@ -83,6 +84,7 @@ def lower(
         communications=communications,
         persistent=tuple(held),
         push_density=mean_density(parts[0]) if scenario.plan.push.threshold is not None else None,
+        publish_density=published_density(parts[0]) if parts[0].thresholds_publish else None,
         roles=tuple(roles.tolist()),
     )
 

@@ -35,7 +35,7 @@ def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: i
     division = low.division(bucket)
     if not is_thresholded(low):
         owned = division.owned[place]
-        return _everybodys(owned, low.value_bytes), _everybodys(owned, 1)
+        return to_everybody(owned, low.value_bytes), to_everybody(owned, 1)
     sizes, entries = [], []
     for sender in range(low.nodes):
         row_sizes, row_entries = [], []
@@ -52,7 +52,7 @@ def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: i
     return tuple(sizes), tuple(entries)
 
 
-def _everybodys(owned: Sequence[float], factor: int) -> Matrix:
+def to_everybody(owned: Sequence[float], factor: int) -> Matrix:
     """Return what each rank sends where all send all: every owner's part, but nothing to itself."""
     row = tuple(float(factor * elements) for elements in owned)
     return tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank in range(len(row)))
@@ -134,7 +134,7 @@ def accumulates_in_kept(low: Lowering) -> bool:
 
 def held_for_thresholds(low: Lowering, rank: int) -> dict[str, float]:
     """Return what a rank holds all the time to threshold its gradients: what it has not sent, and scratch."""
-    if low.policies.gradients != "push" or low.push.threshold is None:
+    if low.policies.gradients != "push" or (low.push.threshold is None and not low.thresholds_publish):
         return {}
     owned = [low.division(bucket).owned[low.place(rank)] for bucket in low.buckets]
     chunked = low.device(rank).kind == "cpu"

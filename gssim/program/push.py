@@ -67,18 +67,19 @@ def sent_off(
 def _reduce_in_node(low: Lowering, rank: int, bucket: Bucket, ready: str) -> list[Task]:
     """Return the reduce-scatter of a bucket inside the node; see [Note: hierarchy] in `division`.
 
-    It leaves the part of the rank's place in a buffer of its own. Where it blocks, it is a ring of messages, each of
-    which comes into a buffer before it is added (that of the largest place); beside the compute the backend adds.
+    It leaves the part of the rank's place in a buffer of its own. It is a ring of messages: what is passed on, all but
+    the first part sent and the own, comes into a buffer as large as the largest of these.
     """
     name = f"reduce-scatter bucket {bucket.index}"
     parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
     low.communications[name] = low.communication("reduce-scatter-v", "dp_shard", sum(parts), part_bytes=parts)
-    own, whole = float(parts[low.place(rank)]), float(sum(parts))
+    place, whole = low.place(rank), float(sum(parts))
+    staged = float(max((parts[(place + step) % low.places] for step in range(2, low.places)), default=0))
+    events = [Event(0, float(parts[place]), "buckets"), Event(1, staged, "communication")]
+    events.append(Event(2, -staged, "communication"))
     if low.overlaps:
-        issue = Task(f"issue {name}", "backward", need=footprint([Event(0, own, "buckets")]))
+        issue = Task(f"issue {name}", "backward", need=footprint(events))
         return [issue, Task(name, "exposed_communication", "communication", communication=name, after=(issue.label,))]
-    staged = float(max(parts))
-    events = [Event(0, own, "buckets"), Event(1, staged, "communication"), Event(2, -staged, "communication")]
     need = footprint([*events, Event(3, -whole, "buckets")])
     return [Task(name, "exposed_communication", communication=name, need=need)]
 
@@ -92,9 +93,9 @@ def _push_bucket(
     own = low.node(rank)
     tasks = [_prepare(low, rank, bucket, micro_batch, after)]
     offered = low.division(bucket).places[low.place(rank)] * low.value_bytes
-    if low.nodes == 1 and (low.places > 1 or low.policies.parameters != "replicated"):  # nothing is left to push
+    if low.nodes == 1:  # nothing is left to push
         release = [] if thresholded else [Event(0, -float(offered), "buckets")]
-        return tasks, [Task(f"free bucket {bucket.index}", "compression", need=footprint(release))]
+        return [*tasks, Task(f"free bucket {bucket.index}", "compression", need=footprint(release))], []
     label = f"push bucket {bucket.index}"
     size = (low.nodes - 1) * offered
     carried_as = _carried_as(low)
@@ -149,8 +150,7 @@ def across(low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size
     What a threshold makes of a place is like no other.
     """
     place, owned = low.place(rank), low.division(bucket).owned
-    unique = low.push.selects
-    alike = [place] if unique else [other for other in range(low.places) if owned[other] == owned[place]]
+    alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
     name = label if len(alike) == low.places else f"{label} of place {alike[0]}"
     group, *beside = (low.push_groups[each] for each in alike)
     low.communications[name] = Communication(kind, group, size_bytes, beside=tuple(beside), **parts)

@@ -17,6 +17,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: {error}") from None
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
+    _check_publish(scenario, policies, file)
     _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
     _check_shares(scenario, policies, file)
@@ -148,8 +149,39 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.push.{key} = {value!r}: method '{plan.method}' pushes no gradients; "
                 "allowed with gs, gs_z3, gs_hier"
             )
-    if plan.publish.threshold is not None and policies.partition == "data":
-        raise UserError(f"{file}: plan.publish.threshold: method '{plan.method}' publishes no parameters")
+
+
+def _check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse a threshold or overlap of what is not published bucket by bucket, or not by messages of our own."""
+    method, rules = scenario.plan.method, scenario.plan.publish
+    publishes = policies.gradients == "push" and policies.parameters == "replicated"
+    for key in ("threshold", "overlap"):
+        value = getattr(rules, key)
+        if value is None or value is False:
+            continue
+        where = f"{file}: plan.publish.{key}"
+        if policies.partition == "weight-gradient":
+            raise UserError(f"{where} = {value}: cannot run yet with method '{method}'; allowed today: gs, gs_hier")
+        if not publishes:
+            raise UserError(f"{where}: method '{method}' publishes no parameters; allowed with gs, gs_hier")
+    if rules.threshold is not None and not policies.point_to_point:
+        raise UserError(
+            f"{file}: plan.publish.threshold: the backend's broadcasts cannot carry messages of sizes that depend on "
+            "the data yet; allowed with plan.exchange = 'point-to-point'"
+        )
+    if rules.overlap:
+        _check_overlap(scenario, policies, f"{file}: plan.publish.overlap = true")
+
+
+def _check_overlap(scenario: Scenario, policies: Policies, where: str) -> None:
+    if not scenario.plan.overlap:
+        raise UserError(f"{where}: plan.overlap = false; allowed: false, or leave it out")
+    plain = policies.push_axis == "dp_shard" and policies.point_to_point
+    if scenario.cluster.backend == "gloo" and not plain:
+        raise UserError(
+            f"{where}: cannot run on gloo with method '{scenario.plan.method}' and exchange '{policies.exchange}': "
+            "only messages that nobody passes on go by themselves; allowed: gs with point-to-point"
+        )
 
 
 NEED_A_THRESHOLD = (

@@ -12,7 +12,7 @@ from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import TWO_LEVELS, Plan, Policies, Push, resolve, resolved_push
+from gssim.plan import TWO_LEVELS, Plan, Policies, Publish, Push, resolve, resolved_push
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -186,8 +186,7 @@ class Scenario:
             dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
             for key in [key for key in layer if key.startswith(dropped)]:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
-        plan = _adapter(Plan).dump_python(self.plan, mode="json")
-        del plan["exchange"]
+        plan = _said(self.plan, publish_overlaps=self.policies.publish_overlaps)
         plan["push"] = _adapter(Push).dump_python(self.push, mode="json")
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
@@ -221,7 +220,7 @@ class Loaded:
     @property
     def statistics_needed(self) -> bool:
         """Whether messages depend on the data, so that a prediction needs gradient statistics."""
-        return self.scenario.push.selects
+        return self.scenario.plan.sends_by_data
 
     @property
     def calibration_id(self) -> str:
@@ -229,6 +228,16 @@ class Loaded:
         cluster = _adapter(Cluster).dump_python(self.scenario.cluster, mode="json")
         statistics = _adapter(GradientStatistics).dump_python(self.gradients, mode="json") if self.gradients else None
         return _digest({"cluster": cluster, "gradients": statistics})
+
+
+def _said(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
+    """Return a plan as plain data, without what earlier results mean by saying nothing: that nothing overlaps, too."""
+    data: dict[str, Any] = _adapter(Plan).dump_python(plan, mode="json")
+    del data["exchange"]
+    usual: dict[str, Any] = _adapter(Publish).dump_python(Publish(), mode="json")
+    resolved = data["publish"] | {"overlap": publish_overlaps or None}
+    data["publish"] = {key: value for key, value in resolved.items() if key == "threshold" or value != usual[key]}
+    return data
 
 
 @cache
