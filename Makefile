@@ -31,7 +31,7 @@ SET_gs-wgrad := --set plan.method=gs_wgrad
 SET_gs-tp := --set plan.method=gs_tp --set plan.shares.shards=[0.75,0.25]
 FILES := --set run.steps=30 --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
 
-.PHONY: help demo test test-slow benchmark lint clean
+.PHONY: help demo study test test-slow benchmark lint clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 .NOTPARALLEL:
@@ -41,6 +41,10 @@ help: ## list the targets
 
 demo: $(DEMO)/comparison.csv ## set up, calibrate this machine, simulate, run for real, compare: out/demo/
 	@$(BIN)/python -m analysis compare $(DEMO)/results --out $(DEMO)
+
+study: $(VENV)/.demo ## what thresholds cost in quality and gain in bytes and time, with controls: out/study/
+	@$(BIN)/python -m analysis convergence scenarios/studies/gpt-byte.toml --out out/study/gpt-byte
+	@$(BIN)/python -m analysis convergence scenarios/studies/resnet-digits.toml --out out/study/resnet-digits
 
 test: $(VENV)/.test ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow and not gpu"

@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     import polars as pl
 
     from analysis.compare import Joined
+    from analysis.convergence.rows import Row
 
 EXTRA = frozenset({"polars", "matplotlib", "networkx"})
 """What `pip install 'gssim[analysis]'` brings; imported inside commands, so that a missing one can be named."""
 PIPE_WIDTH = 120
 DIFFERENCES_SHOWN = 4
+INTERRUPTED = 130
+"""Exit code that typer makes of the user's interrupt."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
 def about() -> None:
-    """Explain results: predicted beside measured, as tables and charts."""
+    """Explain results: predicted beside measured, and what thresholds do to a training, as tables and charts."""
 
 
 @app.command("compare")
@@ -82,6 +85,80 @@ def draw_command(
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
     print(out)
+
+
+@app.command("convergence")
+def convergence_command(
+    study: Annotated[Path, typer.Argument(help="A study's file, such as scenarios/studies/gpt-byte.toml.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for trainings, which are kept, table and charts.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every variant.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", help="Only the first of the study's seeds.")] = None,
+) -> None:
+    """Train a study's variants for real, seed by seed: quality against threshold, bytes and time."""
+    from analysis import charts
+    from analysis.convergence.findings import findings_of
+    from analysis.convergence.rows import rows_of, write_csv
+    from analysis.convergence.runs import train
+    from analysis.convergence.study import load_study
+
+    loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
+    rows = rows_of(loaded.study, train(loaded, out))
+    found = findings_of(loaded.study, rows)
+    figures = {
+        "loss_against_threshold.png": charts.convergence.against_threshold(loaded.study, rows, found),
+        "loss_against_bytes.png": charts.convergence.against_bytes(loaded.study, rows, found),
+        "loss_against_time.png": charts.convergence.against_time(loaded.study, rows, found),
+        "loss_by_step.png": charts.convergence.by_step(loaded.study, rows, found),
+    }
+    write_text(out / "convergence.csv", write_csv(rows))
+    write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in found.all))
+    for name, figure in figures.items():
+        charts.save(figure, out / name)
+    print_study(rows, found.all)
+    for name in ("convergence.csv", "findings.txt", *figures):
+        print(out / name)
+
+
+def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
+    """Print a study for people: a line a variant, each speed-up beside density and loss; then what was found."""
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", overflow="fold", min_width=16)
+    for header in (
+        "density",
+        "sent a\nstep",
+        "held-out\nloss",
+        "change from dense\n[95 % interval]",
+        "speed\nmeasured",
+        "\npredicted",
+        "accuracy\n%",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, study_cells(row)))
+    console.print(table)
+    for sentence in findings:
+        console.print(f"{sentence}.", markup=False)
+
+
+def study_cells(row: "Row") -> tuple[str, ...]:
+    """Return what the table says of a variant; speeds are multiples of dense's."""
+    from analysis.convergence.findings import interval, percentage
+    from analysis.convergence.runs import HERE
+
+    speed = row.speed_up
+    return (
+        f"{row.name} (control)" if row.control else row.name,
+        "all" if row.density is None else percentage(row.density),
+        _shown(human_bytes(row.sent_bytes)),
+        f"{row.loss.mean:.3f} \u00b1 {row.loss.sd:.3f}",
+        "" if row.loss_change is None else interval(row.loss_change),
+        "1" if speed is None else f"{speed.mean:.2f} [{speed.low:.2f}, {speed.high:.2f}]",
+        f"{row.predicted_speed_ups[HERE]:.2f}",
+        "" if row.accuracy is None else f"{100 * row.accuracy.mean:.1f} \u00b1 {100 * row.accuracy.sd:.1f}",
+    )
 
 
 def _tell(joined: "Joined", skipped: int) -> None:
@@ -188,6 +265,15 @@ def main() -> None:
     except UserError as error:
         print(f"analysis: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "RunFailedError":
+            raise
+        print(f"analysis: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            print("analysis: interrupted; what is finished is kept: the same command goes on from it", file=sys.stderr)
+        raise
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,11 @@ def method_of(result: Result) -> str:
     return str(result.scenario["plan"]["method"])
 
 
-def threshold_of(result: Result) -> float | None:
+def threshold_of(result: Result) -> Any:
     """Return the push threshold, or None where everything is pushed or nothing is."""
     push = result.scenario["plan"].get("push") or {}
-    threshold: float | None = push.get("threshold") if isinstance(push, dict) else None
-    return threshold
+    threshold: Any = push.get("threshold") if isinstance(push, dict) else None
+    return inf if threshold == "inf" else threshold  # JSON has no such number
 
 
 def devices_by_rank(result: Result) -> dict[int, str]:

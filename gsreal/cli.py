@@ -47,6 +47,7 @@ def run_command(
     from gsreal import worker
     from gsreal.checkpoint import check_checkpoints
     from gsreal.data import check_data
+    from gsreal.evaluation import check_evaluation
     from gsreal.launch import launch
     from gsreal.machine import check_machine
     from gsreal.stages import check_stages
@@ -58,6 +59,7 @@ def run_command(
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
     check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=loaded.file)
+    check_evaluation(ours, where=loaded.file)
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):

@@ -36,6 +36,7 @@ class Timeline:
         self.rank, self.cuda = rank, device.type == "cuda"
         self._marks: list[tuple[str, str, str, Any, Any]] = []
         self._ends: list[Any] = []
+        self._pauses: list[tuple[Any, Any]] = []
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -61,7 +62,15 @@ class Timeline:
 
     def restart(self) -> None:
         """Forget all spans; the first step that counts begins now."""
-        self._marks, self._ends = [], [self._now()]
+        self._marks, self._ends, self._pauses = [], [self._now()], []
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out what goes on inside, between two steps: its spans, and the time that it takes."""
+        marks, began = len(self._marks), self._now()
+        yield
+        del self._marks[marks:]
+        self._pauses.append((began, self._now()))
 
     def end_step(self) -> None:
         """Note the end of a step."""
@@ -72,11 +81,17 @@ class Timeline:
         if self.cuda:
             torch.cuda.synchronize()
         zero = self._ends[0]
+        pauses = [(self._since(zero, began), self._since(zero, ended)) for began, ended in self._pauses]
+
+        def at(mark: Any) -> float:
+            time_s = self._since(zero, mark)
+            return time_s - sum(ended - began for began, ended in pauses if ended <= time_s)
+
         spans = [
-            Span(self.rank, stream, label, phase, self._since(zero, began), self._since(zero, ended))
+            Span(self.rank, stream, label, phase, at(began), at(ended))
             for stream, label, phase, began, ended in self._marks
         ]
-        return spans, [self._since(zero, end) for end in self._ends]
+        return spans, [at(end) for end in self._ends]
 
     def _since(self, zero: Any, mark: Any) -> float:
         return zero.elapsed_time(mark) / 1e3 if self.cuda else mark - zero

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from gsreal import data
 from gsreal.build import DTYPES, build_module
 from gsreal.checkpoint import Checkpoints, Progress
+from gsreal.course import Course, density_by_step, refuse_divergence
 from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, join, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
 from gssim import shares
-from gssim.result import Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
+from gssim.result import Density, Evaluation, RankClass, Result, Span, chrome_trace, typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
 
@@ -43,6 +44,9 @@ class RankReport:
     """This rank's part of the losses since the training began, or was resumed."""
     losses_before: tuple[float, ...]
     """All ranks' losses before that."""
+    pushed_by_step: list[tuple[int, int]]
+    """Entries sent and offered."""
+    evaluations: list[Evaluation]
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
@@ -104,8 +108,9 @@ def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Ch
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
+    course = Course(scenario, training, rank, device)
     begun = checkpoints.resume(scenario, training) if checkpoints else Progress()
-    losses = _timed_steps(scenario, training, feed, rank, begun, checkpoints)
+    losses = _timed_steps(scenario, training, feed, rank, course, begun, checkpoints)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
     sent, steps = _sent(training), len(ends_s) - 1
@@ -120,6 +125,8 @@ def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Ch
         spans=_one_step(spans, ends_s),
         losses=losses,
         losses_before=begun.losses,
+        pushed_by_step=course.pushed_by_step,
+        evaluations=course.evaluations,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
@@ -225,6 +232,7 @@ def _timed_steps(
     training: Training,
     feed: Feed,
     rank: int,
+    course: Course,
     begun: Progress,
     checkpoints: Checkpoints | None,
 ) -> list[float]:
@@ -241,6 +249,7 @@ def _timed_steps(
     for step in steps:
         if step == min(begun.step + run.warmup_steps, steps.stop - 1):
             training.timeline.restart()
+            course.restart()
             if sharding:
                 sharding.reset_counts()
         inputs, targets, weights = feed.at(step)
@@ -248,6 +257,7 @@ def _timed_steps(
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
+        course.note(step)
         if checkpoints and checkpoints.is_due(step + 1, steps.stop):
             checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
         if rank == 0:
@@ -357,6 +367,11 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         )
         for rank, report in enumerate(reports)
     )
+    loss = (
+        *reports[0].losses_before,
+        *(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+    )
+    refuse_divergence(loss, reports[0].evaluations)
     phases_s = {name: fmean(report.phases_s[name] for report in reports) for name in reports[0].phases_s}
     scale = step_time_s / sum(phases_s.values())  # ranks have their median steps at different times
     return Result(
@@ -373,13 +388,12 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         density=Density(
             push=_density([report.pushed for report in reports], scenario.plan.push.threshold),
             publish=_density([report.published for report in reports], scenario.plan.publish.threshold),
+            push_by_step=density_by_step([report.pushed_by_step for report in reports], scenario.plan.push.threshold),
         ),
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
-        loss=(
-            *reports[0].losses_before,
-            *(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
-        ),
+        loss=loss,
+        evaluation=tuple(reports[0].evaluations),
         provenance={
             **provenance(device),
             "backend": scenario.cluster.backend,

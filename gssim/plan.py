@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gssim.mesh import Mesh
-from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveInt, UserError, spec
+from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveInt, Threshold, UserError, spec
 
 Method = Literal[
     "single",
@@ -115,8 +115,8 @@ DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
 class Push:
     """How gradients go to the owner of their shard. All but the encoding's `auto` needs a threshold."""
 
-    threshold: NonNegativeFloat | None = None
-    """Gradients of smaller magnitude are not sent; absent: all are sent, densely."""
+    threshold: Threshold | None = None
+    """Gradients of smaller magnitude are not sent; absent: all are sent, densely; inf: none, the control of studies."""
     kind: Literal["absolute", "relative", "target-density"] = "absolute"
     """`relative`: the threshold is multiplied by the mean magnitude of the tensor, as a rank has accumulated it.
     `target-density`: it is the fraction of a tensor's elements to be sent; the magnitude that so many of them reach is

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from gssim.units import UserError, spec, validated
+from gssim.units import PositiveInt, UserError, spec, validated
 
 SCHEMA: Literal["gssim.result/1"] = "gssim.result/1"
 
@@ -163,6 +163,20 @@ class Density:
 
     push: float | None = None
     publish: float | None = None
+    push_by_step: tuple[float, ...] = ()
+    """Of every timed step (measured)."""
+
+
+@spec
+class Evaluation:
+    """How good the model was, on data that no training draws from (measured)."""
+
+    step: PositiveInt
+    """Updates so far, those of the warm-up included."""
+    loss: float
+    """Mean cross-entropy, in nats, over all targets of the held-out data."""
+    accuracy_ratio: float | None = None
+    """Fraction of the samples whose class was the likeliest; absent where tokens are predicted."""
 
 
 @spec
@@ -189,6 +203,9 @@ class Result:
     links: tuple[LinkUse, ...] = ()
     ranks: tuple[RankClass, ...]
     loss: tuple[float, ...] = ()
+    """Mean over each timed step's batch, before its update (measured)."""
+    evaluation: tuple[Evaluation, ...] = ()
+    """As often as `run.evaluate_every_steps` asks, and after the last timed step; outside of all step times."""
     cost_usd_per_step: float | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 

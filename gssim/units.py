@@ -4,6 +4,7 @@ A key's name says the unit (`bandwidth_bytes_per_s`); its value may say what the
 """
 
 import difflib
+import math
 import re
 import types
 import typing
@@ -14,7 +15,15 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 import numpy as np
 import pydantic
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
 
 DECIMAL_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
@@ -90,6 +99,14 @@ PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _json_number(value: float) -> float | str:
+    return "inf" if value == math.inf else value
+
+
+Threshold = Annotated[float, Field(ge=0), PlainSerializer(_json_number, when_used="json")]
+"""What magnitudes are compared with; `inf`, which JSON has as a text alone: nothing reaches it."""
 
 Precision = Literal["fp32", "bf16", "fp64"]
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp64": 8}

@@ -1,11 +1,12 @@
-"""Charts of a comparison (see `analysis.compare`): data frame in, figure out.
+"""Charts of a comparison (see `analysis.compare`), and of a study (`analysis.convergence`): figures of data.
 
 Figures are laid out in inches, so that text never shrinks: more scenarios make a larger picture. Marks differ in shape
 or hatching and in lightness, so that they can be told apart in grey and by colour-blind readers.
 """
 
+from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
 from analysis.charts.drawing import DPI, STYLE, png, point_labels, save
 from analysis.charts.step_phases import phases
 
-__all__ = ["DPI", "STYLE", "phases", "png", "point_labels", "predicted_vs_measured", "save", "spread"]
+__all__ = ["DPI", "STYLE", "convergence", "phases", "png", "point_labels", "predicted_vs_measured", "save", "spread"]

@@ -1,26 +1,46 @@
 """Real data: what a scenario names, or what every machine has.
 
-Every rank makes its own rows of a step's batch from (seed, step), so no rank talks about data.
+Every rank makes its own rows of a step's batch from (seed, step), so no rank talks about data. What is held out for
+evaluation is a source too, with one batch.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gsreal.data.bundled import Digits, WhichModule, longest_modules, standard_library_bytes
+from gsreal.data.bundled import (
+    HELD_OUT_DIGITS,
+    Digits,
+    HeldOutDigits,
+    WhichModule,
+    held_out_part,
+    longest_modules,
+    standard_library_bytes,
+    trained_part,
+)
 from gsreal.data.source import IGNORED, Source
 from gsreal.data.windows import MASKED_RATIO, Windows
 from gssim.data import Glue, ImageFolder, TextFolder
 from gssim.units import UserError
 from gssim.workload import ImageInput, Model, TokenInput, Workload
 
+if TYPE_CHECKING:
+    from gsreal.data.glue import Sentences
+    from gsreal.data.images import Images
+
 __all__ = [
+    "HELD_OUT_DIGITS",
     "IGNORED",
     "MASKED_RATIO",
     "Source",
     "check_data",
+    "check_held_out",
     "global_batch",
     "loss_terms",
+    "open_held_out",
     "open_source",
     "standard_library_bytes",
     "takes_data",
@@ -44,6 +64,49 @@ def open_source(workload: Workload) -> Source:
         "text-folder": _text,
     }
     return opening[takes_data(workload.model) if named == "auto" else named](workload)
+
+
+HELD_OUT_WINDOWS, MOST_HELD_OUT = 256, 1024
+"""Windows of text, and samples of other data, that a model is evaluated on; drawn once and for all."""
+
+
+def open_held_out(workload: Workload) -> tuple[Source, int]:
+    """Return data that no training draws from, and how many samples its one batch (of seed 0, step 0) has.
+
+    Of the standard library the last tenth, of the digits three in ten, of GLUE the split `dev` (of MNLI
+    `dev_matched`), of a folder of images the split `val`. Raises UserError where nothing is held out.
+    """
+    data = workload.data
+    if isinstance(data, TextFolder):
+        raise UserError("workload.data.kind = 'text-folder': nothing of it is held out to be evaluated on")
+    if isinstance(data, Glue):
+        _refuse_trained_on(data, split := "dev_matched" if data.task == "MNLI" else "dev")
+        sentences = _glue(replace(workload, data=replace(data, split=split)))
+        return sentences, min(len(sentences.table), MOST_HELD_OUT)
+    if isinstance(data, ImageFolder):
+        _refuse_trained_on(data, "val")
+        if not (Path(data.folder) / "val").is_dir():
+            raise UserError(f"workload.data.folder = '{data.folder}': has no folder 'val' to be evaluated on")
+        images = _images(replace(workload, data=replace(data, split="val", augment=False)))
+        return images, min(len(images.index), MOST_HELD_OUT)
+    if takes_data(workload.model) == "digits":
+        _digits(workload)
+        return HeldOutDigits(), HELD_OUT_DIGITS
+    return _standard_library(replace(workload, global_batch_size=HELD_OUT_WINDOWS), held_out=True), HELD_OUT_WINDOWS
+
+
+def _refuse_trained_on(data: Glue | ImageFolder, split: str) -> None:
+    if data.split == split:
+        raise UserError(f"workload.data.split = '{split}': is trained on, so that it cannot be evaluated on")
+
+
+def check_held_out(workload: Workload, *, where: str) -> None:
+    """Raise UserError where there is nothing that the model can be evaluated on."""
+    try:
+        source, _ = open_held_out(workload)
+        source.batch(seed=0, step=0, rows=slice(0, 1))
+    except UserError as error:
+        raise UserError(f"{where}: run.evaluate_every_steps: {error}") from None
 
 
 def takes_data(model: Model) -> str:
@@ -81,18 +144,19 @@ def _digits(workload: Workload) -> Source:
     return Digits(workload.global_batch_size)
 
 
-def _standard_library(workload: Workload) -> Source:
+def _standard_library(workload: Workload, *, held_out: bool = False) -> Source:
     source, length = workload.model.input, workload.sequence_length or 1
     if isinstance(source, ImageInput):
         raise UserError("workload.data: the digits are images of 1x8x8 in 10 classes, the model takes others")
     if source.vocabulary < _bytes_needed(source):
         raise _cannot_read(source, "stdlib-bytes")
+    part = held_out_part if held_out else trained_part
     if source.classes is not None:
-        modules = longest_modules(source.classes)
+        modules = tuple(part(module) for module in longest_modules(source.classes))
         if len(modules) < source.classes or len(modules[-1]) < length:
             raise UserError(f"workload.data: the standard library has not {source.classes} modules of {length} bytes")
-        return WhichModule(length, source.classes, workload.global_batch_size)
-    return Windows(standard_library_bytes(), length, workload.global_batch_size, _mask(source, None))
+        return WhichModule(modules, length, workload.global_batch_size)
+    return Windows(part(standard_library_bytes()), length, workload.global_batch_size, _mask(source, None))
 
 
 def _bytes_needed(source: TokenInput) -> int:
@@ -113,7 +177,7 @@ def _mask(source: TokenInput, known: int | None) -> int | None:
     return source.vocabulary - 1 if known is None else known
 
 
-def _images(workload: Workload) -> Source:
+def _images(workload: Workload) -> "Images":
     from gsreal.data.images import Images
 
     assert isinstance(workload.data, ImageFolder)
@@ -121,7 +185,7 @@ def _images(workload: Workload) -> Source:
     return Images(workload.data, workload.model.input, workload.global_batch_size)
 
 
-def _glue(workload: Workload) -> Source:
+def _glue(workload: Workload) -> "Sentences":
     from gsreal.data.glue import Sentences
 
     assert isinstance(workload.data, Glue)

@@ -1,4 +1,7 @@
-"""Real data that every machine has: the Python standard library's own source, and scikit-learn's digits."""
+"""Real data that every machine has: the Python standard library's own source, and scikit-learn's digits.
+
+A part of each is held out: no training ever draws from it.
+"""
 
 import sysconfig
 from collections.abc import Sequence
@@ -12,6 +15,12 @@ from torch import Tensor
 
 from gsreal.data.source import sizes_of
 from gsreal.data.tokenisers import START
+from gssim.units import Ints
+
+HELD_OUT_DIGITS = 540
+"""Of 1797, of each class in proportion: three in ten."""
+HELD_OUT_RATIO = 0.1
+"""Of the standard library's bytes, the last ones by file name; of a module that is to be recognised, its end."""
 
 
 @cache
@@ -36,6 +45,32 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return (found.images[:, None] / 16.0).astype(np.float32), found.target.astype(np.int64)
 
 
+def trained_part(tokens: np.ndarray) -> np.ndarray:
+    """Return the bytes that may be trained on: all but the last tenth."""
+    return tokens[: len(tokens) - _held_out_bytes(tokens)]
+
+
+def held_out_part(tokens: np.ndarray) -> np.ndarray:
+    """Return the bytes that no training draws from: the last tenth."""
+    return tokens[len(tokens) - _held_out_bytes(tokens) :]
+
+
+def _held_out_bytes(tokens: np.ndarray) -> int:
+    return int(HELD_OUT_RATIO * len(tokens))
+
+
+@cache
+def digits_parts() -> tuple[Ints, Ints]:
+    """Return which digits may be trained on and which are held out: drawn once and for all, class by class."""
+    from sklearn.model_selection import train_test_split
+
+    classes = digits()[1]
+    trained, held_out = train_test_split(
+        np.arange(len(classes)), test_size=HELD_OUT_DIGITS, stratify=classes, random_state=0
+    )
+    return np.sort(trained), np.sort(held_out)
+
+
 @dataclass(frozen=True)
 class Digits:
     """Images of digits, drawn one by one."""
@@ -44,9 +79,9 @@ class Digits:
 
     def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         """Return images and classes of these rows."""
-        images, classes = digits()
-        drawn = np.random.default_rng([seed, step]).integers(0, len(images), self.batch_size)[rows]
-        return torch.from_numpy(images[drawn]), torch.from_numpy(classes[drawn])
+        trained, _ = digits_parts()
+        drawn = trained[np.random.default_rng([seed, step]).integers(0, len(trained), self.batch_size)[rows]]
+        return _digits_of(drawn)
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
         """Return how many images each part has."""
@@ -54,23 +89,41 @@ class Digits:
 
 
 @dataclass(frozen=True)
+class HeldOutDigits:
+    """The images of digits that no training draws, each once, in one batch."""
+
+    def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return images and classes of these rows, whatever the seed and the step."""
+        return _digits_of(digits_parts()[1][rows])
+
+    def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
+        """Return how many images each part has."""
+        return sizes_of(rows)
+
+
+def _digits_of(samples: Ints) -> tuple[Tensor, Tensor]:
+    images, classes = digits()
+    return torch.from_numpy(images[samples]), torch.from_numpy(classes[samples])
+
+
+@dataclass(frozen=True)
 class WhichModule:
     """Pieces of the standard library's longest modules, to be classified by the module that they are from."""
 
+    modules: tuple[np.ndarray, ...]
+    """Of each class, the bytes that pieces are from."""
     length: int
-    classes: int
     batch_size: int
 
     def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         """Return token ids (a start, then bytes) and the modules of these rows; no class is likelier than another."""
-        modules = longest_modules(self.classes)
         random = np.random.default_rng([seed, step])
-        classes = random.integers(0, self.classes, self.batch_size)
-        room = np.array([len(module) for module in modules])[classes] - (self.length - 1)
+        classes = random.integers(0, len(self.modules), self.batch_size)
+        room = np.array([len(module) for module in self.modules])[classes] - (self.length - 1)
         starts = random.integers(0, room + 1)
         tokens = np.full((len(classes[rows]), self.length), START, dtype=np.int64)
         for row, (module, start) in enumerate(zip(classes[rows], starts[rows], strict=True)):
-            tokens[row, 1:] = modules[module][start : start + self.length - 1]
+            tokens[row, 1:] = self.modules[module][start : start + self.length - 1]
         return torch.from_numpy(tokens), torch.from_numpy(classes[rows])
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:

@@ -31,6 +31,9 @@ class Run:
     """Steps that count, after the warm-up."""
     warmup_steps: Count = 5
     seed: Count = 0
+    evaluate_every_steps: PositiveInt | None = None
+    """How often, counted from the warm-up's end, the model is evaluated on held-out data, and after the last step
+    (real runs); absent: never."""
 
 
 @spec
@@ -162,6 +165,8 @@ class Scenario:
         data: dict[str, Any] = _adapter(Scenario).dump_python(self, mode="json")
         if not self.network:
             del data["network"]
+        if self.run.evaluate_every_steps is None:
+            del data["run"]["evaluate_every_steps"]
         return data
 
     @property
@@ -188,12 +193,14 @@ class Scenario:
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
         if self.policies.partition == "weight-gradient":
             plan["shares"]["layers"] = self.owned_layers
+        run = _adapter(Run).dump_python(self.run, mode="json")
+        del run["evaluate_every_steps"]  # it changes neither the steps nor what they cost
         question = {
             "workload": workload,
             "plan": plan,
             "policies": repr(self.policies),
             "cluster": _structure(self.cluster, self.ranks),
-            "run": _adapter(Run).dump_python(self.run, mode="json"),
+            "run": run,
         }
         if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
             question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
