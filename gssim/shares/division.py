@@ -1,4 +1,4 @@
-"""Who gets how much: pure solvers over given numbers, used alike by the simulator and the real backend."""
+"""Dividing a batch, elements, tensors or layers among ranks."""
 
 import heapq
 import math

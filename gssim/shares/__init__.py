@@ -1,0 +1,20 @@
+"""Who gets how much: pure solvers over given numbers, used alike by the simulator and the real backend."""
+
+from gssim.shares.division import balance_batch, balanced_stages, contiguous, even, greedy, proportional, ranges, split
+from gssim.shares.owners import Infeasible, OwnerTimes, cost_shares, memory_shares, owner_time_s
+
+__all__ = [
+    "Infeasible",
+    "OwnerTimes",
+    "balance_batch",
+    "balanced_stages",
+    "contiguous",
+    "cost_shares",
+    "even",
+    "greedy",
+    "memory_shares",
+    "owner_time_s",
+    "proportional",
+    "ranges",
+    "split",
+]
