@@ -99,8 +99,8 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
     sharding = _sharding(training)
-    entries = (sharding.sent_entries, sharding.offered_entries) if sharding else (0, 0)
-    payloads = [sent / scenario.run.steps for sent in sharding.sent_bytes] if sharding else []
+    entries = (sharding.sent.entries, sharding.sent.offered) if sharding else (0, 0)
+    payloads = [sent / scenario.run.steps for sent in sharding.sent.by_bucket] if sharding else []
     allocated, reserved = _peak(training, feed, counter, rank)
     seen = _collectives(training, feed, rank, payloads)
     return RankReport(
@@ -263,8 +263,8 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float
     if sharding and dependent:
         buckets = len(sharding.buckets)
         by_bucket = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
-        if by_bucket != sharding.sent_bytes:
-            raise RuntimeError(f"pushed {sharding.sent_bytes} bytes, but the process group saw {dependent}")
+        if by_bucket != sharding.sent.by_bucket:
+            raise RuntimeError(f"pushed {sharding.sent.by_bucket} bytes, but the process group saw {dependent}")
         for number, entry in enumerate(dependent):  # a push for each bucket in each micro-batch that pushes
             entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
     return recorder.seen

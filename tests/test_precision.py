@@ -190,7 +190,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 from torch import nn  # noqa: E402
 
-from gsreal.gradient_sharding import _parts  # noqa: E402
+from gsreal.gradient_sharding.messages import Encoding  # noqa: E402
 from gsreal.master import MasterCopy, master_type  # noqa: E402
 
 
@@ -236,14 +236,15 @@ def test_what_is_updated_has_at_least_the_precision_of_fp32():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("entries", [0, 1, 3, 4])
 def test_a_sparse_message_of_any_length_holds_values_and_indices(dtype: torch.dtype, entries: int):
-    message = torch.zeros(entries * (dtype.itemsize + 4), dtype=torch.uint8)
-    values, index = _parts(message, entries, dtype)
-    values.copy_(torch.arange(entries) + 0.5)
-    index.copy_(torch.arange(entries))
-    assert (len(values), len(index)) == (entries, entries)
-    again_values, again_index = _parts(message.clone(), entries, dtype)
-    assert torch.equal(again_values, values)
-    assert torch.equal(again_index, index)
+    part = torch.arange(1, 5).to(dtype)
+    mask = torch.arange(4) < entries
+    encoding = Encoding("coo", dtype)
+    message, found = encoding.pack(part, mask)
+    assert (found, message.numel()) == (entries, entries * (dtype.itemsize + 4))
+    assert encoding.empty(entries, 4, message.device).shape == message.shape
+    gradient = torch.ones(4, dtype=master_type(dtype))
+    encoding.add(gradient, message, entries, 2.0)
+    assert torch.equal(gradient, 1 + 2 * part.to(gradient.dtype) * mask)
 
 
 # Real runs -----------------------------------------------------------------------------------------------------------
