@@ -333,11 +333,6 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
         raise UserError(f"{file}: plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense")
     _refuse_unless_default(plan.publish, today.publish, "threshold", "plan.publish.threshold", file)
     _refuse_unless_default(plan.shares, today.shares, "replan", "plan.shares.replan", file)
-    if plan.shares.shards in ("memory", "cost"):
-        raise UserError(
-            f"{file}: plan.shares.shards = '{plan.shares.shards}': cannot run yet; "
-            "allowed today: even, compute, or one share per rank"
-        )
 
 
 def _refuse_unless_default(table: Any, default: Any, key: str, path: str, file: str) -> None:

@@ -199,8 +199,8 @@ NOT_YET = [
     ((*GS, "plan.push.encoding=bitmap"), "plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense"),
     ((*GS, "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet"),
     ((*GS, "plan.shares.replan=true"), "plan.shares.replan = True: cannot run yet"),
-    ((*GS, "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet"),
-    ((*GS, "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet"),
+    (("plan.method=gs_hier", "plan.dp_shard=1", "plan.dp_replicate=2", "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet with method 'gs_hier'"),
+    (("plan.method=gs_wgrad", "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet with method 'gs_wgrad'"),
 ]  # fmt: skip
 
 

@@ -180,7 +180,25 @@ def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
         if abs(sum(wanted) - 1) > 1e-6:
             raise UserError(f"{file}: plan.shares.{name} = {list(wanted)}: sums to {sum(wanted):.6g}, must sum to 1")
     _check_batch(rules.batch, total, policies.data_ranks, file)
+    if rules.shards in ("memory", "cost"):
+        _check_owners(scenario, policies, file)
     _check_micro_batches(scenario, file)
+
+
+def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse shares by memory or cost where owners are not all ranks, pushed to directly; or where they do not fit."""
+    wanted = scenario.plan.shares.shards
+    one_level = policies.push_axis == "dp_shard"
+    if policies.gradients != "push" or policies.tp > 1 or not (one_level or wanted == "memory"):
+        raise UserError(
+            f"{file}: plan.shares.shards = {wanted!r}: cannot run yet with method '{scenario.plan.method}' and plan.tp "
+            f"= {policies.tp}; allowed today: even, compute, or one share per rank (memory: gs, gs_z3, gs_hier; cost: "
+            "gs, gs_z3)"
+        )
+    try:
+        _ = scenario.shard_shares
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -13,6 +13,7 @@ from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
 from gssim.plan import TWO_LEVELS, Plan, Policies, resolve
+from gssim.scenario.ownership import owned_shares
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -118,6 +119,8 @@ class Scenario:
         if wanted == "compute":
             costs = self._sample_costs()
             return shares.proportional([1 / each for _, each in costs])
+        if wanted in ("memory", "cost"):
+            return owned_shares(self.cluster, self.workload, self.plan, self.policies, self.batch_sizes)
         if isinstance(wanted, str):
             return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
         found = shares.proportional(wanted)

@@ -1,10 +1,10 @@
 """Who gets how much: pure solvers over given numbers, used alike by the simulator and the real backend."""
 
 from gssim.shares.division import balance_batch, balanced_stages, contiguous, even, greedy, proportional, ranges, split
-from gssim.shares.owners import Infeasible, OwnerTimes, cost_shares, memory_shares, owner_time_s
+from gssim.shares.owners import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
 
 __all__ = [
-    "Infeasible",
+    "InfeasibleError",
     "OwnerTimes",
     "balance_batch",
     "balanced_stages",

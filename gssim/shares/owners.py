@@ -7,16 +7,18 @@ and what crosses its links; it does not decide how much it computes, which is it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gssim.units import Floats
+from gssim.units import Floats, Ints
 
 DIGITS = 9
 """Of shares: solvers of other versions may differ in those behind."""
 
 
-class Infeasible(ValueError):
+class InfeasibleError(ValueError):
     """The shares do not fit: `excess_bytes` too many on `rank`, or on all together where that is None."""
 
     def __init__(self, rank: int | None, excess_bytes: float) -> None:
@@ -34,7 +36,7 @@ def memory_shares(
         max over i of (held_i + s_i * whole) / capacity_i,   where s_i >= 0 and the shares sum to 1
 
     by filling: at a level of fullness y a rank takes max(0, y * capacity_i - held_i), and y is where these sum to the
-    whole. Ranks that are fuller from the start take nothing. Raises Infeasible where the level exceeds 1.
+    whole. Ranks that are fuller from the start take nothing. Raises InfeasibleError where the level exceeds 1.
 
     >>> memory_shares(capacity_bytes=[80, 40], held_bytes=[10, 10], whole_bytes=40)
     (0.75, 0.25)
@@ -51,61 +53,67 @@ def memory_shares(
 
 
 def _refuse_overfull(capacity: Floats, held: Floats, whole_bytes: float) -> None:
-    """Raise Infeasible where a rank is too full without any share, or the whole does not fit in what all have left."""
+    """Raise InfeasibleError where a rank is too full without any share, or all have too little left for the whole."""
     fullest = int(np.argmax(held - capacity))
     if held[fullest] > capacity[fullest]:
-        raise Infeasible(fullest, float(held[fullest] - capacity[fullest]))
+        raise InfeasibleError(fullest, float(held[fullest] - capacity[fullest]))
     excess = whole_bytes - float(np.sum(capacity - held))
     if excess > 0:
-        raise Infeasible(None, excess)
+        raise InfeasibleError(None, excess)
 
 
 @dataclass(frozen=True)
 class OwnerTimes:
     """What all of the parameters would take on each rank, in seconds: a share of them takes its share of that."""
 
-    push_out_s: Sequence[float]
+    push_out_s: tuple[float, ...]
     """To send all gradients, over the rank's way out."""
-    push_in_s: Sequence[float]
+    push_in_s: tuple[float, ...]
     """To receive all gradients of one other rank, over its way in."""
-    update_s: Sequence[float]
+    update_s: tuple[float, ...]
     """To update all parameters."""
-    publish_out_s: Sequence[float]
+    publish_out_s: tuple[float, ...]
     """To send all parameters to the next rank of the ring, over the rank's way out."""
-    publish_in_s: Sequence[float]
+    publish_in_s: tuple[float, ...]
     """To receive them from the one before, over its way in."""
 
 
-def cost_shares(times: OwnerTimes, *, most: Sequence[float]) -> tuple[float, ...]:
+@lru_cache(maxsize=64)
+def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, ...]:
     """Return the shares with the least `owner_time_s`, of which rank i's is at most `most[i]`: what its memory allows.
 
     A linear programme: minimise P + U + G, each at least every term of its maximum, where 0 <= s_i <= most_i and the
     shares sum to 1. Where many shares are as good, those that differ least from even ones are taken (a second one).
     Assumes that a rank's memory grows in proportion to its share, and that the parts of a step do not overlap. Raises
-    Infeasible (in shares, not bytes) where `most` sums to less than 1.
+    InfeasibleError (in shares, not bytes) where `most` sums to less than 1.
     """
+    from scipy.sparse import block_array, csr_array, hstack, identity  # here: `import gssim` must stay quick
+
     limits = np.clip(np.array(most, float), 0.0, 1.0)
     if limits.sum() < 1:
-        raise Infeasible(None, float(1 - limits.sum()))
-    rows, constants, parts = _terms(times)
-    scale = float(max(constants.max(), np.abs(rows).max())) or 1.0  # any unit of time
-    rows, constants = rows / scale, constants / scale
-    ranks = len(limits)
-    # s, then P, U and G: rows @ s + constants <= the part that they belong to
-    above = np.hstack([rows, -np.eye(3)[parts]])
-    bounds = [*((0.0, float(limit)) for limit in limits), *[(0.0, None)] * 3]
-    objective = np.array([0.0] * ranks + [1.0] * 3)
-    found = _solved(objective, above, -constants, bounds)
-    least = float(objective @ found)
-    # as near to even as that allows
-    near = np.zeros((2 * ranks + 1, ranks + 4))
-    near[:ranks, :ranks], near[ranks:-1, :ranks] = np.eye(ranks), -np.eye(ranks)
-    near[:-1, -1] = -1.0
-    near[-1, :-1] = objective
-    limit = [*[1 / ranks] * ranks, *[-1 / ranks] * ranks, least * (1 + 1e-9) + 1e-12]
-    wider = np.vstack([np.hstack([above, np.zeros((len(above), 1))]), near])
-    objective = np.array([0.0] * (ranks + 3) + [1.0])
-    return _normalised(_solved(objective, wider, np.concatenate([-constants, limit]), [*bounds, (0.0, None)])[:ranks])
+        raise InfeasibleError(None, float(1 - limits.sum()))
+    terms = _terms(times)
+    scale = float(max(terms.constant.max(), np.abs(terms.slope).max())) or 1.0  # any unit of time
+    rows, ranks = np.arange(len(terms.rank)), len(limits)
+    above = csr_array((terms.slope / scale, (rows, terms.rank)), shape=(len(rows), ranks))
+    parts = csr_array((-np.ones(len(rows)), (rows, terms.part)), shape=(len(rows), PARTS))
+    below = -terms.constant / scale
+    each = [(0.0, float(limit)) for limit in limits]
+    objective = np.array([0.0] * ranks + [1.0] * PARTS)
+    bounds = [*each, *[(0.0, None)] * PARTS]
+    best = float(objective @ _solved(objective, hstack([above, parts]), below, bounds, ranks=ranks))
+    # then as near to even as that allows: one more variable, the largest difference
+    itself, one = identity(ranks), csr_array(np.ones((ranks, 1)))
+    rows_of: list[list[Any]] = [
+        [above, parts, None],
+        [itself, None, -one],
+        [-itself, None, -one],
+        [None, csr_array(np.ones((1, PARTS))), csr_array((1, 1))],
+    ]
+    nearest: Any = block_array(rows_of)
+    below = np.concatenate([below, np.full(ranks, 1 / ranks), np.full(ranks, -1 / ranks), [best * (1 + 1e-9) + 1e-12]])
+    objective = np.array([0.0] * (ranks + PARTS) + [1.0])
+    return _normalised(_solved(objective, nearest, below, [*bounds, (0.0, None)], ranks=ranks)[:ranks])
 
 
 def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
@@ -122,53 +130,58 @@ def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
 
     where a hop takes the longer of its sender's way out and its receiver's way in. Source: gradient-sharding.md A.3.
 
-    >>> even = OwnerTimes(*[[1.0, 1.0]] * 5)
+    >>> even = OwnerTimes(*[(1.0, 1.0)] * 5)
     >>> owner_time_s(even, [0.5, 0.5]), owner_time_s(even, [0.75, 0.25])
     (1.5, 2.25)
     """
-    rows, constants, parts = _terms(times)
-    terms = rows @ np.array(shares, float) + constants
-    return float(sum(terms[parts == part].max() for part in range(3)))
+    terms = _terms(times)
+    values = terms.slope * np.array(shares, float)[terms.rank] + terms.constant
+    return float(sum(values[terms.part == part].max() for part in range(PARTS)))
 
 
-def _terms(times: OwnerTimes) -> tuple[Floats, Floats, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Return the terms of the three maxima as rows over the shares, their constants, and which maximum each is of."""
+PARTS = 3
+"""Push, update and publication."""
+
+
+class _Terms(NamedTuple):
+    """The terms of the maxima, each of one rank's share: `slope * share + constant`."""
+
+    rank: Ints
+    slope: Floats
+    constant: Floats
+    part: Ints
+    """Which maximum it belongs to."""
+
+
+def _terms(times: OwnerTimes) -> _Terms:
     out, come, update = (np.array(each, float) for each in (times.push_out_s, times.push_in_s, times.update_s))
     sends, receives = np.array(times.publish_out_s, float), np.array(times.publish_in_s, float)
-    ranks = len(out)
-    itself, following = np.eye(ranks), np.roll(np.eye(ranks), 1, axis=1)  # row i: the rank after i
-    hop_to = np.maximum(np.roll(sends, 1), receives)  # the hop that ends at i
-    handed_on = hop_to.sum() - hop_to if ranks > 1 else np.zeros(ranks)
-    zeros = np.zeros(ranks)
-    blocks = [
-        (-itself * out[:, None], out, 0),
-        (itself * ((ranks - 1) * come)[:, None], zeros, 0),
-        (itself * update[:, None], zeros, 1),
-        (-following * sends[:, None], sends, 2),
-        (-itself * receives[:, None], receives, 2),
-        (itself * handed_on[:, None], zeros, 2),
+    ranks, none = np.arange(len(out)), np.zeros(len(out))
+    hop_to = np.maximum(np.roll(sends, 1), receives)  # the hop that ends at a rank
+    handed_on = hop_to.sum() - hop_to if len(out) > 1 else none
+    found = [
+        (ranks, -out, out, 0),
+        (ranks, (len(out) - 1) * come, none, 0),
+        (ranks, update, none, 1),
+        (np.roll(ranks, -1), -sends, sends, 2),
+        (ranks, -receives, receives, 2),
+        (ranks, handed_on, none, 2),
     ]
-    rows, constants, parts = zip(*blocks, strict=True)
-    return np.vstack(rows), np.concatenate(constants), np.repeat(parts, ranks)
+    rank, slope, constant = (np.concatenate([each[column] for each in found]) for column in range(3))
+    part = np.repeat(np.array([each[3] for each in found]), len(out))
+    return _Terms(rank.astype(np.int64), slope, constant, part)
 
 
-def _solved(
-    objective: Floats, above: Floats, limits: Floats | Sequence[float], bounds: Sequence[tuple[float, float | None]]
-) -> Floats:
-    """Return where a linear objective is least under `above @ x <= limits`, the first variables summing to 1."""
-    from scipy.optimize import linprog  # here, for `import gssim` must stay quick
-    from scipy.sparse import csr_array
+def _solved(objective: Floats, above: Any, below: Floats, bounds: Sequence[Any], *, ranks: int) -> Floats:
+    """Return where an objective is least under `above @ x <= below`, the first variables, the shares, summing to 1."""
+    from scipy.optimize import linprog
 
-    ranks = sum(end is not None for _, end in bounds)
     whole = np.zeros((1, len(objective)))
     whole[0, :ranks] = 1.0
-    found = linprog(
-        objective, A_ub=csr_array(above), b_ub=limits, A_eq=whole, b_eq=[1.0], bounds=bounds, method="highs"
-    )
-    if not found.success:
+    found = linprog(objective, A_ub=above, b_ub=below, A_eq=whole, b_eq=[1.0], bounds=bounds, method="highs")
+    if found.x is None:
         raise RuntimeError(f"the shares' linear programme failed: {found.message}")
-    solution: Floats = found.x
-    return solution
+    return np.asarray(found.x, dtype=np.float64)
 
 
 def _normalised(parts: Floats) -> tuple[float, ...]:
