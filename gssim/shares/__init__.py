@@ -2,10 +2,12 @@
 
 from gssim.shares.division import balance_batch, balanced_stages, contiguous, even, greedy, proportional, ranges, split
 from gssim.shares.owners import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
+from gssim.shares.replanning import Watch, observe
 
 __all__ = [
     "InfeasibleError",
     "OwnerTimes",
+    "Watch",
     "balance_batch",
     "balanced_stages",
     "contiguous",
@@ -13,6 +15,7 @@ __all__ = [
     "even",
     "greedy",
     "memory_shares",
+    "observe",
     "owner_time_s",
     "proportional",
     "ranges",
