@@ -32,6 +32,8 @@ CATEGORIES = {
 }
 """Categories of memory, and what is booked under each."""
 
+COMPUTE_PHASES = ("forward", "backward")
+"""In proportion to a rank's samples: what tells its pace."""
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
 
 
@@ -165,6 +167,16 @@ class Density:
 
 
 @spec
+class BatchDivision:
+    """How the batch was divided at run time."""
+
+    first_step: int
+    """In which it was so, of the steps that count; negative in the warm-up."""
+    samples: tuple[int, ...]
+    """Of each rank."""
+
+
+@spec
 class Result:
     """The answer to a scenario, predicted or measured."""
 
@@ -177,7 +189,7 @@ class Result:
     """Median over the run's steps."""
     step_time_p10_s: float
     step_times_s: tuple[float, ...] = ()
-    """Every timed step (measured)."""
+    """Every timed step (simulated: where they are not all alike)."""
     phases_s: dict[str, float]
     """Mean over ranks; sums to a step."""
     fits: bool
@@ -188,6 +200,8 @@ class Result:
     links: tuple[LinkUse, ...] = ()
     ranks: tuple[RankClass, ...]
     loss: tuple[float, ...] = ()
+    divisions: tuple[BatchDivision, ...] = ()
+    """New divisions of the batch at run time; the ranks' shares are those of the last one."""
     cost_usd_per_step: float | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 

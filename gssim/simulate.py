@@ -3,9 +3,9 @@
 import gc
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from statistics import fmean, median
@@ -17,6 +17,8 @@ from gssim.machine import Machine, RankClass, is_jittery
 from gssim.program import Program, lower
 from gssim.result import (
     CATEGORIES,
+    COMPUTE_PHASES,
+    BatchDivision,
     Collective,
     Density,
     Fit,
@@ -28,6 +30,7 @@ from gssim.result import (
 )
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
+from gssim.segments import Segment, walk
 from gssim.units import Floats, Ints
 
 STEADY_STEPS = 2
@@ -42,6 +45,16 @@ class Simulated:
 
     result: Result
     spans: tuple[Span, ...]
+    paces: "Paces"
+
+
+@dataclass(frozen=True)
+class Paces:
+    """How long steady steps took, and each rank's computing in them: what it tells the others where shares follow."""
+
+    step_times_s: tuple[float, ...]
+    compute_s: Floats
+    """By step and rank."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,15 @@ def _no_collection() -> Iterator[None]:
 
 def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
     scenario = loaded.scenario
-    programs = _programs(loaded, unfolded)
+    if scenario.run.slowdowns or scenario.plan.shares.replan:
+        return _walked(loaded, unfolded)
+    return _steady(loaded, unfolded)
+
+
+def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None = None) -> Simulated:
+    """Return the prediction where all steps are alike; `slowed`: ranks that are slower than their devices."""
+    scenario = loaded.scenario
+    programs = _programs(loaded, unfolded, slowed)
     ordered = sorted(programs, key=_payload_bytes)
     typical = _run(scenario, ordered[(len(ordered) - 1) // 2], unfolded)
     lightest = _run(scenario, ordered[(len(ordered) - 1) // 10], unfolded) if len(ordered) > 1 else typical
@@ -98,16 +119,59 @@ def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
         for span in typical.machine.spans
         if span.end_s > start_s and span.start_s < end_s
     )
-    return Simulated(_result(loaded, typical, lightest, programs), spans)
+    paces = Paces(typical.times_s, _compute_times_s(typical, scenario.ranks))
+    return Simulated(_result(loaded, typical, lightest, programs), spans, paces)
 
 
-def _programs(loaded: Loaded, unfolded: bool) -> list[Program]:
+def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
+    """Return the prediction where steps differ: what is by rank is that of the end, phases are of a median step."""
+    scenario = loaded.scenario
+    found: dict[Segment, Simulated] = {}
+
+    def steady(segment: Segment) -> Simulated:
+        if segment not in found:
+            divided = replace(loaded, scenario=scenario.with_batch(segment.batch))
+            found[segment] = _steady(divided, unfolded, dict(segment.slowed))
+        return found[segment]
+
+    def measure(segment: Segment, step: int) -> tuple[float, tuple[float, ...]]:
+        paces = steady(segment).paces
+        turn = step % len(paces.step_times_s)
+        return paces.step_times_s[turn], tuple(paces.compute_s[turn])
+
+    run = walk(scenario, measure)
+    times_s = tuple(step.time_s for step in run.steps)
+    typical, last = steady(run.typical.segment), steady(run.last)
+    step_time_s = median(times_s)
+    scale = step_time_s / typical.result.step_time_s
+    misfits = [each.result.does_not_fit for each in found.values() if each.result.does_not_fit]
+    return Simulated(
+        replace(
+            last.result,
+            scenario_id=scenario.scenario_id,
+            scenario=scenario.resolved(),
+            step_time_s=step_time_s,
+            step_time_p10_s=sorted(times_s)[len(times_s) // 10],
+            step_times_s=times_s,
+            phases_s={name: value * scale for name, value in typical.result.phases_s.items()},
+            fits=not misfits,
+            does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
+            throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
+            divisions=tuple(BatchDivision(first_step=step, samples=batch) for step, batch in run.divisions),
+            cost_usd_per_step=_cost_usd(scenario, step_time_s),
+        ),
+        typical.spans,
+        typical.paces,
+    )
+
+
+def _programs(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None) -> list[Program]:
     """Return the distinct programs of the run's steps: one, or one a step where messages depend on the data."""
     run = loaded.scenario.run
     if loaded.statistics_needed:
         steps = range(run.warmup_steps, run.warmup_steps + run.steps)
-        return [lower(loaded.scenario, loaded.gradients, step=step, unfolded=unfolded) for step in steps]
-    return [lower(loaded.scenario, unfolded=unfolded)]
+        return [lower(loaded.scenario, loaded.gradients, step=step, unfolded=unfolded, slowed=slowed) for step in steps]
+    return [lower(loaded.scenario, unfolded=unfolded, slowed=slowed)]
 
 
 def _payload_bytes(program: Program) -> float:
@@ -170,6 +234,23 @@ def _phases(step: _Steady) -> list[dict[str, float]]:
         spans[span.rank].append(span)
     ends_s = step.machine.ends_s
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
+
+
+def _compute_times_s(step: _Steady, ranks: int) -> Floats:
+    """Return how long each rank was in its forward and backward, waits left out, by steady step."""
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in step.machine.spans:
+        if span.phase in COMPUTE_PHASES and span.stream == "compute":
+            spans[span.rank].append(span)
+    found = np.zeros((len(step.times_s), ranks))
+    for each in step.machine.classes:
+        ends_s = np.array(step.machine.ends_s[each.index])
+        own = spans[each.representative]
+        which = np.searchsorted(ends_s, [span.end_s for span in own], side="left") - 1
+        lengths_s = np.array([span.end_s - span.start_s for span in own])
+        for number in range(len(found)):
+            found[number, each.members] = lengths_s[which == number].sum()
+    return found
 
 
 def _misfit(machine: Machine) -> Fit | None:

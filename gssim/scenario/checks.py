@@ -28,6 +28,36 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_dealt_out_layers(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
+    _check_slow_downs(scenario, policies, file)
+    if scenario.plan.shares.replan:
+        _check_replanning(scenario, policies, file)
+
+
+def _check_slow_downs(scenario: Scenario, policies: Policies, file: str) -> None:
+    for number, each in enumerate(scenario.run.slowdowns):
+        where = f"{file}: run.slowdowns[{number}]"
+        if each.rank >= policies.ranks:
+            raise UserError(f"{where}.rank = {each.rank}: the plan has {policies.ranks} ranks; allowed: a lower number")
+        if each.first_step >= scenario.run.steps:
+            raise UserError(
+                f"{where}.first_step = {each.first_step}: the run has {scenario.run.steps} steps (run.steps); "
+                "allowed: a lower number"
+            )
+        if policies.pp > 1:
+            raise UserError(f"{where}: ranks of a pipeline cannot be slowed down yet; leave it out, or plan.pp")
+
+
+def _check_replanning(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse to divide the batch anew where ranks have no samples of their own, or one has none at all."""
+    where = f"{file}: plan.shares.replan = True"
+    if policies.data_ranks != policies.ranks or policies.ranks == 1:
+        raise UserError(
+            f"{where}: method '{scenario.plan.method}' with plan.tp = {policies.tp} and plan.pp = {policies.pp} does "
+            "not divide the batch among all ranks; allowed: ddp, zero1, zero2, zero3, gs, gs_z3, gs_hier on several"
+        )
+    if min(scenario.batch_sizes) == 0:
+        rank = scenario.batch_sizes.index(0)
+        raise UserError(f"{where}: rank {rank} has no samples that would tell its pace; give each rank at least one")
 
 
 def _check_conditions(scenario: Scenario, file: str) -> None:

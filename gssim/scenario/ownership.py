@@ -5,6 +5,7 @@ no prediction of a step or of its memory. What a threshold will leave of a push 
 dense.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -79,6 +80,25 @@ def _misfit(
         )
     limit = f"({USABLE_RATIO:.0%} of its memory)"
     return UserError(f"plan.shares.shards = '{policy}': device '{name}' {limit} {what}; {hint}")
+
+
+def sample_room(
+    cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, shard_shares: Sequence[float]
+) -> tuple[int, ...]:
+    """Return how many samples each rank has memory for beside its shard, of the global batch at most."""
+    total, whole = workload.global_batch_size, owned_bytes(workload, plan, policies)
+    found: dict[tuple[str, float], int] = {}
+    kinds = [(cluster.devices[rank].type, share) for rank, share in enumerate(shard_shares)]
+    for name, share in set(kinds):
+        device = cluster.device_types[name]
+        owned = whole * (1.0 if policies.optimizer_state == "replicated" else share)
+        room = USABLE_RATIO * device.memory_bytes - owned
+
+        def too_many(samples: int, device: DeviceType = device, room: float = room) -> bool:
+            return held_bytes(device, workload, plan, policies, samples=samples) > room
+
+        found[name, share] = bisect_left(range(total + 1), True, lo=1, key=too_many) - 1
+    return tuple(found[kind] for kind in kinds)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -2,18 +2,19 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import TWO_LEVELS, Plan, Policies, resolve
-from gssim.scenario.ownership import owned_shares
+from gssim.plan import TWO_LEVELS, Plan, Policies, Replanning, resolve
+from gssim.scenario.ownership import owned_shares, sample_room
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -25,6 +26,23 @@ FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "untrained_buffers", "frozen",
 
 
 @spec
+class SlowDown:
+    """A rank that computes slower than its device for a while."""
+
+    rank: Count
+    first_step: Count
+    """Of the steps that count, from 0."""
+    steps: PositiveInt | None = None
+    """How many; absent: to the end of the run."""
+    compute_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    """Time of its forwards and backwards over that without. (In a real run the rank does as much more work.)"""
+
+    def covers(self, step: int) -> bool:
+        """Return whether the rank is slow in a step."""
+        return self.first_step <= step and (self.steps is None or step < self.first_step + self.steps)
+
+
+@spec
 class Run:
     """How long to train, and from which seed."""
 
@@ -32,6 +50,15 @@ class Run:
     """Steps that count, after the warm-up."""
     warmup_steps: Count = 5
     seed: Count = 0
+    slowdowns: tuple[SlowDown, ...] = ()
+
+    def slowed(self, step: int) -> dict[int, float]:
+        """Return the ranks that are slow in a step (of those that count, from 0), and by how much."""
+        found: dict[int, float] = {}
+        for each in self.slowdowns:
+            if each.covers(step):
+                found[each.rank] = found.get(each.rank, 1.0) * each.compute_ratio
+        return found
 
 
 @spec
@@ -77,6 +104,20 @@ class Scenario:
                 slowest[part] = max(slowest[part], cost, key=lambda c: c[1])
             return shares.balance_batch(total, sample_s=[c[1] for c in slowest], fixed_s=[c[0] for c in slowest])
         return shares.split(total, shares.even(policies.data_ranks) if isinstance(wanted, str) else wanted)
+
+    def with_batch(self, sizes: Sequence[int]) -> "Scenario":
+        """Return the same with the batch divided so, sample by sample; owners keep their shards."""
+        total, rules = self.workload.global_batch_size, self.plan.shares
+        shards = rules.shards if rules.shards == "even" else self.shard_shares
+        rules = replace(rules, batch=tuple(n / total for n in sizes), shards=shards)
+        return replace(self, plan=replace(self.plan, shares=rules))
+
+    @property
+    def most_samples(self) -> tuple[int, ...]:
+        """How many samples each rank may be given at run time: as its memory allows, and no fewer than it has."""
+        sizes = self.batch_sizes
+        room = sample_room(self.cluster, self.workload, self.plan, self.policies, self.shard_shares)
+        return tuple(map(max, sizes, room))
 
     @property
     def shard_shares(self) -> tuple[float, ...]:
@@ -160,6 +201,10 @@ class Scenario:
         data: dict[str, Any] = _adapter(Scenario).dump_python(self, mode="json")
         if not self.network:
             del data["network"]
+        if not self.run.slowdowns:
+            del data["run"]["slowdowns"]
+        if not self.plan.shares.replan:
+            del data["plan"]["shares"]["replanning"]
         return data
 
     @property
@@ -191,13 +236,22 @@ class Scenario:
             "plan": plan,
             "policies": repr(self.policies),
             "cluster": _structure(self.cluster, self.ranks),
-            "run": _adapter(Run).dump_python(self.run, mode="json"),
+            "run": self._run_identity(),
         }
         if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
             question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
         if self.network:
             question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)
+
+    def _run_identity(self) -> dict[str, Any]:
+        """Return the run, and what decides on shares in it; what is not there makes no other question."""
+        run: dict[str, Any] = _adapter(Run).dump_python(self.run, mode="json")
+        if not self.run.slowdowns:
+            del run["slowdowns"]
+        if self.plan.shares.replan:
+            run["replanning"] = _adapter(Replanning).dump_python(self.plan.shares.replanning, mode="json")
+        return run
 
 
 @spec
