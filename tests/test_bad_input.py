@@ -202,7 +202,7 @@ NOT_YET = [
     (("plan.method=gs", "plan.shares.replan=true", "plan.shares.batch=[1,0]"), "plan.shares.replan = True: rank 1 has no samples that would tell its pace"),
     (("run.slowdowns=[{rank=2,first_step=0,compute_ratio=2}]",), "run.slowdowns[0].rank = 2: the plan has 2 ranks; allowed: a lower number"),
     (("run.slowdowns=[{rank=1,first_step=4,compute_ratio=2}]",), "run.slowdowns[0].first_step = 4: the run has 4 steps (run.steps); allowed: a lower number"),
-    (("run.slowdowns=[{rank=1,first_step=0,compute_ratio=0.5}]",), "run.slowdowns.0.compute_ratio = 0.5: input should be greater than or equal to 1"),
+    (("run.slowdowns=[{rank=1,first_step=0,compute_ratio=0.5}]",), "run.slowdowns[0].compute_ratio = 0.5: input should be greater than or equal to 1"),
     (("plan.method=gs_hier", "plan.dp_shard=1", "plan.dp_replicate=2", "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet with method 'gs_hier'"),
     (("plan.method=gs_wgrad", "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet with method 'gs_wgrad'"),
 ]  # fmt: skip
