@@ -25,7 +25,7 @@ from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
 from gssim import shares
-from gssim.result import Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
+from gssim.result import BatchDivision, Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
 
@@ -42,6 +42,7 @@ class RankReport:
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
+    divisions: list[BatchDivision]
     sent_entries: int
     offered_entries: int
     memory_counter: str
@@ -112,6 +113,7 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
+        divisions=training.follower.divisions if training.follower else [],
         sent_entries=entries[0],
         offered_entries=entries[1],
         memory_counter=counter.method,
@@ -148,11 +150,8 @@ class Feed:
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.scenario, self.rank, self.device = scenario, rank, device
-        sizes, policies = scenario.data_batch_sizes, scenario.policies
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        # the ranks that hold parts of one replica take the same rows
-        self.rows = [parts[policies.data_rank(each)] for each in range(scenario.ranks)]
+        policies = scenario.policies
+        self.divide(scenario.data_batch_sizes)
         places = [policies.mesh.place(i).pp for i in range(scenario.ranks)]
         self.counts = [place == policies.pp - 1 for place in places]
         """Which ranks compute a loss: in a pipeline, those of the last stage."""
@@ -160,6 +159,13 @@ class Feed:
         self.copies = scenario.ranks // policies.pp // policies.data_ranks
         """Ranks that compute the same loss: those that hold slices of one replica, or make parts of its gradients."""
         self.source = data.open_source(scenario.workload)
+
+    def divide(self, sizes: Sequence[int]) -> None:
+        """Let the parts of the batch have so many rows from now on; together they are the same."""
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        # the ranks that hold parts of one replica take the same rows
+        self.rows = [parts[self.scenario.policies.data_rank(each)] for each in range(self.scenario.ranks)]
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: int) -> None:
@@ -210,12 +216,17 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
             if sharding:
                 sharding.reset_counts()
         inputs, targets, weights = feed.at(step)
+        training.slowed = run.slowed(step - run.warmup_steps).get(rank, 1.0)
         loss = training.step(inputs, targets, weights, rank)
+        divided = training.follower.divided(step - run.warmup_steps) if training.follower else None
+        if divided:
+            feed.divide(divided)
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
+    training.slowed = 1.0
     return [float(loss) for loss in losses]
 
 
@@ -292,7 +303,8 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     step_time_s = median(times)
     offered = sum(report.offered_entries for report in reports)
     thresholded = scenario.plan.push.threshold is not None
-    total = scenario.workload.global_batch_size
+    total, divisions = scenario.workload.global_batch_size, reports[0].divisions
+    samples = divisions[-1].samples if divisions else scenario.batch_sizes
     ranks = tuple(
         RankClass(
             ranks=(rank,),
@@ -302,7 +314,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             peak_reserved_bytes=report.peak_reserved_bytes,
             peak_by_category_bytes={},
             phases_s=report.phases_s,
-            batch_share=scenario.batch_sizes[rank] / total,
+            batch_share=samples[rank] / total,
             shard_share=scenario.shard_shares[rank],
         )
         for rank, report in enumerate(reports)
@@ -326,6 +338,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
         loss=tuple(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+        divisions=tuple(divisions),
         provenance={
             **provenance(device),
             "backend": scenario.cluster.backend,

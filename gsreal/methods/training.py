@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gsreal.build import logits_of, loss_of
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import Timeline
+from gsreal.paces import Follower, slow_down
 from gssim import shares
 
 
@@ -44,6 +45,10 @@ class Training:
     """Whether gradients leave the device in every micro-batch, or in the last one only."""
     syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
     """What a micro-batch's forward and backward run in, where gradients leave in it (True) or stay (False)."""
+    slowed: float = 1.0
+    """How much longer this rank's forwards and backwards take than its device needs (emulated)."""
+    follower: Follower | None = None
+    """Lets the batch follow the ranks' paces, where the plan says so."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
@@ -55,6 +60,8 @@ class Training:
             with self.syncing(leaves):
                 losses.append(weight * self._forward_backward(part, targets_part, scale * weight))
         self._update()
+        if self.follower is not None:
+            self.follower.share(self.timeline)
         self.timeline.end_step()
         return torch.stack(losses).sum()
 
@@ -69,12 +76,16 @@ class Training:
     def _forward_backward(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
         timeline = self.timeline
         self.last_gradient.clear()
+        before = timeline.spans_so_far
         with timeline.span("forward", "forward"):
             loss = loss_of(logits_of(self.module(inputs)), targets)
+        slow_down(timeline, before, "forward", ratio=self.slowed, device=loss.device)
+        before = timeline.spans_so_far
         with timeline.span("backward", "backward"):
             (loss if factor == 1 else loss * factor).backward()
         if self.last_gradient:
             timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
+        slow_down(timeline, before, "backward", ratio=self.slowed, device=loss.device)
         return loss.detach()
 
     def _update(self) -> None:
