@@ -37,13 +37,18 @@ def star(ranks: int) -> str:
 
 def run_cases(folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> dict[str, dict[str, Any]]:
     """Run all cases one after another in one launch of `ranks` ranks; return what each showed."""
+    return run_script("ranks", folder, cases, ranks=ranks)
+
+
+def run_script(script: str, folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> dict[str, dict[str, Any]]:
+    """Run a script of this folder on `ranks` ranks, with a file of cases and one for what they show; return that."""
     from gsreal.launch import launch
 
     (folder / "cases.json").write_text(json.dumps(cases))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(TESTS), before) if p)
     try:
-        launch("ranks", [str(folder / "cases.json"), str(folder / "found.json")], ranks=ranks)
+        launch(script, [str(folder / "cases.json"), str(folder / "found.json")], ranks=ranks)
     finally:
         os.environ.pop("PYTHONPATH")
         if before is not None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.migration import migrate
 from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.publish import publish
 from gsreal.gradient_sharding.push import Pusher, Sent
@@ -95,6 +96,14 @@ class GradientSharding:
             for bucket in self.buckets:
                 bucket.write_back()
         publish(self.buckets, pusher.group, point_to_point=pusher.point_to_point, observe=pusher.observe)
+
+    def reshard(self, shard_shares: Sequence[float]) -> int:
+        """Give each rank another share of the parameters, with their optimizer state; return the bytes sent.
+
+        By all ranks alike, between `step` and the next backward. Training goes on as it would have done.
+        """
+        pusher = self.pusher
+        return migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
 
     def zero_grad(self) -> None:
         """Do nothing: gradients never outlive the bucket that they are collected in."""
