@@ -1,7 +1,6 @@
 """Real: batches follow the ranks' paces as predicted, and shards change owners without a trace in the training."""
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 pytestmark = pytest.mark.real
 
+LONG = ["workload.sequence_length=128", "workload.global_batch_size=8"]
+"""Few samples that each take long: what a step takes beside its samples counts little."""
 SMALL = ["workload.sequence_length=32", "workload.global_batch_size=16"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64"]
@@ -39,9 +40,9 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
         found[f"{name} moved"] = case("migration", ranks, *small, *settings, shares=UNEVEN[ranks])
         found[f"{name} stayed"] = case("migration", ranks, *small, *settings, shares=[[1 / ranks] * ranks] * 2)
     if ranks == 2:
-        found["ddp"] = case("paces", 2, *SMALL, *SGD, *RUN, "plan.method=ddp", *FOLLOWING)
-        found["gs"] = case("paces", 2, *SMALL, *SGD, *RUN, *FOLLOWING)
-        found["plain"] = case("paces", 2, *SMALL, *SGD, *RUN)
+        found["ddp"] = case("paces", 2, *LONG, *SGD, *RUN, "plan.method=ddp", *FOLLOWING)
+        found["gs"] = case("paces", 2, *LONG, *SGD, *RUN, *FOLLOWING)
+        found["plain"] = case("paces", 2, *LONG, *SGD, *RUN)
     return found
 
 
@@ -70,9 +71,9 @@ def test_a_slow_rank_is_answered_in_time_on_every_rank_and_the_step_recovers(tmp
     assert ends[0] <= FIRST + SLOW_STEPS + ANSWER_STEPS
     assert seen["emulated"] == [0, 2 * SLOW_STEPS]
     times_s = [b - a for a, b in zip(seen["ends_s"], seen["ends_s"][1:], strict=False)]
-    slow_s = median(times_s[FIRST : answers[0]])
-    assert median(times_s[answers[0] : FIRST + SLOW_STEPS]) < 0.85 * slow_s
-    assert median(times_s[ends[0] :]) < 0.7 * slow_s
+    slow_s = min(times_s[FIRST : answers[0]])  # the least is what other work on the machine changes least
+    assert min(times_s[answers[0] : FIRST + SLOW_STEPS]) < 0.85 * slow_s
+    assert min(times_s[ends[0] :]) < 0.7 * slow_s
 
 
 def test_the_prediction_answers_in_as_many_steps_and_says_how_far_it_recovers(tmp_path):
@@ -80,7 +81,7 @@ def test_the_prediction_answers_in_as_many_steps_and_says_how_far_it_recovers(tm
     simulated = predicted(cases["gs"])
     first, second = simulated.divisions
     assert (first.first_step, second.first_step) == (FIRST + 2, FIRST + SLOW_STEPS + 2)  # 3 times as slow shows at once
-    assert first.samples == (12, 4)
+    assert first.samples == (6, 2)
     seen = found["gs"]["divisions"][0]
     assert any(abs(step - first.first_step) <= ANSWER_STEPS - 2 for step, _ in seen)
     before, slow, mended = (simulated.step_times_s[step] for step in (FIRST - 1, FIRST, FIRST + 5))
