@@ -25,7 +25,7 @@ from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
 from gssim import shares
-from gssim.result import BatchDivision, Density, RankClass, Result, Span, chrome_trace, typical_phases, write_text
+from gssim.result import Density, Division, RankClass, Result, Span, chrome_trace, typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
 
@@ -42,7 +42,7 @@ class RankReport:
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
-    divisions: list[BatchDivision]
+    divisions: tuple[Division, ...]
     sent_entries: int
     offered_entries: int
     memory_counter: str
@@ -113,7 +113,7 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
-        divisions=training.follower.divisions if training.follower else [],
+        divisions=training.follower.following.divisions if training.follower else (),
         sent_entries=entries[0],
         offered_entries=entries[1],
         memory_counter=counter.method,
@@ -218,9 +218,10 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         inputs, targets, weights = feed.at(step)
         training.slowed = run.slowed(step - run.warmup_steps).get(rank, 1.0)
         loss = training.step(inputs, targets, weights, rank)
-        divided = training.follower.divided(step - run.warmup_steps) if training.follower else None
-        if divided:
-            feed.divide(divided)
+        if training.follower and (division := training.follower.follow(step - run.warmup_steps)):
+            feed.divide(division.samples)
+            if sharding:
+                sharding.reshard(division.shard_shares)
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
@@ -305,6 +306,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     thresholded = scenario.plan.push.threshold is not None
     total, divisions = scenario.workload.global_batch_size, reports[0].divisions
     samples = divisions[-1].samples if divisions else scenario.batch_sizes
+    shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares
     ranks = tuple(
         RankClass(
             ranks=(rank,),
@@ -315,7 +317,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             peak_by_category_bytes={},
             phases_s=report.phases_s,
             batch_share=samples[rank] / total,
-            shard_share=scenario.shard_shares[rank],
+            shard_share=shard_shares[rank],
         )
         for rank, report in enumerate(reports)
     )
@@ -338,7 +340,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
         loss=tuple(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
-        divisions=tuple(divisions),
+        divisions=divisions,
         provenance={
             **provenance(device),
             "backend": scenario.cluster.backend,

@@ -32,9 +32,11 @@ CATEGORIES = {
 }
 """Categories of memory, and what is booked under each."""
 
+PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
 COMPUTE_PHASES = ("forward", "backward")
 """In proportion to a rank's samples: what tells its pace."""
-PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
+UPDATE_PHASES = ("optimizer",)
+"""In proportion to what it owns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +169,14 @@ class Density:
 
 
 @spec
-class BatchDivision:
-    """How the batch was divided at run time."""
+class Division:
+    """How batch and shards were divided anew at run time."""
 
     first_step: int
     """In which it was so, of the steps that count; negative in the warm-up."""
     samples: tuple[int, ...]
+    """Of each rank."""
+    shard_shares: tuple[float, ...]
     """Of each rank."""
 
 
@@ -200,8 +204,8 @@ class Result:
     links: tuple[LinkUse, ...] = ()
     ranks: tuple[RankClass, ...]
     loss: tuple[float, ...] = ()
-    divisions: tuple[BatchDivision, ...] = ()
-    """New divisions of the batch at run time; the ranks' shares are those of the last one."""
+    divisions: tuple[Division, ...] = ()
+    """New divisions of batch and shards at run time; the ranks' shares are those of the last one."""
     cost_usd_per_step: float | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 

@@ -1,21 +1,24 @@
-"""A run of which not all steps are alike: ranks that are slow for a while, and a batch that is divided anew.
+"""A run of which not all steps are alike: ranks that are slow for a while, and shares that follow the ranks' pace.
 
 Each step is as a steady one under what holds in it; where that changes, steps of the new kind follow those of the old.
-Ranks come together at the end of every step of such a plan, which is why nothing of the one is left in the other.
+Ranks come together at the end of every step of such a plan, which is why nothing of the one is left in the other. What
+it takes to move shards is left out: it is once, and small beside what it gains, or it would not be done.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gssim import shares
-from gssim.scenario import Scenario
+from gssim.result import Division
+from gssim.scenario import Scenario, after_step, begin
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What holds in a step: how the batch is divided, and which ranks are slow, by how much."""
+    """What holds in a step: how batch and shards are divided, and which ranks are slow, by how much."""
 
-    batch: tuple[int, ...]
+    samples: tuple[int, ...]
+    shard_shares: tuple[float, ...]
     slowed: tuple[tuple[int, float], ...]
 
 
@@ -33,8 +36,8 @@ class Walk:
 
     steps: tuple[Passed, ...]
     """Those that count."""
-    divisions: tuple[tuple[int, tuple[int, ...]], ...]
-    """(First step, batch) of each new division of the batch; steps of the warm-up have negative numbers."""
+    divisions: tuple[Division, ...]
+    """New ones, from the first of the warm-up on."""
 
     @property
     def typical(self) -> Passed:
@@ -45,26 +48,32 @@ class Walk:
     @property
     def last(self) -> Segment:
         """What holds in the end, after whoever was slow then."""
-        return Segment(self.divisions[-1][1] if self.divisions else self.steps[0].segment.batch, ())
+        if self.divisions:
+            return Segment(self.divisions[-1].samples, self.divisions[-1].shard_shares, ())
+        return Segment(self.steps[0].segment.samples, self.steps[0].segment.shard_shares, ())
 
 
-Measure = Callable[[Segment, int], tuple[float, tuple[float, ...]]]
-"""Returns the time of a step under a segment, and how long each rank computed in it; the number is the step's."""
+class Told(NamedTuple):
+    """A step: its time, and what every rank tells the others of its own part in it."""
+
+    time_s: float
+    compute_s: tuple[float, ...]
+    update_s: tuple[float, ...]
 
 
-def walk(scenario: Scenario, measure: Measure) -> Walk:
-    """Return a run step by step, warm-up first, with the plan's controller of batch shares where it has one."""
-    run, rules = scenario.run, scenario.plan.shares
-    watch = shares.Watch(scenario.batch_sizes)
-    most = scenario.most_samples if rules.replan else None
-    steps, divisions = [], []
+def walk(scenario: Scenario, measure: Callable[[Segment, int], Told]) -> Walk:
+    """Return a run step by step, warm-up first, with the plan's controller of shares where it has one.
+
+    `measure`: what a step under a segment comes to; the number is the step's.
+    """
+    run = scenario.run
+    following = begin(scenario)
+    steps = []
     for step in range(-run.warmup_steps, run.steps):
-        segment = Segment(watch.batch, tuple(sorted(run.slowed(step).items())))
-        time_s, compute_s = measure(segment, step + run.warmup_steps)
+        segment = Segment(following.samples, following.shard_shares, tuple(sorted(run.slowed(step).items())))
+        told = measure(segment, step + run.warmup_steps)
         if step >= 0:
-            steps.append(Passed(segment, time_s))
-        if rules.replan:
-            watch = shares.observe(watch, compute_s, rules.replanning, least=scenario.plan.micro_batches, most=most)
-        if watch.batch != segment.batch:
-            divisions.append((step + 1, watch.batch))
-    return Walk(tuple(steps), tuple(divisions))
+            steps.append(Passed(segment, told.time_s))
+        if scenario.plan.shares.replan:
+            following = after_step(following, step=step, compute_s=told.compute_s, update_s=told.update_s)
+    return Walk(tuple(steps), following.divisions)

@@ -3,7 +3,7 @@
 import gc
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ from gssim.program import Program, lower
 from gssim.result import (
     CATEGORIES,
     COMPUTE_PHASES,
-    BatchDivision,
+    UPDATE_PHASES,
     Collective,
     Density,
     Fit,
@@ -30,7 +30,7 @@ from gssim.result import (
 )
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
-from gssim.segments import Segment, walk
+from gssim.segments import Segment, Told, walk
 from gssim.units import Floats, Ints
 
 STEADY_STEPS = 2
@@ -50,11 +50,13 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Paces:
-    """How long steady steps took, and each rank's computing in them: what it tells the others where shares follow."""
+    """How long steady steps took, and each rank's own work in them: what it tells the others where shares follow."""
 
     step_times_s: tuple[float, ...]
     compute_s: Floats
     """By step and rank."""
+    update_s: Floats
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None =
         for span in typical.machine.spans
         if span.end_s > start_s and span.start_s < end_s
     )
-    paces = Paces(typical.times_s, _compute_times_s(typical, scenario.ranks))
+    ranks = scenario.ranks
+    paces = Paces(typical.times_s, _times_in(typical, COMPUTE_PHASES, ranks), _times_in(typical, UPDATE_PHASES, ranks))
     return Simulated(_result(loaded, typical, lightest, programs), spans, paces)
 
 
@@ -130,14 +133,15 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
 
     def steady(segment: Segment) -> Simulated:
         if segment not in found:
-            divided = replace(loaded, scenario=scenario.with_batch(segment.batch))
+            divided = replace(loaded, scenario=scenario.with_shares(segment.samples, segment.shard_shares))
             found[segment] = _steady(divided, unfolded, dict(segment.slowed))
         return found[segment]
 
-    def measure(segment: Segment, step: int) -> tuple[float, tuple[float, ...]]:
+    def measure(segment: Segment, step: int) -> Told:
         paces = steady(segment).paces
         turn = step % len(paces.step_times_s)
-        return paces.step_times_s[turn], tuple(paces.compute_s[turn])
+        compute_s, update_s = paces.compute_s[turn].tolist(), paces.update_s[turn].tolist()
+        return Told(paces.step_times_s[turn], tuple(compute_s), tuple(update_s))
 
     run = walk(scenario, measure)
     times_s = tuple(step.time_s for step in run.steps)
@@ -157,7 +161,7 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
             fits=not misfits,
             does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
             throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
-            divisions=tuple(BatchDivision(first_step=step, samples=batch) for step, batch in run.divisions),
+            divisions=run.divisions,
             cost_usd_per_step=_cost_usd(scenario, step_time_s),
         ),
         typical.spans,
@@ -236,11 +240,11 @@ def _phases(step: _Steady) -> list[dict[str, float]]:
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
-def _compute_times_s(step: _Steady, ranks: int) -> Floats:
-    """Return how long each rank was in its forward and backward, waits left out, by steady step."""
+def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
+    """Return how long each rank was in some phases, by steady step."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in step.machine.spans:
-        if span.phase in COMPUTE_PHASES and span.stream == "compute":
+        if span.phase in phases and span.stream == "compute":
             spans[span.rank].append(span)
     found = np.zeros((len(step.times_s), ranks))
     for each in step.machine.classes:

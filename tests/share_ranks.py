@@ -50,12 +50,12 @@ def paces(case: dict[str, Any]) -> dict[str, Any]:
     scenario, training, feed = made(case)
     losses = _timed_steps(scenario, training, feed, dist.get_rank())
     spans, ends_s = training.timeline.read()
-    divisions = [[each.first_step, each.samples] for each in training.follower.divisions] if training.follower else []
+    divisions = training.follower.following.divisions if training.follower else ()
     emulated = [span.label for span in spans if "emulated" in span.label]
     return {
         "losses": [sum(each) for each in zip(*everybodys(losses), strict=True)],
         "ends_s": ends_s,
-        "divisions": everybodys(divisions),
+        "divisions": everybodys([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
         "emulated": [len(each) for each in everybodys(emulated)],
     }
 

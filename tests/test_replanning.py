@@ -1,6 +1,7 @@
 """Laws of the controller of batch shares: noise changes nothing, slow-downs are answered, and it comes to rest."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gssim.plan import Replanning
-from gssim.shares import Watch, balance_batch, observe
+from gssim.shares import OwnerTimes, Watch, balance_batch, observe, owner_time_s, worth_moving
 
 DEFAULTS = Replanning()
 ANSWER_STEPS = 4
@@ -123,3 +124,51 @@ def test_the_order_of_ranks_does_not_matter():
     found, _ = batches(Watch((20, 20, 20)), paces)
     turned, _ = batches(Watch((20, 20, 20)), [pace[::-1] for pace in paces])
     assert [batch[::-1] for batch in turned] == found
+
+
+# Shards --------------------------------------------------------------------------------------------------------------
+
+EQUAL = OwnerTimes(*[(1e-3, 1e-3)] * 5)
+LATE = replace(EQUAL, update_s=(1e-3, 9e-3))
+"""The second rank updates nine times as slowly."""
+
+
+def moved(times=LATE, held=(0.5, 0.5), *, state_s=1.0, steps=10_000, settings=DEFAULTS):
+    moving = ([state_s] * len(held), [state_s] * len(held))
+    return worth_moving(times, held, most=(1.0,) * len(held), moving=moving, steps=steps, settings=settings)
+
+
+def test_shards_move_to_where_they_cost_least_if_enough_steps_are_left_to_pay_for_the_move():
+    better = moved()
+    assert better == pytest.approx((0.9, 0.1))
+    gain_s = owner_time_s(LATE, (0.5, 0.5)) - owner_time_s(LATE, better)
+    needed = math.ceil(0.4 * 1.0 / gain_s)  # 0.4 of the state goes from the second rank to the first
+    assert moved(steps=needed + 1) == better
+    assert moved(steps=needed - 1) is None
+    assert moved(steps=needed - 1, state_s=0.5) == better
+
+
+def test_shards_stay_where_they_cost_least_already_or_little_would_be_gained():
+    assert moved(EQUAL) is None
+    assert moved(held=(0.9, 0.1)) is None
+    little = replace(EQUAL, update_s=(1e-3, 5e-3))
+    assert moved(little) is not None
+    assert moved(little, settings=Replanning(hysteresis_ratio=0.9)) is None
+
+
+def test_a_shift_of_ranges_moves_what_leaves_and_comes_to_each_rank():
+    """Ranges follow one another: if the first rank gives a third to the last, the one between passes its own on."""
+    third = 1 / 3
+    times = OwnerTimes((1e-9,) * 3, (1e-9,) * 3, (2.0, 1.0, 0.5), (1e-9,) * 3, (1e-9,) * 3)
+    better = worth_moving(
+        times, (third,) * 3, most=(1.0,) * 3, moving=([1.0] * 3, [1.0] * 3), steps=3, settings=DEFAULTS
+    )
+    assert better == pytest.approx((1 / 7, 2 / 7, 4 / 7), abs=1e-4)
+    # the second has [1/3, 2/3) and gets [1/7, 3/7): all but 2/21 of its own goes, and that takes longest
+    gain_s = owner_time_s(times, (third,) * 3) - owner_time_s(times, better)
+    dear = [1.01 * 3 * gain_s / (third - 2 / 21)] * 3
+    assert (
+        worth_moving(times, (third,) * 3, most=(1.0,) * 3, moving=(dear, [0.0] * 3), steps=3, settings=DEFAULTS) is None
+    )
+    cheap = [0.99 * each / 1.01 for each in dear]
+    assert worth_moving(times, (third,) * 3, most=(1.0,) * 3, moving=(cheap, [0.0] * 3), steps=3, settings=DEFAULTS)

@@ -47,7 +47,7 @@ def test_a_slow_rank_makes_exactly_its_steps_longer(method):
     assert len(times) == 40
     assert times[:10] + times[30:] == pytest.approx([plain.step_time_s] * 20)
     assert len(set(times[10:30])) == 1
-    compute_s = plain.phases_s["forward"] + plain.phases_s["backward"]
+    compute_s = sum(plain.phases_s[name] for name in ("forward", "backward", "optimizer"))
     assert times[15] == pytest.approx(plain.step_time_s + compute_s, rel=0.05)
     assert slow.step_time_s == median(times)
     assert sum(slow.phases_s.values()) == pytest.approx(slow.step_time_s)
@@ -83,7 +83,7 @@ def test_all_ranks_tell_their_times_at_the_end_of_each_step():
     plain, told = result_of(), result_of(shares={"replan": True})
     assert told.divisions == ()
     more = {entry.key for entry in told.collectives} - {entry.key for entry in plain.collectives}
-    assert more == {("all-gather", (0, 1), 16, 1)}
+    assert more == {("all-gather", (0, 1), 32, 1)}
 
 
 def test_unequal_devices_find_their_shares_in_the_warm_up_or_soon_after():
@@ -134,7 +134,7 @@ def test_a_rank_gets_no_more_samples_than_its_memory_takes():
 def test_owners_keep_their_shards_where_the_batch_is_divided_anew():
     shares = {"replan": True, "shards": "memory", "batch": "throughput"}
     scenario = run_of(shares=shares).scenario
-    other = scenario.with_batch((40, 8))
+    other = scenario.with_shares((40, 8), scenario.shard_shares)
     assert other.batch_sizes == (40, 8)
     assert other.shard_shares == pytest.approx(scenario.shard_shares)
 
@@ -165,3 +165,18 @@ def test_a_run_with_events_is_the_same_byte_for_byte():
     settings = {"slowdowns": [HALF_SPEED], "shares": {"replan": True}}
     assert result_of(**settings).to_json() == result_of(**settings).to_json()
     assert json.loads(result_of(**settings).to_json())["divisions"][0]["samples"] == [32, 16]
+
+
+def test_shards_by_cost_move_away_from_a_rank_that_updates_slowly_and_back():
+    shares = {"replan": True, "shards": "cost"}
+    slow = HALF_SPEED | {"compute_ratio": 4.0}
+    result = result_of(slowdowns=[slow], shares=shares, steps=60)
+    answers = [division.first_step for division in result.divisions]
+    assert answers == [11, 16, 31, 36]  # the batch at once, shards once five steps have shown what is gained
+    _, during, _, after = result.divisions
+    assert during.shard_shares == pytest.approx((0.8, 0.2), abs=0.02)
+    assert after.shard_shares == pytest.approx((0.5, 0.5), abs=0.02)
+    staying = result_of(slowdowns=[slow], shares={"replan": True}, steps=60)
+    assert result.step_times_s[20] < staying.step_times_s[20]
+    assert result.step_times_s[50] == pytest.approx(staying.step_times_s[50])
+    assert {entry.shard_share for entry in result.ranks} == set(after.shard_shares)

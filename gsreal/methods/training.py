@@ -46,9 +46,9 @@ class Training:
     syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
     """What a micro-batch's forward and backward run in, where gradients leave in it (True) or stay (False)."""
     slowed: float = 1.0
-    """How much longer this rank's forwards and backwards take than its device needs (emulated)."""
+    """How much longer this rank's forwards, backwards and updates take than its device needs (emulated)."""
     follower: Follower | None = None
-    """Lets the batch follow the ranks' paces, where the plan says so."""
+    """Lets shares follow the ranks' paces, where the plan says so."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
@@ -59,7 +59,9 @@ class Training:
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
             with self.syncing(leaves):
                 losses.append(weight * self._forward_backward(part, targets_part, scale * weight))
+        before = self.timeline.spans_so_far
         self._update()
+        slow_down(self.timeline, before, "optimizer", ratio=self.slowed, device=inputs.device)
         if self.follower is not None:
             self.follower.share(self.timeline)
         self.timeline.end_step()

@@ -66,7 +66,7 @@ def lower(
 ) -> Program:
     """Return the program of one training step; `step` (from the first) matters where the push is thresholded.
 
-    `unfolded`: every rank has a role of its own. `slowed`: by rank, how much longer its forward and backward take.
+    `unfolded`: every rank has a role of its own. `slowed`: by rank, how much longer it computes and updates.
     """
     slowed = slowed or {}
     communications: dict[str, Communication] = {}
@@ -130,7 +130,7 @@ def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]
     if kind not in alike:
         found = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
         alike[kind] = [task for tasks in found for task in tasks]
-    tasks = optimize(low, rank, slowed_down(alike[kind], low.slowed.get(rank, 1.0)))
+    tasks = slowed_down(optimize(low, rank, alike[kind]), low.slowed.get(rank, 1.0))
     return [*tasks, *share_compute_times(low)]
 
 

@@ -100,7 +100,7 @@ class Lowering:
     tensor_part: int = 0
     """Which part of each block they hold: their coordinate on the axis tp."""
     slowed: Mapping[int, float] = field(default_factory=dict)
-    """By rank, where one is slower than its device: time of its forward and backward over the device's."""
+    """By rank, where one is slower than its device: time of its forward, backward and update over the device's."""
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:

@@ -8,6 +8,7 @@ dense.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -34,14 +35,7 @@ def owned_shares(
 
     Raises UserError where it does not fit: one line that names the device and the excess.
     """
-    types = [cluster.type_of(rank) for rank in range(policies.ranks)]
-    capacity = [USABLE_RATIO * device.memory_bytes for device in types]
-    kinds = list(zip([device.type for device in cluster.devices[: policies.ranks]], batch_sizes, strict=True))
-    found = {
-        (name, n): held_bytes(cluster.device_types[name], workload, plan, policies, samples=n) for name, n in set(kinds)
-    }
-    held = [found[kind] for kind in kinds]
-    whole = owned_bytes(workload, plan, policies)
+    capacity, held, whole = _rooms(cluster, workload, plan, policies, batch_sizes)
     try:
         if plan.shares.shards == "memory":
             return shares.memory_shares(capacity_bytes=capacity, held_bytes=held, whole_bytes=whole)
@@ -50,6 +44,18 @@ def owned_shares(
         return shares.cost_shares(owner_times(cluster, workload, plan, policies), most=most)
     except shares.InfeasibleError as error:
         raise _misfit(error, cluster, plan, capacity, held, whole) from None
+
+
+def _rooms(
+    cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
+) -> tuple[list[float], list[float], float]:
+    """Return what each rank may use of its memory, what it holds whatever it owns, and what owning everything takes."""
+    kinds = list(zip([device.type for device in cluster.devices[: policies.ranks]], batch_sizes, strict=True))
+    found = {
+        (name, n): held_bytes(cluster.device_types[name], workload, plan, policies, samples=n) for name, n in set(kinds)
+    }
+    capacity = [USABLE_RATIO * cluster.device_types[name].memory_bytes for name, _ in kinds]
+    return capacity, [found[kind] for kind in kinds], owned_bytes(workload, plan, policies)
 
 
 def _refuse_overfull(capacity: Sequence[float], held: Sequence[float]) -> None:
@@ -99,6 +105,39 @@ def sample_room(
 
         found[name, share] = bisect_left(range(total + 1), True, lo=1, key=too_many) - 1
     return tuple(found[kind] for kind in kinds)
+
+
+def shares_worth_moving_to(
+    cluster: Cluster,
+    workload: Workload,
+    plan: Plan,
+    policies: Policies,
+    *,
+    batch_sizes: Sequence[int],
+    owned: Sequence[float],
+    update_s: Sequence[float | None],
+    steps: int,
+) -> tuple[float, ...] | None:
+    """Return the shard shares to change to in the middle of a run, or None: `shares.worth_moving` with this cluster.
+
+    `owned`: the shares until now; `update_s`: what updating all parameters takes each rank, as measured, None where it
+    owns nothing; `steps`: that are left.
+    """
+    times = owner_times(cluster, workload, plan, policies)
+    measured = tuple(known if seen is None else seen for seen, known in zip(update_s, times.update_s, strict=True))
+    capacity, held, whole = _rooms(cluster, workload, plan, policies, batch_sizes)
+    most = tuple(max(share, (c - h) / whole) for share, c, h in zip(owned, capacity, held, strict=True))
+    out, come = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
+    state_bytes = (VALUES_KEPT[workload.optimizer] + has_master_copy(workload)) * master_bytes(workload)
+    moving = [[state_bytes * workload.model.elements / rate for rate in rates] for rates in (out, come)]
+    return shares.worth_moving(
+        replace(times, update_s=measured),
+        owned,
+        most=most,
+        moving=(moving[0], moving[1]),
+        steps=steps,
+        settings=plan.shares.replanning,
+    )
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
 from gssim.plan import TWO_LEVELS, Plan, Policies, Replanning, resolve
-from gssim.scenario.ownership import owned_shares, sample_room
+from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -35,7 +35,7 @@ class SlowDown:
     steps: PositiveInt | None = None
     """How many; absent: to the end of the run."""
     compute_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Time of its forwards and backwards over that without. (In a real run the rank does as much more work.)"""
+    """Time of its forwards, backwards and updates over that without. (In a real run it does as much more work.)"""
 
     def covers(self, step: int) -> bool:
         """Return whether the rank is slow in a step."""
@@ -105,12 +105,29 @@ class Scenario:
             return shares.balance_batch(total, sample_s=[c[1] for c in slowest], fixed_s=[c[0] for c in slowest])
         return shares.split(total, shares.even(policies.data_ranks) if isinstance(wanted, str) else wanted)
 
-    def with_batch(self, sizes: Sequence[int]) -> "Scenario":
-        """Return the same with the batch divided so, sample by sample; owners keep their shards."""
+    def with_shares(self, samples: Sequence[int], shards: Sequence[float]) -> "Scenario":
+        """Return the same with the batch divided so, sample by sample, and shards of these shares."""
         total, rules = self.workload.global_batch_size, self.plan.shares
-        shards = rules.shards if rules.shards == "even" else self.shard_shares
-        rules = replace(rules, batch=tuple(n / total for n in sizes), shards=shards)
+        kept = rules.shards if rules.shards == "even" else tuple(shards)
+        rules = replace(rules, batch=tuple(n / total for n in samples), shards=kept)
         return replace(self, plan=replace(self.plan, shares=rules))
+
+    def moved_shards(
+        self, *, samples: Sequence[int], owned: Sequence[float], update_s: Sequence[float | None], steps: int
+    ) -> tuple[float, ...] | None:
+        """Return the shard shares to change to in the middle of a run, or None; see `shares_worth_moving_to`."""
+        if self.plan.shares.shards != "cost":
+            return None
+        return shares_worth_moving_to(
+            self.cluster,
+            self.workload,
+            self.plan,
+            self.policies,
+            batch_sizes=samples,
+            owned=owned,
+            update_s=update_s,
+            steps=steps,
+        )
 
     @property
     def most_samples(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from gssim.shares.division import balance_batch, balanced_stages, contiguous, even, greedy, proportional, ranges, split
 from gssim.shares.owners import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
-from gssim.shares.replanning import Watch, observe
+from gssim.shares.replanning import Watch, observe, worth_moving
 
 __all__ = [
     "InfeasibleError",
@@ -20,4 +20,5 @@ __all__ = [
     "proportional",
     "ranges",
     "split",
+    "worth_moving",
 ]
