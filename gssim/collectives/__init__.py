@@ -1,6 +1,6 @@
 """Collectives: what is handed over, the algorithms that carry them out, and what a backend adds."""
 
-from gssim.collectives.algorithms import ALGORITHMS, Members, algorithms_for, carried_by_rank, tree_depth
+from gssim.collectives.algorithms import ALGORITHMS, SINGLE_FLOWS, Members, algorithms_for, carried_by_rank, tree_depth
 from gssim.collectives.backend import (
     BACKEND_ALGORITHMS,
     algorithm_of,
@@ -20,6 +20,7 @@ __all__ = [
     "BACKEND_ALGORITHMS",
     "CLOSED_FORMS",
     "KINDS",
+    "SINGLE_FLOWS",
     "Communication",
     "Hops",
     "Members",

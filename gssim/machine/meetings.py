@@ -13,7 +13,7 @@ import numpy as np
 import simpy
 
 from gssim.cluster import Cluster
-from gssim.collectives import Communication, Hops, Stage
+from gssim.collectives import SINGLE_FLOWS, Communication, Hops, Stage
 from gssim.conditions import Conditions
 from gssim.machine.classes import Classes, Groups, RankClass, classes_of, families_of
 from gssim.machine.schedule import Scheduled, Scheduler
@@ -88,17 +88,25 @@ class _Ways:
         self._chosen: dict[Any, Scheduled] = {}
         self._spread: dict[tuple[int, Groups], tuple[Hops, Hops]] = {}
 
-    def of(self, communication: Communication) -> Scheduled:
-        """Return the way for all groups of a collective, which are alike; equal collectives share it."""
+    def of(self, communication: Communication, groups_in_all: int) -> Scheduled:
+        """Return the way for all groups of a collective, which are alike; equal collectives share it.
+
+        `groups_in_all`: how many carry it out, those that are not like these included; together they may have too many
+        flows to follow each.
+        """
         alone = replace(communication, beside=())
         key = (replace(alone, pair_bytes=()), id(alone.pair_bytes))  # matrices are shared, and large
         if key not in self._chosen:
             self._chosen[key] = self.choice.best(self.scheduler.candidates(alone))
         chosen = self._chosen[key]
-        if not communication.beside:
+        if groups_in_all == 1:
             return chosen
+        stages = [
+            replace(stage, coupled=stage.coupled or len(stage.hops.source) * groups_in_all > SINGLE_FLOWS)
+            for stage in chosen.stages
+        ]
         groups = communication.groups
-        return replace(chosen, stages=tuple(self._in_every(stage, groups) for stage in chosen.stages))
+        return replace(chosen, stages=tuple(self._in_every(s, groups) if communication.beside else s for s in stages))
 
     def _in_every(self, stage: Stage, groups: Groups) -> Stage:
         key = (id(stage.hops), groups)
@@ -115,7 +123,7 @@ def _meetings(program: Program, classes: Classes, ways: _Ways) -> dict[str, tupl
         if groups not in parts:
             parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
         each = [(replace(communication, group=part[0], beside=part[1:]), members) for part, members in parts[groups]]
-        found[label] = tuple(Meeting(part, ways.of(part), members) for part, members in each)
+        found[label] = tuple(Meeting(part, ways.of(part, len(groups)), members) for part, members in each)
     return found
 
 
@@ -162,7 +170,8 @@ def _told_apart(
 def _marks(stage: Stage, groups: int, network: Network, router: Router) -> Ints:
     """Return numbers that tell groups apart: by the classes of their sessions, and when their hops arrive."""
     sessions = np.sort(network.folded.colours[id(stage.hops), stage.coupled].reshape(groups, -1), axis=1)
-    late = codes(router.of(stage.hops).latency_s).reshape(groups, -1)
+    on = router.bundle(stage.hops) if stage.coupled else router.of(stage.hops)
+    late = codes(on.latency_s).reshape(groups, -1)
     rows = np.column_stack([sessions, late])
     _, first, index = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first, kind="stable"), kind="stable")[index.ravel()]  # the first group's is 0

@@ -126,7 +126,8 @@ class Scheduler:
         """Return the latency of long ways, which NCCL's constants do not know: what hops take beyond a data centre."""
         total_s = 0.0
         for stage in stages:
-            beyond_s = np.maximum(0.0, self.router.of(stage.hops).latency_s - DATA_CENTRE_LATENCY_S)
+            on = self.router.bundle(stage.hops) if stage.coupled else self.router.of(stage.hops)
+            beyond_s = np.maximum(0.0, on.latency_s - DATA_CENTRE_LATENCY_S)
             if beyond_s.any():
                 mean_s = float(np.average(beyond_s, weights=stage.hops.weight))
                 total_s += stage.steps * mean_s if stage.coupled else float(beyond_s.max())

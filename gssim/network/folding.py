@@ -99,21 +99,17 @@ def fold(router: Router, stages: Sequence[Stage], capacity: Floats, *, unfolded:
 
 def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
     """Return the sessions of hops: one for all of a group where they keep pace, else one for each."""
-    on = router.of(hops)
     sessions = len(hops.source)
     if not coupled or not sessions:
+        on = router.of(hops)
         return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s, np.zeros(sessions, np.int64))
     group = np.zeros(sessions, np.int64) if hops.group is None else hops.group
-    groups, links = int(group[-1]) + 1, router.wiring.links
+    groups, bundle = int(group[-1]) + 1, router.bundle(hops)
     heaviest = np.zeros(groups)
     np.maximum.at(heaviest, group, hops.weight)
-    place, entry = np.unique(group[on.flow] * links + on.link, return_inverse=True)
-    loads = summed(entry, on.share * hops.weight[on.flow], len(place))
-    session, link = place // links, place % links
-    some = np.flatnonzero(loads)
-    session, link, load = session[some], link[some], loads[some] / heaviest[session[some]]
-    mean_s = summed(group, on.latency_s * hops.weight, groups) / summed(group, hops.weight, groups)
-    return _Pattern(session, link, load, heaviest, mean_s, np.zeros(groups, np.int64))
+    mean_s = summed(group, bundle.latency_s * hops.weight, groups) / summed(group, hops.weight, groups)
+    load = bundle.load / heaviest[bundle.group]
+    return _Pattern(bundle.group, bundle.link, load, heaviest, mean_s, np.zeros(groups, np.int64))
 
 
 def codes(values: Floats) -> Ints:

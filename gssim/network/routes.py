@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gssim.collectives import Hops, summed
+from gssim.network.bundles import Adjacency, Bundle, adjacency, bundled, is_worthwhile, runs
 from gssim.topology import Wiring
 from gssim.units import Floats, Ints, UserError
 
@@ -47,10 +48,11 @@ class Router:
     def __init__(self, wiring: Wiring) -> None:
         self.wiring = wiring
         self.nodes = len(wiring.names)
-        self._out = _adjacency(wiring.source, self.nodes)
-        self._into = _adjacency(wiring.target, self.nodes)
+        self._out = adjacency(wiring.source, self.nodes)
+        self._into = adjacency(wiring.target, self.nodes)
         self._known: dict[int, tuple[Hops, Incidence]] = {}
         self._searched: dict[tuple[bytes, bytes], Incidence] = {}
+        self._bundles: dict[int, tuple[Hops, Bundle]] = {}
 
     def of(self, hops: Hops) -> Incidence:
         """Return the links of all hops, found once for hops between the same ends."""
@@ -60,6 +62,22 @@ class Router:
                 self._searched[ends] = self.incidence(hops.source, hops.target)
             self._known[id(hops)] = (hops, self._searched[ends])
         return self._known[id(hops)][1]
+
+    def bundle(self, hops: Hops) -> Bundle:
+        """Return what links carry of hops that keep pace, found in whichever way is less work."""
+        if id(hops) not in self._bundles:
+            found = bundled(self.wiring, self._into, hops) if is_worthwhile(self.wiring, hops) else self._summed(hops)
+            self._bundles[id(hops)] = (hops, found)
+        return self._bundles[id(hops)][1]
+
+    def _summed(self, hops: Hops) -> Bundle:
+        """Return the same from every hop's own path."""
+        on, links = self.of(hops), self.wiring.links
+        group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
+        place, entry = np.unique(group[on.flow] * links + on.link, return_inverse=True)
+        loads = summed(entry, on.share * hops.weight[on.flow], len(place))
+        some = np.flatnonzero(loads)
+        return Bundle(place[some] // links, place[some] % links, loads[some], on.latency_s)
 
     def rate_bytes_per_s(self, hops: Hops, weight: Floats) -> float:
         """Return at which rate a hop of weight 1 would go if all kept pace, alone on their links (0: left out)."""
@@ -81,7 +99,7 @@ class Router:
         starts = np.searchsorted(found.flow, np.arange(len(keys) + 1))
         lengths = np.diff(starts)[inverse]
         flow = np.repeat(np.arange(len(source)), lengths)
-        entry = _ranges(starts[:-1][inverse], lengths)
+        entry = runs(starts[:-1][inverse], lengths)
         return Incidence(flow, found.link[entry], found.share[entry], found.latency_s[inverse])
 
     def _search(self, source: Ints, target: Ints) -> Incidence:
@@ -115,25 +133,18 @@ class Router:
         names = self.wiring.names
         raise UserError(f"cluster: no path of links from {names[source[pair]]} to {names[target[pair]]}")
 
-    def _expand(self, levels: list[_Level], waiting: NDArray[np.bool_], edges: "_Edges", ends: Ints) -> _Level:
+    def _expand(self, levels: list[_Level], waiting: NDArray[np.bool_], edges: Adjacency, ends: Ints) -> _Level:
         """Return the level that is one link farther, for the pairs that still wait."""
         level = levels[-1]
         alive = np.flatnonzero(waiting[level.key // self.nodes])
         node, pair = level.key[alive] % self.nodes, level.key[alive] // self.nodes
-        degree = edges.starts[node + 1] - edges.starts[node]
+        link, degree = edges.of(node)
         parent = np.repeat(alive, degree)
-        link = edges.link[_ranges(edges.starts[node], degree)]
         key = np.repeat(pair, degree) * self.nodes + ends[link]
         if len(levels) > 1:  # never back to where it came from
             new = ~_contains(levels[-2].key, key)
             parent, link, key = parent[new], link[new], key[new]
         return _merged(key, level, parent, link, self.wiring.latency_s)
-
-
-@dataclass(frozen=True, eq=False)
-class _Edges:
-    starts: Ints
-    link: Ints
 
 
 def _joined(parts: list[Incidence]) -> Incidence:
@@ -149,22 +160,9 @@ def _joined(parts: list[Incidence]) -> Incidence:
     )
 
 
-def _adjacency(end: Ints, nodes: int) -> _Edges:
-    """Return the links by the node at one of their ends."""
-    order = np.argsort(end, kind="stable")
-    return _Edges(np.r_[0, np.cumsum(np.bincount(end, minlength=nodes))], order)
-
-
 def _start(key: Ints) -> _Level:
     none = np.zeros(0, np.int64)
     return _Level(key, np.ones(len(key)), np.zeros(len(key)), none, none, none)
-
-
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return start, start+1, ... of every range, one after another."""
-    total = int(lengths.sum())
-    offsets = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.arange(total) - offsets + np.repeat(starts, lengths)
 
 
 def _contains(held: Ints, wanted: Ints) -> NDArray[np.bool_]:

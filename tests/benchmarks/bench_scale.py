@@ -41,6 +41,12 @@ def test_a_model_of_175_billion_parameters(benchmark, name):
     benchmark.pedantic(fresh, rounds=3)
 
 
+@pytest.mark.parametrize("method", ["gs", "gs_z3", "gs_hier"])
+def test_gradient_sharding_on_1024_unequal_devices(benchmark, method):
+    loaded = scenario("gpt3-1024-unequal", f"plan.method={method}")
+    benchmark.pedantic(lambda: simulate(loaded), rounds=3)
+
+
 @pytest.mark.parametrize("servers", [32, 128])
 def test_fully_sharded_training_of_6_7_billion_parameters(benchmark, servers):
     ranks = 8 * servers

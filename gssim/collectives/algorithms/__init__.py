@@ -6,7 +6,7 @@ that a model of a hundred layers costs no more than one. Time of every algorithm
 
 from collections.abc import Callable, Sequence
 
-from gssim.collectives.algorithms.exchanges import direct, direct_uneven, halving_doubling, send
+from gssim.collectives.algorithms.exchanges import SINGLE_FLOWS, direct, direct_uneven, halving_doubling, send
 from gssim.collectives.algorithms.levels import hierarchical, one_way_torus, torus
 from gssim.collectives.algorithms.members import Members
 from gssim.collectives.algorithms.rings import (
@@ -24,7 +24,16 @@ from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage, summed
 from gssim.units import Floats
 
-__all__ = ["ALGORITHMS", "CHUNK_BYTES", "Members", "algorithms_for", "carried_by_rank", "ring_hops", "tree_depth"]
+__all__ = [
+    "ALGORITHMS",
+    "CHUNK_BYTES",
+    "SINGLE_FLOWS",
+    "Members",
+    "algorithms_for",
+    "carried_by_rank",
+    "ring_hops",
+    "tree_depth",
+]
 
 Algorithm = Callable[[Members, Communication], tuple[Stage, ...]]
 ALGORITHMS: dict[tuple[str, str], Algorithm] = {

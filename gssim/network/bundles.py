@@ -1,0 +1,142 @@
+"""What links carry of many messages that keep pace, without following each of them.
+
+The paths are those of `routes`: of fewest links, of those the ones of least latency, shared equally. But here all
+messages to one target flow together: from every node, the share of a link is the number of best paths over it, of all
+from there. So the work grows with targets times links, and not with pairs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gssim.collectives import Hops, summed
+from gssim.topology import Wiring
+from gssim.units import Floats, Ints, UserError
+
+TARGETS_AT_ONCE = 128
+PAIR_LINKS = 500
+"""Links in the search from a target that take as long as the search for one pair's paths, as measured."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """What links carry of hops that keep pace, all of a group together."""
+
+    group: Ints
+    link: Ints
+    load: Floats
+    """For each byte of the stage's size."""
+    latency_s: Floats
+    """Of each hop's path."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """Links that lead one link nearer to their targets, on best paths: places are node * targets + target."""
+
+    link: Ints
+    here: Ints
+    there: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Adjacency:
+    """Links by the node at one of their ends."""
+
+    starts: Ints
+    link: Ints
+
+    def of(self, nodes: Ints) -> tuple[Ints, Ints]:
+        """Return the links of each of `nodes`, one after another, and how many each has."""
+        degree = self.starts[nodes + 1] - self.starts[nodes]
+        return self.link[runs(self.starts[nodes], degree)], degree
+
+
+def adjacency(end: Ints, nodes: int) -> Adjacency:
+    """Return the links by the node at their `end`."""
+    order = np.argsort(end, kind="stable")
+    return Adjacency(np.r_[0, np.cumsum(np.bincount(end, minlength=nodes))], order)
+
+
+def runs(starts: Ints, lengths: Ints) -> Ints:
+    """Return start, start+1, ... of every run, one after another.
+
+    >>> runs(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    total = int(lengths.sum())
+    offsets = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(total) - offsets + np.repeat(starts, lengths)
+
+
+def is_worthwhile(wiring: Wiring, hops: Hops) -> bool:
+    """Return whether to bundle hops is less work than to follow each."""
+    return len(hops.source) * PAIR_LINKS > len(np.unique(hops.target)) * wiring.links
+
+
+def bundled(wiring: Wiring, into: Adjacency, hops: Hops) -> Bundle:
+    """Return what links carry of `hops`; `into`: the links by the node that they lead to.
+
+    Assumes that a target is in one group only. Raises UserError where no path leads from one end to the other.
+    """
+    group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
+    order = np.lexsort((hops.target, group))
+    latency_s = np.zeros(len(order))
+    found: list[tuple[Ints, Ints, Floats]] = []
+    for number in range(int(group.max(initial=-1)) + 1):
+        members = order[group[order] == number]
+        load = np.zeros(wiring.links)
+        targets = np.unique(hops.target[members])
+        for start in range(0, len(targets), TARGETS_AT_ONCE):
+            some = targets[start : start + TARGETS_AT_ONCE]
+            first, last = np.searchsorted(hops.target[members], [some[0], some[-1] + 1])
+            batch = members[first:last]
+            load += _toward(wiring, into, some, hops, batch, latency_s)
+        used = np.flatnonzero(load)
+        found.append((np.full(len(used), number), used, load[used]))
+    groups, links, loads = (np.concatenate(each) for each in zip(*found, strict=True))
+    return Bundle(groups, links, loads, latency_s)
+
+
+def _toward(wiring: Wiring, into: Adjacency, targets: Ints, hops: Hops, batch: Ints, latency_s: Floats) -> Floats:
+    """Return the load of every link by the hops of `batch`, all to some of `targets`; notes their latency."""
+    width = len(targets)
+    at = hops.source[batch] * width + np.searchsorted(targets, hops.target[batch])
+    flow = summed(at, hops.weight[batch], wiring.nodes * width)
+    levels, paths, took_s = _searched(wiring, into, targets, at)
+    unreached = batch[np.isinf(took_s[at])]
+    if len(unreached):
+        source, target = (wiring.names[end[unreached[0]]] for end in (hops.source, hops.target))
+        raise UserError(f"cluster: no path of links from {source} to {target}")
+    latency_s[batch] = took_s[at]
+    load = np.zeros(wiring.links)
+    for steps in reversed(levels):
+        through = flow[steps.here] * (paths[steps.there] / paths[steps.here])
+        load += summed(steps.link, through, wiring.links)
+        flow += summed(steps.there, through, len(flow))
+    return load
+
+
+def _searched(wiring: Wiring, into: Adjacency, targets: Ints, wanted: Ints) -> tuple[list[_Steps], Floats, Floats]:
+    """Return the steps of the best paths, level by level away from the targets, and each place's paths and latency.
+
+    The search ends once all `wanted` places are reached.
+    """
+    width, places = len(targets), wiring.nodes * len(targets)
+    took_s, paths = np.full(places, np.inf), np.zeros(places)
+    front = targets * width + np.arange(width)
+    took_s[front], paths[front] = 0.0, 1.0
+    levels: list[_Steps] = []
+    while len(front) and np.isinf(took_s[wanted]).any():
+        link, degree = into.of(front // width)
+        there = np.repeat(front, degree)
+        here = wiring.source[link] * width + there % width
+        new = np.isinf(took_s[here])
+        link, there, here = link[new], there[new], here[new]
+        reach_s = took_s[there] + wiring.latency_s[link]
+        np.minimum.at(took_s, here, reach_s)
+        best = reach_s <= took_s[here] * (1 + 1e-12) + 1e-18
+        levels.append(_Steps(link[best], here[best], there[best]))
+        paths += summed(here[best], paths[there[best]], places)
+        front = np.unique(here)
+    return levels, paths, took_s
