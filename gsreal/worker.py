@@ -207,7 +207,7 @@ def _sharding(training: Training) -> GradientSharding | None:
 def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> list[float]:
     """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
     run, sharding = scenario.run, _sharding(training)
-    losses = []
+    losses, owned = [], scenario.shard_shares
     feed.prepare(run.warmup_steps + run.steps)
     dist.barrier()
     for step in range(run.warmup_steps + run.steps):
@@ -220,8 +220,9 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
         loss = training.step(inputs, targets, weights, rank)
         if training.follower and (division := training.follower.follow(step - run.warmup_steps)):
             feed.divide(division.samples)
-            if sharding:
+            if sharding and division.shard_shares != owned:
                 sharding.reshard(division.shard_shares)
+                owned = division.shard_shares
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN

@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 from strategies import cluster_of, device_type, scenario_of
 
+from gssim.console import print_result
 from gssim.plan import Replanning, ShareRules
 from gssim.result import Result
 from gssim.scenario import Loaded, Scenario
@@ -180,3 +181,15 @@ def test_shards_by_cost_move_away_from_a_rank_that_updates_slowly_and_back():
     assert result.step_times_s[20] < staying.step_times_s[20]
     assert result.step_times_s[50] == pytest.approx(staying.step_times_s[50])
     assert {entry.shard_share for entry in result.ranks} == set(after.shard_shares)
+
+
+def test_people_see_how_the_shares_changed_and_what_that_did(capsys):
+    print_result(result_of(slowdowns=[HALF_SPEED], shares={"replan": True}))
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:4]] for line in capsys.readouterr().out.splitlines() if "│" in line
+    ]
+    assert rows[:3] == [
+        ["0", "as planned", "as planned"],
+        ["13", "32, 16", "0.5, 0.5"],
+        ["33", "24, 24", "0.5, 0.5"],
+    ]

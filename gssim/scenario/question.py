@@ -115,8 +115,11 @@ class Scenario:
     def moved_shards(
         self, *, samples: Sequence[int], owned: Sequence[float], update_s: Sequence[float | None], steps: int
     ) -> tuple[float, ...] | None:
-        """Return the shard shares to change to in the middle of a run, or None; see `shares_worth_moving_to`."""
-        if self.plan.shares.shards != "cost":
+        """Return the shard shares to change to in the middle of a run, or None; see `shares_worth_moving_to`.
+
+        Parameters that are sharded at rest stay with their owners: only of replicas nothing but states must move.
+        """
+        if self.plan.shares.shards != "cost" or self.policies.parameters != "replicated":
             return None
         return shares_worth_moving_to(
             self.cluster,
