@@ -4,7 +4,9 @@ Arguments: a JSON file of what to do, and the file for what it showed.
 """
 
 import gc
+import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,7 @@ def paces(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": [sum(each) for each in zip(*everybodys(losses), strict=True)],
         "ends_s": ends_s,
+        "load": os.getloadavg()[0],
         "divisions": everybodys([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
         "emulated": [len(each) for each in everybodys(emulated)],
     }
@@ -99,8 +102,6 @@ def held(sharding: GradientSharding) -> dict[str, torch.Tensor]:
 
 
 def digest(parameters: dict[str, torch.Tensor]) -> str:
-    import hashlib
-
     total = hashlib.sha256()
     for name, value in sorted(parameters.items()):
         total.update(name.encode())

@@ -1,5 +1,7 @@
 """Real: batches follow the ranks' paces as predicted, and shards change owners without a trace in the training."""
 
+import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def world(ranks: int, folder: Path) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("method", ["ddp", "gs"])
-def test_a_slow_rank_is_answered_in_time_on_every_rank_and_the_step_recovers(tmp_path, method):
+def test_a_slow_rank_and_its_end_are_answered_in_time_on_every_rank(tmp_path, method):
     _, found = world(2, tmp_path)
     seen = found[method]
     divisions = seen["divisions"][0]
@@ -70,10 +72,21 @@ def test_a_slow_rank_is_answered_in_time_on_every_rank_and_the_step_recovers(tmp
     assert ends
     assert ends[0] <= FIRST + SLOW_STEPS + ANSWER_STEPS
     assert seen["emulated"] == [0, 3 * SLOW_STEPS]  # forward, backward and update
-    times_s = [b - a for a, b in zip(seen["ends_s"], seen["ends_s"][1:], strict=False)]
-    slow_s = min(times_s[FIRST : answers[0]])  # the least is what other work on the machine changes least
-    assert min(times_s[answers[0] : FIRST + SLOW_STEPS]) < 0.85 * slow_s
-    assert min(times_s[ends[0] :]) < 0.7 * slow_s
+
+
+@pytest.mark.parametrize("method", ["ddp", "gs"])
+def test_the_step_recovers_with_the_answer_and_with_the_end_of_the_slow_down(tmp_path, method):
+    _, found = world(2, tmp_path)
+    seen = found[method]
+    if seen["load"] > 3 * (os.cpu_count() or 1):
+        pytest.skip(f"other work takes the cores that the ranks would use side by side: load {seen['load']:.0f}")
+    steps = [step for step, *_ in seen["divisions"][0]]
+    answer = min(step for step in steps if step > FIRST)
+    end = min(step for step in steps if step > FIRST + SLOW_STEPS)
+    times_s = [b - a for a, b in pairwise(seen["ends_s"])]
+    slow_s = min(times_s[FIRST:answer])  # the least is what chance changes least
+    assert min(times_s[answer : FIRST + SLOW_STEPS]) < 0.85 * slow_s
+    assert min(times_s[end:]) < 0.7 * slow_s
 
 
 def test_the_prediction_answers_in_as_many_steps_and_says_how_far_it_recovers(tmp_path):
