@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gsreal.gradient_sharding import GradientSharding
-from gsreal.measure import Timeline
+from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
 from gsreal.methods import Training, full_parameters
 from gsreal.worker import Feed, _timed_steps, build, note_failure
 from gssim.scenario import Scenario, load_scenario
@@ -53,10 +53,14 @@ def paces(case: dict[str, Any]) -> dict[str, Any]:
     losses = _timed_steps(scenario, training, feed, dist.get_rank())
     spans, ends_s = training.timeline.read()
     divisions = training.follower.following.divisions if training.follower else ()
+    inputs, targets, weights = feed.at(scenario.run.steps)
+    with CollectiveRecorder() as recorder:
+        training.step(inputs, targets, weights, dist.get_rank())
     emulated = [span.label for span in spans if "emulated" in span.label]
     return {
         "losses": [sum(each) for each in zip(*everybodys(losses), strict=True)],
         "ends_s": ends_s,
+        "collectives": [list(entry.key) for entry in collectives_of(everybodys(recorder.seen))],
         "load": os.getloadavg()[0],
         "divisions": everybodys([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
         "emulated": [len(each) for each in everybodys(emulated)],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import predicted, run_cases, run_script, scenario_file, star
+from real_runs import predicted, run_script, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -17,9 +17,9 @@ LONG = ["workload.sequence_length=128", "workload.global_batch_size=8"]
 SMALL = ["workload.sequence_length=32", "workload.global_batch_size=16"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64"]
-FIRST, SLOW_STEPS, STEPS = 6, 11, 28
-ANSWER_STEPS = 6
-"""In which a slow-down is answered: 3 by the drift test, and what noise hides on a machine that does other things."""
+FIRST, SLOW_STEPS, STEPS = 6, 9, 24
+ANSWER_STEPS = 8
+"""In which a slow-down is answered: 3 by the drift test, and 5 that must pass after a division that noise caused."""
 SLOW = f"run.slowdowns=[{{rank=1,first_step={FIRST},steps={SLOW_STEPS},compute_ratio=3}}]"
 RUN = [f"run.steps={STEPS}", "run.warmup_steps=2", "plan.bucket_bytes=300000"]
 FOLLOWING = [SLOW, "plan.shares.replan=true"]
@@ -96,7 +96,7 @@ def test_the_prediction_answers_in_as_many_steps_and_says_how_far_it_recovers(tm
     assert (first.first_step, second.first_step) == (FIRST + 2, FIRST + SLOW_STEPS + 2)  # 3 times as slow shows at once
     assert first.samples == (6, 2)
     seen = found["gs"]["divisions"][0]
-    assert any(abs(step - first.first_step) <= ANSWER_STEPS - 2 for step, *_ in seen)
+    assert any(abs(step - first.first_step) <= ANSWER_STEPS // 2 for step, *_ in seen)
     before, slow, mended = (simulated.step_times_s[step] for step in (FIRST - 1, FIRST, FIRST + 5))
     assert before < mended < slow
 
@@ -109,17 +109,15 @@ def test_how_the_batch_is_divided_changes_the_loss_by_rounding_alone(tmp_path, m
     assert found["plain"]["losses"][-1] < 0.9 * found["plain"]["losses"][0]
 
 
-def test_the_collective_that_tells_the_times_is_predicted_and_seen(tmp_path):
-
-    following = {
-        "overrides": [star(2), *SMALL, *SGD, "plan.shares.replan=true"],
-        "scenario": scenario_file("demo.toml"),
-    }
-    found = run_cases(tmp_path, {"gs": following}, ranks=2)["gs"]
-    entries = [[entry.kind, list(entry.group), entry.bytes, entry.count] for entry in predicted(following).collectives]
-    assert ["all-gather", [0, 1], 32, 1] in entries
-    assert sorted(found["collectives"], key=str) == sorted(entries, key=str)
-    assert found["replicas_equal"]
+@pytest.mark.parametrize("method", ["ddp", "gs", "plain"])
+def test_the_collective_that_tells_the_times_is_predicted_and_seen(tmp_path, method):
+    cases, found = world(2, tmp_path)
+    entries = [
+        [entry.kind, list(entry.group), entry.bytes, entry.count] for entry in predicted(cases[method]).collectives
+    ]
+    assert (["all-gather", [0, 1], 32, 1] in entries) == (method != "plain")
+    seen = [entry for entry in found[method]["collectives"] if entry[0] != "all-to-all-v"]  # shards may have moved
+    assert sorted(seen, key=str) == sorted((entry for entry in entries if entry[0] != "all-to-all-v"), key=str)
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(ranks, kind) for ranks, kinds in KINDS.items() for kind in kinds])
