@@ -1,6 +1,9 @@
 """The ranks' paces in a real run: slow ranks made so on purpose, and shares that follow what all have measured."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,21 +16,41 @@ WORK = 64
 """Side of the matrices that a slow rank multiplies."""
 
 
-def slow_down(timeline: Timeline, since: int, phase: str, *, ratio: float, device: torch.device) -> None:
-    """Work on until what was done in a phase since a mark has taken `ratio` times as long (waits do not count).
+@dataclass
+class SlowDevice:
+    """Makes a rank as slow as a slower device would be (emulated): it works longer, by `ratio`.
 
-    An emulation of a slower device: the work comes after what it prolongs, in one piece.
+    What a phase takes more is worked off before it, by what it took the last times: the phase's messages are late then,
+    as a slower device's are, and what it waits for others meanwhile is no part of it.
     """
-    if ratio == 1:
-        return
-    extra_s = (ratio - 1) * timeline.phases_since(since)[phase]
-    with timeline.span(f"slowed down {phase} (emulated)", phase):
-        end_s = time.perf_counter() + extra_s
-        matrix = torch.ones(WORK, WORK, device=device)
-        while time.perf_counter() < end_s:
-            matrix @ matrix
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+
+    timeline: Timeline
+    device: torch.device
+    ratio: float = 1.0
+    own_s: dict[str, float] = field(default_factory=dict)
+    """Running mean of what a unit of each phase takes without that."""
+
+    @contextmanager
+    def phase(self, phase: str, units: int = 1) -> Iterator[None]:
+        """Let what is done inside take as long as on the slow device; `units`: samples, or 1."""
+        before_s = self.own_s.get(phase)
+        if self.ratio > 1 and before_s is not None:
+            with self.timeline.span(f"slowed down {phase} (emulated)", phase):
+                work((self.ratio - 1) * before_s * units, self.device)
+        since = self.timeline.spans_so_far
+        yield
+        taken_s = self.timeline.phases_since(since)[phase] / max(1, units)
+        self.own_s[phase] = taken_s if before_s is None else (before_s + taken_s) / 2
+
+
+def work(seconds: float, device: torch.device) -> None:
+    """Multiply matrices for so long."""
+    end_s = time.perf_counter() + seconds
+    matrix = torch.ones(WORK, WORK, device=device)
+    while time.perf_counter() < end_s:
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 class Follower:

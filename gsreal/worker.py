@@ -216,7 +216,8 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
             if sharding:
                 sharding.reset_counts()
         inputs, targets, weights = feed.at(step)
-        training.slowed = run.slowed(step - run.warmup_steps).get(rank, 1.0)
+        if training.slow:
+            training.slow.ratio = run.slowed(step - run.warmup_steps).get(rank, 1.0)
         loss = training.step(inputs, targets, weights, rank)
         if training.follower and (division := training.follower.follow(step - run.warmup_steps)):
             feed.divide(division.samples)
@@ -228,7 +229,8 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
-    training.slowed = 1.0
+    if training.slow:
+        training.slow.ratio = 1.0
     return [float(loss) for loss in losses]
 
 

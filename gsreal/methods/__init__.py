@@ -16,7 +16,7 @@ from gsreal.methods.replicated import all_reduce_gradients, train_alone
 from gsreal.methods.tensor import slice_blocks
 from gsreal.methods.training import Training, Weights
 from gsreal.methods.weight_gradient import train_owned_layers
-from gsreal.paces import Follower
+from gsreal.paces import Follower, SlowDevice
 from gsreal.tensor_slices import whole_parameter
 from gssim.scenario import Scenario
 
@@ -48,6 +48,8 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     training = apply(scenario, module, timeline, device)
     if scenario.plan.shares.replan:
         training.follower = Follower(scenario, device)
+    if scenario.run.slowdowns:
+        training.slow = SlowDevice(timeline, device)
     return training
 
 

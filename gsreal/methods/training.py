@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gsreal.build import logits_of, loss_of
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import Timeline
-from gsreal.paces import Follower, slow_down
+from gsreal.paces import Follower, SlowDevice
 from gssim import shares
 
 
@@ -45,8 +45,8 @@ class Training:
     """Whether gradients leave the device in every micro-batch, or in the last one only."""
     syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
     """What a micro-batch's forward and backward run in, where gradients leave in it (True) or stay (False)."""
-    slowed: float = 1.0
-    """How much longer this rank's forwards, backwards and updates take than its device needs (emulated)."""
+    slow: SlowDevice | None = None
+    """What makes this rank slower than its device for a while, where the run says so."""
     follower: Follower | None = None
     """Lets shares follow the ranks' paces, where the plan says so."""
 
@@ -59,9 +59,8 @@ class Training:
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
             with self.syncing(leaves):
                 losses.append(weight * self._forward_backward(part, targets_part, scale * weight))
-        before = self.timeline.spans_so_far
-        self._update()
-        slow_down(self.timeline, before, "optimizer", ratio=self.slowed, device=inputs.device)
+        with self._phase("optimizer"):
+            self._update()
         if self.follower is not None:
             self.follower.share(self.timeline)
         self.timeline.end_step()
@@ -78,17 +77,17 @@ class Training:
     def _forward_backward(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
         timeline = self.timeline
         self.last_gradient.clear()
-        before = timeline.spans_so_far
-        with timeline.span("forward", "forward"):
+        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"):
             loss = loss_of(logits_of(self.module(inputs)), targets)
-        slow_down(timeline, before, "forward", ratio=self.slowed, device=loss.device)
-        before = timeline.spans_so_far
-        with timeline.span("backward", "backward"):
-            (loss if factor == 1 else loss * factor).backward()
-        if self.last_gradient:
-            timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
-        slow_down(timeline, before, "backward", ratio=self.slowed, device=loss.device)
+        with self._phase("backward", len(inputs)):
+            with timeline.span("backward", "backward"):
+                (loss if factor == 1 else loss * factor).backward()
+            if self.last_gradient:
+                timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
         return loss.detach()
+
+    def _phase(self, phase: str, units: int = 1) -> AbstractContextManager[None]:
+        return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):
