@@ -117,6 +117,7 @@ def _differs_in_precision(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")
+MEMORY = ("forward_peak_bytes", "backward_peak_bytes", "scratch_bytes")
 PROFILE_KEYS = ("model", "precision", "sequence_length")
 
 
@@ -129,6 +130,9 @@ def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
                 raise UserError(f"{where}: was measured at batch sizes {curve['sizes']}; give the same again")
             pairs = zip(curve["values"], layer[key]["values"], strict=True)
             curve["values"] = [(before * count + now) / (count + 1) for before, now in pairs]
+        if any(key in layer for key in MEMORY):  # does not drift: the latest count says it all
+            times = {key: value for key, value in old["layers"][name].items() if key not in MEMORY}
+            old["layers"][name] = times | {key: layer[key] for key in MEMORY if key in layer}
     old["measurements"] = count + 1
 
 

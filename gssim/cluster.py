@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
+from gssim.scratch import ScratchText
 from gssim.topology import Topology, Wiring, build, wiring_of_links
 from gssim.units import (
     Bytes,
@@ -61,6 +62,9 @@ class Curve:
         return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
 
 
+Way = Annotated[str, Field(pattern=r"^(whole|frozen|deepest|untrained|units-[1-9]\d*)$")]
+
+
 @spec
 class LayerProfile:
     """Measured cost of one layer, by batch size (samples): `sizes` of every curve are batch sizes."""
@@ -71,6 +75,11 @@ class LayerProfile:
     """Most bytes alive during the forward, above what was alive when it began; kernel scratch included."""
     backward_peak_bytes: Curve | None = None
     """The same for the backward, parameter gradients included."""
+    scratch_bytes: dict[Way, tuple[ScratchText, ...]] | None = None
+    """What kernels take for themselves, by the way in which the layer is run: `whole`; `units-N` of a cut block; and
+    where others are frozen, `frozen` itself, `deepest` of those that are trained, or `untrained` (all before it too).
+    Absent: not known by operation; peaks tell how much it is at most.
+    """
 
 
 @spec

@@ -39,6 +39,16 @@ def test_the_mean_weighs_every_measurement_alike():
     assert profile["measurements"] == 3
 
 
+def test_memory_is_as_it_was_counted_last():
+    before, new = cluster(1.0, 2.0), again(3.0, 4.0)
+    before["device_types"]["cpu"]["profiles"][0]["layers"]["a"]["forward_peak_bytes"] = curve(10.0, 20.0)
+    new["profiles"][0]["layers"]["a"]["scratch_bytes"] = {"whole": ["f0 4:10 8:20"]}
+    layer = averaged(before, new, where="f")["device_types"]["cpu"]["profiles"][0]["layers"]["a"]
+    assert layer["scratch_bytes"] == {"whole": ["f0 4:10 8:20"]}
+    assert "forward_peak_bytes" not in layer
+    assert averaged(before, again(5.0, 6.0), where="f")["device_types"]["cpu"]["profiles"][0]["layers"]["a"] == layer
+
+
 @pytest.mark.parametrize("other", [again(1.0, 1.0, name="gpu"), again(1.0, 1.0, model="other")])
 def test_a_file_of_another_device_or_model_is_refused(other: dict):
     with pytest.raises(UserError, match="f: "):

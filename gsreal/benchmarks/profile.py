@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.benchmarks.bench import Bench, Settings, optimizer_alone
+from gsreal.benchmarks.scratch import layer_scratch
 from gsreal.build import DTYPES, build_module, example_batch, logits_of, loss_of
 from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
@@ -34,7 +35,8 @@ def profile_model(
 
     The profile is of a device alone.
     """
-    module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+    dtype = DTYPES[bench.settings.precision]
+    module = build_module(model.module, where=model.name).to(bench.device, dtype)
     module.train()
     optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
@@ -52,10 +54,12 @@ def profile_model(
         b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
         for b, batch in batches.items()
     }
+    counted = counter.method == "allocator"
+    scratch = bench.alone(partial(layer_scratch, model, batches, counter, dtype)) if counted else None
     lateness = _lateness(bench, together[middle])
     if bench.rank:
         return {}, (0.0, 0.0), 1.0
-    profile = _profile(model, bench.settings, times, peaks)
+    profile = _profile(model, bench.settings, times, peaks, scratch or {})
     ratio = _ratio(times, together)
     return profile, _jitter(times, lateness), ratio
 
@@ -223,8 +227,9 @@ def _profile(
     settings: Settings,
     times: dict[int, list[_Step]],
     peaks: dict[int, dict[tuple[int, str], float]],
+    scratch: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the profile: median times and largest peaks by layer entry of the model file."""
+    """Return the profile by layer entry of the model file: median times; scratch, or where it is not known, peaks."""
     members: dict[str, list[int]] = defaultdict(list)
     for instance in unrolled(model):
         members[instance.layer.name].append(instance.index)
@@ -242,7 +247,9 @@ def _profile(
                 for b in sizes
             ]
             entry[f"{key}_s"] = {"sizes": sizes, "values": values}
-            if all(peaks[b] for b in sizes):
+            if name in scratch:
+                entry["scratch_bytes"] = scratch[name]
+            elif all(peaks[b] for b in sizes):
                 held = [max(peaks[b].get((i, phase), 0.0) for i in indices) for b in sizes]
                 entry[f"{key}_peak_bytes"] = {"sizes": sizes, "values": held}
         layers[name] = entry

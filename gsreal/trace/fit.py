@@ -73,7 +73,7 @@ def _recomputed(
         }
 
     found = cost("recompute", lambda again: again.work)
-    counted = [-1, *first.counted[index]]
+    counted = [-1, *first.counted[index, "f"]]
     found["recompute_positions"] = counted[found["recompute_operations"]] + 1
     found["recompute_releases"] = tuple(
         counted[-1] if alive.unsaved is None else alive.unsaved

@@ -36,7 +36,7 @@ def with_parts(
         return list(layers)
     steps: dict[int, Records] = {step: {} for step in (NOTHING, FIRST, *_representatives(layers).values())}
     for shape in (*shapes, checked):
-        for step, record in _recorded(model, layers, list(steps), shape, where).items():
+        for step, record in recorded(model, layers, list(steps), shape, where).items():
             steps[step][shape] = record
     try:
         return _fitted(layers, steps, checked)
@@ -83,10 +83,10 @@ def _what_it_does(layer: Layer) -> str:
     return repr(replace(layer, name="", modules=(), buffers=tuple(buffers)))
 
 
-def _recorded(
+def recorded(
     model: Model, layers: Sequence[Layer], steps: Sequence[int], shape: Shape, where: str
 ) -> dict[int, Record]:
-    """Return what each of the steps shows at one shape."""
+    """Return what each of the steps shows at one shape; `layers`: one for each module."""
     found = {}
     names = [layer.name for layer in layers if layer.modules]
     with FakeTensorMode(allow_non_fake_inputs=False):

@@ -67,8 +67,10 @@ class Record:
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     until_saved: dict[int, Again] = field(default_factory=dict)
     """What a module's forward does until autograd has saved the last of its tensors: checkpointing repeats that."""
-    counted: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Positions of a layer's forward at which operations (not views) run."""
+    counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Positions at which operations (not views) run, by layer and phase."""
+    names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Their names."""
     heavy: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Those of compute-heavy operations."""
     overwritten: set[int] = field(default_factory=set)
@@ -151,10 +153,10 @@ class Recorder(TorchDispatchMode):
         heavy = func in COMPUTE_HEAVY
         if not heavy:
             self.light[place] += Work(flop, sum(moved.values()), 1)
-        if place[1] == "f":
-            self.record.counted[place[0]].append(self.position[place])
-            if heavy:
-                self.record.heavy[place[0]].append(self.position[place])
+        self.record.counted[place].append(self.position[place])
+        self.record.names[place].append(str(func))
+        if heavy and place[1] == "f":
+            self.record.heavy[place[0]].append(self.position[place])
 
     def _written(self, func: Any, args: Any) -> None:
         """Note the layer whose compute-heavy operation made what is now changed in place."""

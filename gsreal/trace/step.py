@@ -168,7 +168,8 @@ def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: 
         if again.freed is not None and again.freed[:2] == again.born[:2]:
             layer, _, position = again.freed
             # positions differ by views, operations do not
-            alive.unsaved = record.counted[layer][bisect_right(seen.counted[layer], position) - 1]
+            place = (layer, "f")
+            alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
 
 
 def _book_outputs(record: Record, module: nn.Module) -> list[Any]:

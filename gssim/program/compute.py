@@ -12,11 +12,11 @@ from gssim.memory import (
     as_traced,
     footprint,
     gradient_events,
-    scratch_bytes,
     with_scratch,
 )
 from gssim.program.borders import stage_timeline
 from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.scratch import scratch_events
 from gssim.program.slices import cut_after, phase_label, reduced
 from gssim.program.task import Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
@@ -91,12 +91,12 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *cut_after(instance.layer, phase))
         key = (phase, id(instance.layer), cut, *map(id, events))
         if key not in once:
-            scratch = _scratch(low, rank, instance, phase, samples, kept)
+            taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
             duration_s = _layer_s(low, rank, instance, phase, samples)
             if phase == "b":
                 duration_s += hook_s * len(instance.layer.parameters)
                 duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
-            once[key] = _parts(phase, events, scratch, duration_s, cut)
+            once[key] = _parts(phase, [*events, *taken], scratch, duration_s, _ends(events, cut))
         found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(once[key])]
         return reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
 
@@ -152,30 +152,21 @@ def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:
     return costs.accumulation_time_s(low.device(rank), size, tensors=len(instance.layer.parameters))
 
 
-def _scratch(
-    low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, events: Sequence[Event]
-) -> float:
-    if phase == "r" and low.selective:
-        return 0.0  # the kernels that need scratch are those of compute-heavy operations
-    workload = low.scenario.workload
-    if instance.layer.reductions:
-        return 0.0  # profiles are of whole blocks: what the kernels of a slice take for themselves is not known
-    return scratch_bytes(low.device(rank), workload, instance, phase=phase, batch_size=samples, traced=events)
-
-
 def _ends(events: Sequence[Event], cuts: Sequence[int]) -> list[int]:
     """Return the last position of each part of a phase that is cut after the given positions."""
     last = max((event.position for event in events), default=0)
     return sorted({min(cut, last) for cut in cuts} | {last})
 
 
-def _parts(phase: str, events: Sequence[Event], scratch: float, duration_s: float, cuts: Sequence[int]) -> list[Task]:
-    """Return a layer's phase cut after the given positions; time is shared out by operations."""
-    ends = _ends(events, cuts)
+def _parts(phase: str, events: Sequence[Event], scratch: float, duration_s: float, ends: Sequence[int]) -> list[Task]:
+    """Return a layer's phase in parts that end at the given positions; time is shared out by operations.
+
+    `scratch`: what is taken at an unknown moment of each.
+    """
     parts = []
     before = -1
     for end in ends:
-        inside = [event for event in events if before < event.position <= end]
+        inside = [event for event in events if before < min(event.position, ends[-1]) <= end]
         parts.append(
             Task(
                 "",

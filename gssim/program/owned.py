@@ -21,10 +21,11 @@ LAST = 2**31
 
 @dataclass(frozen=True)
 class OwnedLayers:
-    """All layers as a rank runs them, and the index of the first that has a backward."""
+    """All layers as a rank runs them, the index of the first that has a backward, and where they differ their roles."""
 
     layers: tuple[LayerInstance, ...]
     deepest: int = 0
+    roles: tuple[str, ...] = ()
 
 
 def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> OwnedLayers:
@@ -44,7 +45,7 @@ def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> Ow
         if key not in once:  # repetitions stay one layer
             once[key] = _as_run(beside, around)
         found.append(replace(instance, layer=_cut_off(once[key], at - deepest)))
-    return OwnedLayers(tuple(found), deepest)
+    return OwnedLayers(tuple(found), deepest, tuple(roles))
 
 
 def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str]:
