@@ -35,33 +35,44 @@ def run_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Folder to save the training in, and to go on from.")
+    ] = None,
+    every: Annotated[int, typer.Option("--every", help="Steps from one checkpoint to the next.")] = 10,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", help="How often to start all ranks again, where one dies.")
+    ] = 0,
 ) -> None:
     """Execute one scenario on this machine: one process a rank, started by torchrun."""
     from gsreal import worker
+    from gsreal.checkpoint import check_checkpoints
     from gsreal.data import check_data
     from gsreal.launch import launch
     from gsreal.machine import check_machine
-    from gsreal.refusals import check_plan
     from gsreal.stages import check_stages
     from gssim.result import read_result, write_text
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     ours = loaded.scenario
-    check_plan(ours, where=loaded.file)
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
     check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=loaded.file)
+    if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        check_checkpoints(ours, checkpoint, every, where=loaded.file)
+    if max_restarts < 0 or (max_restarts and checkpoint is None):
+        raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
     name = f"{ours.name}.{ours.scenario_id}.measured.json"
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
+        arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
             worker.main(arguments)
             if os.environ["RANK"] != "0":
                 return
         else:
-            launch("gsreal.worker", arguments, ranks=ours.ranks)
+            launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts)
         result = read_result(made)
         text = made.read_text(encoding="utf-8")
     if out is not None:

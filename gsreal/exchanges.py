@@ -125,7 +125,37 @@ def all_gather_v(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup) -> N
     A ring: every link carries all but one part, whatever the shares. Returns when this rank's copy is complete.
     """
     with logical(_whole("all-gather-v", flat, group)):
-        _gather_round_ring(flat, ranges, group)
+        _gather_round_ring([flat[slice(*places)] for places in ranges], group)
+
+
+def all_gather_messages(messages: Sequence[Tensor], *, group: dist.ProcessGroup, declared_bytes: int) -> int:
+    """Bring the message of every rank of the group to all: the i-th's is `messages[i]`, elsewhere a buffer for it.
+
+    All ranks must agree on every size; `declared_bytes`: of all of them, were they dense. A ring, as `all_gather_v`:
+    messages to everybody take as many bytes in any order, but passed on they load no link with more than all of them
+    but one, where an owner that sent its own to each would send it (ranks - 1) times. Returns the bytes that this rank
+    sent, once all have come.
+    """
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    with logical(Logical("all-gather-v", ranks, declared_bytes, data_dependent=True)):
+        _gather_round_ring(messages, group)
+    following = (dist.get_rank(group) + 1) % len(ranks)
+    return sum(each.numel() * each.element_size() for i, each in enumerate(messages) if i != following)
+
+
+def post_to_all(
+    messages: Sequence[Tensor], *, group: dist.ProcessGroup, declared_bytes: int, data_dependent: bool = False
+) -> Pending:
+    """Begin to bring the message of every rank of the group to all, as `all_gather_messages` does, in one go.
+
+    Each rank sends its own to everybody, so that nobody has anything to pass on while it computes. Returns at once.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
+    with logical(Logical("all-gather-v", tuple(sorted(ranks)), declared_bytes, data_dependent)):
+        incoming = [(ranks[i], messages[i]) for i in reversed(others)]
+        outgoing = [(ranks[i], messages[rank]) for i in others]
+        return _post(incoming, outgoing, group)
 
 
 def broadcast_parts(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup) -> None:
@@ -151,7 +181,7 @@ def all_gather_into_tensor(output: Tensor, own: Tensor, *, group: dist.ProcessGr
     if part.data_ptr() != own.data_ptr():
         part.copy_(own.reshape(-1))
     with logical(_whole("all-gather", output, group)):
-        _gather_round_ring(output.view(-1), ranges, group)
+        _gather_round_ring([output.view(-1)[slice(*places)] for places in ranges], group)
 
 
 def reduce_scatter_v(
@@ -205,14 +235,14 @@ def _average(own: Tensor, op: Any, group: dist.ProcessGroup) -> None:
         own.div_(dist.get_world_size(group))
 
 
-def _gather_round_ring(flat: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> None:
-    """Pass every part on to the next rank, until all have all."""
+def _gather_round_ring(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Pass every part, of the i-th rank `parts[i]`, on to the next rank, until all have all."""
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
     for step in range(members - 1):
-        mine, theirs = ranges[(rank - step) % members], ranges[(rank - step - 1) % members]
-        incoming = [(ranks[(rank - 1) % members], flat[slice(*theirs)])]
-        outgoing = [(ranks[(rank + 1) % members], flat[slice(*mine)])]
+        mine, theirs = parts[(rank - step) % members], parts[(rank - step - 1) % members]
+        incoming = [(ranks[(rank - 1) % members], theirs)]
+        outgoing = [(ranks[(rank + 1) % members], mine)]
         _post(incoming, outgoing, group).wait()
 
 

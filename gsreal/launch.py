@@ -21,15 +21,15 @@ class RunFailedError(RuntimeError):
     """A rank died: which, and why, in one line."""
 
 
-def launch(module: str, arguments: Sequence[str], *, ranks: int) -> None:
+def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0) -> None:
     """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError where one of them fails.
 
-    No process outlives the call, whatever ends it.
+    Up to `max_restarts` times, all of them are started again instead. No process outlives the call, whatever ends it.
     """
     with tempfile.TemporaryDirectory(prefix="gsreal-") as reports:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
-        command += ["-m", module, *arguments]
+        command += ["--max-restarts", str(max_restarts), "-m", module, *arguments]
         environment = {**os.environ, **ENVIRONMENT, "GSREAL_REPORTS": reports}
         log = Path(reports, "torchrun.log")
         with log.open("w") as stream:

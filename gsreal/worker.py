@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from gsreal import data
 from gsreal.build import DTYPES, build_module
-from gsreal.gradient_sharding import GradientSharding
+from gsreal.checkpoint import Checkpoints, Progress
+from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
@@ -39,22 +40,27 @@ class RankReport:
     phases_s: dict[str, float]
     spans: list[Span]
     losses: list[float]
+    """This rank's part of the losses since the training began, or was resumed."""
+    losses_before: tuple[float, ...]
+    """All ranks' losses before that."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
     divisions: tuple[Division, ...]
-    sent_entries: int
-    offered_entries: int
+    pushed: tuple[int, int]
+    """Entries sent and offered in the timed steps."""
+    published: tuple[int, int]
     memory_counter: str
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one rank: SCENARIO OVERRIDES-JSON OUT-FILE TRACE-FILE-or-empty."""
+    """Run one rank: SCENARIO OVERRIDES-JSON OUT-FILE TRACE-FILE-or-empty CHECKPOINT-FOLDER-or-empty EVERY-STEPS."""
     warnings.filterwarnings("ignore")
-    scenario_file, overrides, out, trace = arguments
+    scenario_file, overrides, out, trace, folder, every = arguments
     try:
         loaded = load_scenario(Path(scenario_file), json.loads(overrides), gradients_needed=False)
-        run(loaded, out=Path(out), trace=Path(trace) if trace else None)
+        checkpoints = Checkpoints(Path(folder), int(every)) if folder else None
+        run(loaded, out=Path(out), trace=Path(trace) if trace else None, checkpoints=checkpoints)
     except Exception as error:
         note_failure(error)
         raise
@@ -71,14 +77,17 @@ def note_failure(error: Exception) -> None:
         Path(folder, f"rank-{report['rank']}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def run(loaded: Loaded, *, out: Path, trace: Path | None) -> None:
-    """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`."""
+def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoints | None = None) -> None:
+    """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`.
+
+    With checkpoints, it goes on from the last one.
+    """
     scenario = loaded.scenario
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    dist.init_process_group(scenario.cluster.backend)
+    join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
     try:
-        report = measure(scenario, rank, device)
+        report = measure(scenario, rank, device, checkpoints)
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, report)
         if rank == 0:
@@ -91,17 +100,35 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None) -> None:
         dist.destroy_process_group()
 
 
-def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
+def join(backend: str) -> None:
+    """Make the process group of all ranks.
+
+    torchrun's static rendezvous keeps one store for all attempts: ranks that are started again would find there where
+    those listened that are gone (torch 2.13, distributed/rendezvous.py, _create_c10d_store).
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt:
+        dist.init_process_group(backend)
+        return
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, ranks = next(iter(rendezvous("env://")))
+    dist.init_process_group(backend, store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=ranks)
+
+
+def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Checkpoints | None = None) -> RankReport:
     """Return what training the scenario shows on this rank: timed steps first, then steps for memory and traffic."""
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
-    losses = _timed_steps(scenario, training, feed, rank)
+    begun = checkpoints.resume(scenario, training) if checkpoints else Progress()
+    losses = _timed_steps(scenario, training, feed, rank, begun, checkpoints)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
-    sharding = _sharding(training)
-    entries = (sharding.sent.entries, sharding.sent.offered) if sharding else (0, 0)
-    payloads = [sent / scenario.run.steps for sent in sharding.sent.by_bucket] if sharding else []
+    sent, steps = _sent(training), len(ends_s) - 1
+    pushed, published = ((each.entries, each.offered) for each in sent.values())
+    payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
     allocated, reserved = _peak(training, feed, counter, rank)
     seen = _collectives(training, feed, rank, payloads)
     return RankReport(
@@ -110,12 +137,13 @@ def measure(scenario: Scenario, rank: int, device: torch.device) -> RankReport:
         phases_s=phases_s,
         spans=_one_step(spans, ends_s),
         losses=losses,
+        losses_before=begun.losses,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
         divisions=training.follower.following.divisions if training.follower else (),
-        sent_entries=entries[0],
-        offered_entries=entries[1],
+        pushed=pushed,
+        published=published,
         memory_counter=counter.method,
     )
 
@@ -168,10 +196,10 @@ class Feed:
         self.rows = [parts[self.scenario.policies.data_rank(each)] for each in range(self.scenario.ranks)]
         self._prepared: dict[int, Batch] = {}
 
-    def prepare(self, steps: int) -> None:
-        """Make the first batches now, so that no step waits for its data: each is handed out once."""
-        size = self._made(0)[0].nbytes
-        for step in range(min(steps, PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))):
+    def prepare(self, steps: range) -> None:
+        """Make the first batches of these steps now, so that no step waits for its data: each is handed out once."""
+        size = self._made(steps.start)[0].nbytes
+        for step in steps[: min(PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))]:
             self._prepared[step] = self._made(step)
 
     def at(self, step: int) -> Batch:
@@ -204,34 +232,73 @@ def _sharding(training: Training) -> GradientSharding | None:
     return training.optimizer if isinstance(training.optimizer, GradientSharding) else None
 
 
-def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> list[float]:
-    """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
+SENT_AS = ("all-to-all-v", "all-gather-v")
+"""What pushes and thresholded publishes are, as collectives."""
+
+
+def _sent(training: Training) -> dict[str, Sent]:
+    """Return what this rank has pushed and published since the last reset, by kind of collective."""
+    sharding = _sharding(training)
+    sent = (sharding.sent, sharding.published) if sharding else (Sent(), Sent())
+    return dict(zip(SENT_AS, sent, strict=True))
+
+
+def _timed_steps(
+    scenario: Scenario,
+    training: Training,
+    feed: Feed,
+    rank: int,
+    begun: Progress,
+    checkpoints: Checkpoints | None,
+) -> list[float]:
+    """Train warm-up and timed steps from where they had come; return this rank's part of the losses after the warm-up.
+
+    Resumed, as many steps as the warm-up has are not timed, as long as some are left. A step that follows a save is
+    longer by it.
+    """
     run, sharding = scenario.run, _sharding(training)
-    losses, owned = [], scenario.shard_shares
-    feed.prepare(run.warmup_steps + run.steps)
+    losses: list[Tensor] = []
+    steps = range(begun.step, run.warmup_steps + run.steps)
+    feed.prepare(steps)
     dist.barrier()
-    for step in range(run.warmup_steps + run.steps):
-        if step == run.warmup_steps:
+    for step in steps:
+        if step == min(begun.step + run.warmup_steps, steps.stop - 1):
             training.timeline.restart()
             if sharding:
                 sharding.reset_counts()
         inputs, targets, weights = feed.at(step)
-        if training.slow:
-            training.slow.ratio = run.slowed(step - run.warmup_steps).get(rank, 1.0)
+        training.slow_down(run.slowed(step - run.warmup_steps).get(rank, 1.0))
         loss = training.step(inputs, targets, weights, rank)
-        if training.follower and (division := training.follower.follow(step - run.warmup_steps)):
-            feed.divide(division.samples)
-            if sharding and division.shard_shares != owned:
-                sharding.reshard(division.shard_shares)
-                owned = division.shard_shares
+        _follow(training, feed, step - run.warmup_steps)
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
+        if checkpoints and checkpoints.is_due(step + 1, steps.stop):
+            checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
         if rank == 0:
-            _progress(step + 1, run.warmup_steps + run.steps)
-    if training.slow:
-        training.slow.ratio = 1.0
+            _progress(step + 1, steps.stop)
+    training.slow_down(1.0)
     return [float(loss) for loss in losses]
+
+
+def losses_so_far(begun: Progress, losses: Sequence[Tensor], rank: int) -> list[float]:
+    """Return this rank's part of all losses; those from before it was resumed are the first rank's."""
+    before = begun.losses if rank == 0 else (0.0,) * len(begun.losses)
+    return [*before, *(float(loss) for loss in losses)]
+
+
+def _follow(training: Training, feed: Feed, step: int) -> None:
+    """Divide batch and shards anew after a step, where they follow the ranks' pace and that has changed."""
+    if training.follower is None:
+        return
+    owned = training.follower.following.shard_shares
+    division = training.follower.follow(step)
+    if division is None:
+        return
+    feed.divide(division.samples)
+    sharding = _sharding(training)
+    if sharding and division.shard_shares != owned:
+        sharding.reshard(division.shard_shares)
 
 
 def _progress(done: int, total: int) -> None:
@@ -263,10 +330,11 @@ def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
     return dict(inner.state)
 
 
-def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float]) -> list[Seen]:
-    """Return what one more step hands to the process group; `payloads`: mean bytes pushed per bucket, timed steps.
+def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, list[float]]) -> list[Seen]:
+    """Return what one more step hands to the process group.
 
-    That step shows how what the sharding counts as sent compares to what the process group saw: they must be equal.
+    `payloads`: by kind, the mean bytes of the timed steps for each bucket. That step shows how what the sharding counts
+    as sent compares to what the process group saw: they must be equal.
     """
     sharding = _sharding(training)
     if sharding:
@@ -274,15 +342,22 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: list[float
     inputs, targets, weights = feed.at(2)
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, rank)
-    dependent = [entry for entry in recorder.seen if entry.data_dependent]
-    if sharding and dependent:
-        buckets = len(sharding.buckets)
-        by_bucket = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
-        if by_bucket != sharding.sent.by_bucket:
-            raise RuntimeError(f"pushed {sharding.sent.by_bucket} bytes, but the process group saw {dependent}")
-        for number, entry in enumerate(dependent):  # a push for each bucket in each micro-batch that pushes
-            entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
+    training.finish()
+    for kind, sent in _sent(training).items():
+        dependent = [entry for entry in recorder.seen if entry.data_dependent and entry.kind == kind]
+        if dependent:
+            _set_payloads(dependent, sent.by_bucket, payloads[kind])
     return recorder.seen
+
+
+def _set_payloads(dependent: list[Seen], counted: list[int], payloads: list[float]) -> None:
+    """Give entries of one step, one for each bucket in turn, the mean payload of all; `counted`: bytes of this step."""
+    buckets = len(counted)
+    seen = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
+    if seen != counted:
+        raise RuntimeError(f"sent {counted} bytes, but the process group saw {dependent}")
+    for number, entry in enumerate(dependent):  # a push for each bucket in each micro-batch that pushes
+        entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
 
 
 def _within(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
@@ -305,8 +380,6 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     step_time_s = median(times)
-    offered = sum(report.offered_entries for report in reports)
-    thresholded = scenario.plan.push.threshold is not None
     total, divisions = scenario.workload.global_batch_size, reports[0].divisions
     samples = divisions[-1].samples if divisions else scenario.batch_sizes
     shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares
@@ -338,11 +411,15 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         fits=True,
         throughput_samples_per_s=total / step_time_s,
         density=Density(
-            push=sum(r.sent_entries for r in reports) / offered if thresholded and offered else None,
+            push=_density([report.pushed for report in reports], scenario.plan.push.threshold),
+            publish=_density([report.published for report in reports], scenario.plan.publish.threshold),
         ),
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
-        loss=tuple(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+        loss=(
+            *reports[0].losses_before,
+            *(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+        ),
         divisions=divisions,
         provenance={
             **provenance(device),
@@ -351,6 +428,12 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             "seed": scenario.run.seed,
         },
     )
+
+
+def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:
+    """Return the part of what all ranks could send that they sent; None where nothing is thresholded."""
+    sent, offered = map(sum, zip(*ranks, strict=True))
+    return sent / offered if threshold is not None and offered else None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gssim.gradients import SKETCH_EDGES, GradientStatistics, RankTrace, TensorTrace
+from gssim.plan import Publish, Push
 
 _LOG_EDGES = np.log10(np.array(SKETCH_EDGES))
 
@@ -22,21 +23,35 @@ def traces_of(statistics: GradientStatistics, samples: int) -> tuple[RankTrace, 
     return tuple(sorted((t for t in statistics.traces if t.samples == nearest), key=lambda t: t.threshold))
 
 
-def push_density(statistics: GradientStatistics, *, samples: int, tensor: str, step: int, threshold: float) -> float:
-    """Return the fraction of a tensor's elements with |g| >= threshold at `step`, on a rank with `samples` samples.
+def push_density(
+    statistics: GradientStatistics,
+    push: Push,
+    *,
+    samples: int,
+    tensor: str,
+    step: int,
+    part: float = 1.0,
+    first: float = 0.0,
+    last: float = 1.0,
+) -> float:
+    """Return the fraction of a tensor's elements that a rank with `samples` samples sends under `push` at `step`.
+
+    `part`: what is thresholded is this part of the rank's mean gradient over its samples. `first`, `last`: the range of
+    the tensor that is meant, as fractions of its elements.
 
     >>> from gssim.gradients import RankTrace, TensorTrace
     >>> tail = tuple(1.0 if edge <= 1 else 0.0 for edge in SKETCH_EDGES)
     >>> trace = RankTrace(samples=1, tensors={"w": TensorTrace(rms=(2.0,), tail_ratios=(tail,))})
     >>> statistics = GradientStatistics(model="m", precision="fp32", optimizer="sgd", learning_rate=1.0, seed=0,
     ...     global_batch_size=1, sampled_steps=(0,), traces=(trace,), source="doctest")
-    >>> [push_density(statistics, samples=1, tensor="w", step=0, threshold=t) for t in (0, 1.9, 4.0)]
+    >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.9, 4.0)]
     [1.0, 1.0, 0.0]
     """
-    if threshold <= 0:
+    if push.threshold is None or not push.selects or step < push.warmup_steps:
         return 1.0
-    if samples == 0:  # a gradient of zeros
+    if samples == 0 or part == 0:  # a gradient of zeros
         return 0.0
+    threshold = push.threshold / part
     traces = traces_of(statistics, samples)
     above = next((i for i, trace in enumerate(traces) if trace.threshold >= threshold), len(traces) - 1)
     high = _density_under(traces[above], statistics.sampled_steps, tensor, step, threshold)
@@ -45,6 +60,37 @@ def push_density(statistics: GradientStatistics, *, samples: int, tensor: str, s
     low = _density_under(traces[above - 1], statistics.sampled_steps, tensor, step, threshold)
     weight = _between(threshold, traces[above - 1].threshold, traces[above].threshold)
     return low ** (1 - weight) * high**weight if low and high else (1 - weight) * low + weight * high
+
+
+def publish_density(
+    statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int, first: float = 0.0, last: float = 1.0
+) -> float:
+    """Return the fraction of a tensor's elements whose |master - published| reaches the threshold after `step`.
+
+    What is not sent stays in that difference. `first`, `last`: the range of the tensor, as fractions of its elements.
+    """
+    if not publish.threshold:
+        return 1.0
+    raise NotImplementedError("statistics of parameter changes")
+
+
+def union_density(
+    statistics: GradientStatistics,
+    push: Push,
+    *,
+    ranks: int,
+    samples: int,
+    tensor: str,
+    step: int,
+    part: float = 1.0,
+    first: float = 0.0,
+    last: float = 1.0,
+) -> float:
+    """Return the fraction of a tensor's elements that at least one of `ranks` ranks sends: d for one, at most 1."""
+    density = push_density(
+        statistics, push, samples=samples, tensor=tensor, step=step, part=part, first=first, last=last
+    )
+    return density if ranks == 1 else 1 - (1 - density) ** ranks
 
 
 def _between(threshold: float, low: float, high: float) -> float:
@@ -72,22 +118,3 @@ def _tail_at(trace: TensorTrace, sampled_steps: Sequence[int], step: int) -> np.
     before, after = sampled_steps[later - 1], sampled_steps[later]
     weight = (step - before) / (after - before)
     return (1 - weight) * np.array(trace.tail_ratios[later - 1]) + weight * np.array(trace.tail_ratios[later])
-
-
-def is_dense(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> bool:
-    """Return whether a thresholded message goes densely: as asked, or (`auto`) where entries would take more bytes."""
-    if encoding != "auto":
-        return encoding == "dense"
-    return sent * (value_bytes + index_bytes) >= elements * value_bytes
-
-
-def message_bytes(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> float:
-    """Return the bytes of one thresholded message: `sent` of `elements` values, in the smaller or the given encoding.
-
-    >>> message_bytes(elements=1000, sent=100, value_bytes=4, index_bytes=4, encoding="auto")
-    800.0
-    >>> message_bytes(elements=1000, sent=900, value_bytes=4, index_bytes=4, encoding="auto")
-    4000.0
-    """
-    dense = is_dense(elements=elements, sent=sent, value_bytes=value_bytes, index_bytes=index_bytes, encoding=encoding)
-    return float(elements * value_bytes if dense else sent * (value_bytes + index_bytes))

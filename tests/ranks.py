@@ -52,8 +52,11 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         return counter.peak_of(lambda: training.step(inputs, targets, weights, rank), [])[0]
 
     peaks = [peak_of(step) for step in range(STEPS)][2:]  # the first steps make what later ones find
+    training.finish()
     parameters = full_parameters(training.module)
     held = sum(p.numel() * p.element_size() for p in parameters.values())  # these copies are not the step's
+    if scenario.policies.publish_overlaps:
+        peak_of(STEPS)  # no step but this one begins with nothing under way
     while len(peaks) < FEWEST_PEAKS or (len(peaks) < MOST_PEAKS and not all_agree(peaks.count(min(peaks)) >= SEEN)):
         peaks.append(peak_of(STEPS + len(peaks)) - held)
     inputs, targets, weights = feed.at(STEPS + len(peaks))
@@ -61,6 +64,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         training.step(inputs, targets, weights, rank)
         if case.get("plant"):
             dist.all_reduce(torch.ones(7))
+    training.finish()
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, recorder.seen)
     all_peaks: list[Any] = [None] * dist.get_world_size()

@@ -7,9 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from gssim.gradients import SKETCH_EDGES, GradientStatistics, RankTrace, TensorTrace
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
+from gssim.workload import unrolled
 
 TESTS = Path(__file__).resolve().parent
 
@@ -37,23 +41,24 @@ def star(ranks: int) -> str:
 
 def run_cases(folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> dict[str, dict[str, Any]]:
     """Run all cases one after another in one launch of `ranks` ranks; return what each showed."""
-    return run_script("ranks", folder, cases, ranks=ranks)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    found: dict[str, dict[str, Any]] = run_module("ranks", [str(folder / "cases.json")], folder, ranks=ranks)
+    return found
 
 
-def run_script(script: str, folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> dict[str, dict[str, Any]]:
-    """Run a script of this folder on `ranks` ranks, with a file of cases and one for what they show; return that."""
+def run_module(module: str, arguments: list[str], folder: Path, *, ranks: int) -> dict[str, Any]:
+    """Run a module of the tests' on `ranks` ranks; return what rank 0 wrote to its last argument."""
     from gsreal.launch import launch
 
-    (folder / "cases.json").write_text(json.dumps(cases))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(TESTS), before) if p)
     try:
-        launch(script, [str(folder / "cases.json"), str(folder / "found.json")], ranks=ranks)
+        launch(module, [*arguments, str(folder / "found.json")], ranks=ranks)
     finally:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
-    found: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 
@@ -81,3 +86,26 @@ def run_once(
         cases = cases_for(ranks)
         worlds[ranks] = cases, run_cases(folder(f"ranks{ranks}"), cases, ranks=ranks)
     return worlds[ranks]
+
+
+def planted(folder: Path, scenario: str, overrides: list[str], density: float, *, name: str) -> str:
+    """Return a file of gradient statistics for a case in which every threshold is reached by the given fraction."""
+    loaded = load_scenario(Path(scenario), overrides, gradients_needed=False).scenario
+    workload, steps = loaded.workload, loaded.run.warmup_steps + loaded.run.steps
+    tensor = TensorTrace(rms=(1.0,) * steps, tail_ratios=((density,) * len(SKETCH_EDGES),))
+    names = [name for layer in unrolled(workload.model) for name in layer.parameter_names]
+    statistics = GradientStatistics(
+        model=workload.model.name,
+        precision=workload.precision,
+        optimizer=workload.optimizer,
+        learning_rate=workload.learning_rate,
+        global_batch_size=workload.global_batch_size,
+        sequence_length=workload.sequence_length,
+        seed=0,
+        sampled_steps=(0,),
+        traces=(RankTrace(samples=4, tensors=dict.fromkeys(names, tensor)),),
+        source="planted",
+    )
+    path = folder / f"{name}.json"
+    path.write_text(TypeAdapter(GradientStatistics).dump_json(statistics).decode())
+    return str(path)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gsreal.checkpoint import Progress
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
 from gsreal.methods import Training, full_parameters
@@ -50,7 +51,7 @@ def everybodys(value: Any) -> list[Any]:
 def paces(case: dict[str, Any]) -> dict[str, Any]:
     """Train a whole run; return its losses, step times and divisions of the batch."""
     scenario, training, feed = made(case)
-    losses = _timed_steps(scenario, training, feed, dist.get_rank())
+    losses = _timed_steps(scenario, training, feed, dist.get_rank(), Progress(), None)
     spans, ends_s = training.timeline.read()
     divisions = training.follower.following.divisions if training.follower else ()
     inputs, targets, weights = feed.at(scenario.run.steps)

@@ -268,7 +268,7 @@ def exponential_statistics(
 
 def loaded_of(scenario: Scenario, gradients: GradientStatistics | None = None) -> Loaded:
     """Return the scenario as loading would, with gradient statistics where a threshold needs them."""
-    needed = bool(scenario.plan.push.threshold)
+    needed = scenario.push.selects
     return Loaded(file="made", scenario=scenario, gradients=gradients or (exponential_statistics() if needed else None))
 
 

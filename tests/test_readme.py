@@ -150,6 +150,33 @@ def test_files_that_are_named_exist(path):
     assert (ROOT / path).exists()
 
 
+@pytest.mark.real
+def test_a_program_runs_on_two_ranks_under_torchrun(tmp_path):
+    torch = pytest.importorskip("torch")
+    ((_, text),) = [(tags, body) for tags, body in FENCE.findall(TEXT) if tags == "python run"]
+    assert len([line for line in text.splitlines() if line.strip()]) <= 25
+    (tmp_path / "train.py").write_text(text)
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    needs = re.search(r"^memory: [\d.]+ MiB \(.*\); in the backward [\d.]+ MiB", ended.stdout, re.MULTILINE)
+    assert needs, ended.stdout
+    losses = [
+        float(loss) for loss in re.findall(r"^rank \d: loss ([\d.]+), pushed \d+% of", ended.stdout, re.MULTILINE)
+    ]
+    chance = float(torch.tensor(10.0).log())
+    assert len(losses) == 2
+    assert max(losses) < 0.8 * chance
+
+
 def test_python_in_the_text_is_python():
     for tags, body in FENCE.findall(TEXT):
         if tags.startswith("python"):

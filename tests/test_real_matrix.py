@@ -29,6 +29,8 @@ METHODS = {
     "pipeline": {"plan.micro_batches": 4},
     "tensor": {},
     "gs": {},
+    "gs_hier": {},
+    "gs_z3": {},
     "gs_wgrad": {},
     "gs_tp": {},
 }
@@ -106,6 +108,9 @@ def cases_for(folder: Path, ranks: int, model: str) -> dict[str, dict[str, objec
     for (method, plan), (variant, changes) in product(METHODS.items(), VARIANTS.items()):
         if method == "gs_wgrad" and "plan.recompute" in changes:
             continue  # refused: what a checkpointed block keeps while it is frozen is not traced
+        if method == "gs_hier":
+            nodes = 2 if ranks % 2 == 0 else 1
+            plan = {"plan.dp_replicate": nodes, "plan.dp_shard": ranks // nodes}
         settings = shape | TRAINING | {"plan.method": method} | plan | changes
         overrides = [f"cluster={of_four(folder, ranks)}", *(f"{key}={value}" for key, value in settings.items())]
         case = {"scenario": scenario_file(scenario), "overrides": overrides}

@@ -1,12 +1,13 @@
 """Real: batches follow the ranks' paces as predicted, and shards change owners without a trace in the training."""
 
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import predicted, run_script, scenario_file, star
+from real_runs import predicted, run_module, scenario_file, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -55,7 +56,8 @@ def world(ranks: int, folder: Path) -> tuple[dict, dict]:
     """Return the cases of a number of ranks and what they showed; they are run in one launch."""
     if ranks not in WORLDS:
         cases = cases_for(ranks)
-        WORLDS[ranks] = cases, run_script("share_ranks", folder, cases, ranks=ranks)
+        (folder / "cases.json").write_text(json.dumps(cases))
+        WORLDS[ranks] = cases, run_module("share_ranks", [str(folder / "cases.json")], folder, ranks=ranks)
     return WORLDS[ranks]
 
 

@@ -6,6 +6,7 @@ from strategies import device_type, exponential_statistics, loaded_of, scenario_
 
 from gssim.density import push_density
 from gssim.gradients import RankTrace, TensorTrace
+from gssim.plan import Push
 from gssim.simulate import simulate
 
 PUSHED = {"method": "gs", "push": {"threshold": 1e-3, "encoding": "coo"}}
@@ -23,7 +24,9 @@ def drifting(rms: tuple[float, ...]):
 def test_density_and_payload_are_means_over_exactly_the_runs_steps():
     statistics = drifting((9.0, 1e-3, 2e-3, 4e-3, 9.0))
     scenario = scenario_of(star(2), PUSHED, run={"steps": 3, "warmup_steps": 1})
-    exact = [push_density(statistics, samples=4, tensor="h.0.bias", step=step, threshold=1e-3) for step in (1, 2, 3)]
+    exact = [
+        push_density(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.bias", step=step) for step in (1, 2, 3)
+    ]
     result = simulate(loaded_of(scenario, statistics)).result
     assert result.density.push == pytest.approx(fmean(exact))
     (payload,) = [c.payload_bytes for c in result.collectives if c.payload_bytes is not None]

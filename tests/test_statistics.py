@@ -19,6 +19,7 @@ from gsreal.statistics import _sketch, sampled_steps, take_statistics, write_sta
 from gsreal.worker import Feed, build
 from gssim.density import push_density
 from gssim.gradients import SKETCH_EDGES, GradientStatistics, read_gradients
+from gssim.plan import Push
 from gssim.scenario import Scenario, load_model, single_device
 from gssim.units import validated
 
@@ -171,9 +172,8 @@ def test_the_density_predicted_at_a_sampled_step_is_the_exact_fraction(taken, ra
         rounding = 2 / len(magnitudes) + 1e-3  # of values near the threshold, and of four digits
         for edge, higher in pairwise(EDGES[6:30]):
             for threshold in (edge * rms, (edge * higher) ** 0.5 * rms):
-                predicted = push_density(
-                    statistics, samples=BATCH[rank], tensor=name, step=step, threshold=float(threshold)
-                )
+                push = Push(threshold=float(threshold))
+                predicted = push_density(statistics, push, samples=BATCH[rank], tensor=name, step=step)
                 exact = float((magnitudes >= threshold).double().mean())
                 span = float(((magnitudes >= edge * rms) & (magnitudes < higher * rms)).double().mean())
                 allowed = rounding if threshold == edge * rms else rounding + span

@@ -34,7 +34,7 @@ def migrate(
     sent = 0
     rank = dist.get_rank(group)
     for bucket in buckets:
-        before, after = bucket.ranges, shares.ranges(bucket.elements, shard_shares)
+        before, after = bucket.ranges, list(shares.ranges(bucket.elements, shard_shares))
         if before == after:
             continue
         if bucket.shard.grad is not None:

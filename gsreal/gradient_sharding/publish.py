@@ -1,17 +1,210 @@
-"""Updated parameters on their way back from the owners to every replica."""
+"""Updated parameters on their way back from the owners to every replica.
 
-from collections.abc import Sequence
+With a threshold, an owner sends only what is at least that far from what it published last: it keeps a master copy of
+its range, and what was not sent stays in the difference of the two until it has grown enough (error feedback that takes
+no memory of its own; gradient-sharding A.3, step 5). What is sent is the parameter's new value, not its change: as many
+bytes, and the replica is then the master rounded to its precision, whatever was rounded before. The owner trains on
+what was published too, so that all replicas stay equal bit for bit.
+"""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gsreal.exchanges import all_gather_v, broadcast_parts
+from gsreal.exchanges import (
+    Pending,
+    all_gather_into_tensor,
+    all_gather_messages,
+    all_gather_v,
+    broadcast_parts,
+    post_to_all,
+)
 from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.gradient_sharding.observer import Observer
+from gsreal.gradient_sharding.messages import Encoding
+from gsreal.gradient_sharding.push import Pusher, Sent
+from gsreal.gradient_sharding.scratch import Scratch, count, scratches
+from gssim.plan import Publish, absolute_threshold
 
 
-def publish(buckets: Sequence[Bucket], group: dist.ProcessGroup, *, point_to_point: bool, observe: Observer) -> None:
-    """Bring every owner's range of each bucket's replica to all ranks of `group`, densely."""
-    exchange = all_gather_v if point_to_point else broadcast_parts
-    for bucket in buckets:
-        with observe(f"publish bucket {bucket.index}", "exposed_communication"):
-            exchange(bucket.flat, bucket.ranges, group=group)
+class Publisher:
+    """Brings what owners have updated to every replica, bucket by bucket.
+
+    Where it overlaps, `publish` only begins that; `wait` ends it for a bucket.
+    """
+
+    def __init__(
+        self,
+        rules: Publish,
+        pusher: Pusher,
+        buckets: Sequence[Bucket],
+        *,
+        overlaps: bool,
+        inside: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`inside`: the ranks of this one's node, where it is not alone: they publish to one another after that."""
+        self.inside = inside
+        self.rules, self.overlaps = rules, overlaps
+        self.group, self.point_to_point, self.observe = pusher.group, pusher.point_to_point, pusher.observe
+        self.rank, self.ranks = pusher.rank, pusher.ranks
+        self.sent = Sent()
+        self.encodings: dict[torch.dtype, Encoding] = {}
+        if rules.threshold is not None:
+            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratches(buckets)
+            self.encodings = {dtype: Encoding(rules.encoding, dtype, each) for dtype, each in scratch.items()}
+        self._arrivals: dict[Bucket, Callable[[], None]] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def owners_changed(self, buckets: Sequence[Bucket]) -> None:
+        """Go on where owners have other ranges: the buffers of messages are of other sizes."""
+        if self.rules.threshold is not None:
+            self.encodings = {d: Encoding(self.rules.encoding, d, each) for d, each in scratches(buckets).items()}
+
+    def write_back(self, buckets: Sequence[Bucket]) -> None:
+        """Bring what the owner updated to its own replica; with a threshold, `publish` does that."""
+        if self.rules.threshold is None:
+            for bucket in buckets:
+                bucket.write_back()
+
+    @torch.no_grad()
+    def publish(self, buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:
+        """Bring every owner's range of each bucket's replica to all ranks of the group.
+
+        `optimizer`: what updated them; a relative threshold is times its learning rate of now. Gradients are complete
+        from the last layer on, so that the last bucket is the first that a forward reads.
+        """
+        order = list(reversed(buckets)) if self.overlaps else list(buckets)
+        if self.rules.threshold is None:
+            for bucket in order:
+                self._send(bucket, partial(self._gather, bucket))
+            return
+        messages, entries = map(list, zip(*(self._thresholded(bucket, optimizer) for bucket in order), strict=True))
+        counts = self._exchange_counts(entries)
+        for bucket, sent in zip(order, counts.unbind(1), strict=True):
+            self._send(bucket, partial(self._exchange, bucket, messages.pop(0), sent.tolist()))
+
+    def wait(self, bucket: Bucket) -> None:
+        """Return once a bucket's replica is complete (on a GPU: let the current stream wait for it)."""
+        arrival = self._arrivals.pop(bucket, None)
+        if arrival is not None:
+            arrival()
+
+    def finish(self) -> None:
+        """Wait for all buckets."""
+        for bucket in list(self._arrivals):
+            self.wait(bucket)
+
+    def _send(self, bucket: Bucket, exchange: Callable[[], Callable[[], None]]) -> None:
+        """Exchange a bucket's messages now, or begin to; on a GPU in a stream beside that of the compute."""
+        if not self.overlaps:
+            exchange()()
+        elif bucket.flat.is_cuda:
+            self._arrivals[bucket] = self._aside(exchange)
+        else:
+            self._arrivals[bucket] = exchange()
+
+    def _aside(self, exchange: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Do it in a stream of its own, and return what lets the current stream wait for it."""
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            exchange()()
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+    def _gather(self, bucket: Bucket) -> Callable[[], None]:
+        """Send a whole bucket round; return what ends that."""
+        with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
+            exchange = all_gather_v if self.point_to_point else broadcast_parts
+            if not self._posts(bucket):
+                if self.ranks > 1 or self.inside is None:
+                    exchange(bucket.flat, bucket.ranges, group=self.group)
+                return partial(self._gather_in_node, bucket, exchange)
+            parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
+            pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes)
+        return partial(self._awaited, bucket, pending, _nothing)
+
+    def _gather_in_node(self, bucket: Bucket, exchange: Callable[..., None]) -> None:
+        """Bring the node's ranks one another's places."""
+        if self.inside is not None:
+            with self.observe(f"publish bucket {bucket.index} in the node", "exposed_communication"):
+                exchange(bucket.whole, bucket.node_ranges, group=self.inside)
+
+    def _posts(self, bucket: Bucket) -> bool:
+        """Return whether messages are posted now and waited for later; a GPU's stream waits without holding us up."""
+        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda and self.inside is None
+
+    def _awaited(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
+        with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication"):
+            pending.wait()
+        then()
+
+    def _thresholded(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
+        """Bring the own replica to what the threshold lets through; return that as a message, and how much it is.
+
+        A dense message is a view of the replica.
+        """
+        (rate,) = [group["lr"] for group in optimizer.param_groups if any(p is bucket.shard for p in group["params"])]
+        threshold = absolute_threshold(self.rules, float(rate))
+        assert threshold is not None
+        with self.observe(f"threshold publish bucket {bucket.index}", "compression"):
+            replica, encoding = bucket.flat[bucket.own], self.encodings[bucket.flat.dtype]
+            flags = update_reaching(replica, bucket.shard.detach(), threshold, encoding.scratch)
+            entries = count(flags)
+            self.sent.entries += entries
+            self.sent.offered += replica.numel()
+            dense = encoding.of(entries, replica.numel()) == "dense"
+            return (replica if dense else encoding.pack(replica, flags)[0]), entries
+
+    def _exchange_counts(self, entries: Sequence[int]) -> Tensor:
+        """Return how many entries each rank sends (rows) of each bucket (columns)."""
+        with self.observe("counts publish", "exposed_communication"):
+            counts = torch.zeros(self.ranks, len(entries), dtype=torch.int64)
+            counts[self.rank] = torch.tensor(entries)
+            all_gather_into_tensor(counts, counts[self.rank], group=self.group)
+        return counts
+
+    def _exchange(self, bucket: Bucket, own: Tensor, entries: Sequence[int]) -> Callable[[], None]:
+        """Send everybody's messages of a bucket round; return what ends that and brings them to the replica."""
+        encoding, parts = self.encodings[bucket.flat.dtype], [bucket.flat[slice(*places)] for places in bucket.ranges]
+        dense = [encoding.of(n, part.numel()) == "dense" for n, part in zip(entries, parts, strict=True)]
+        messages = [
+            part if dense[i] else own if i == self.rank else encoding.empty(entries[i], part.numel(), own.device)
+            for i, part in enumerate(parts)
+        ]
+        come = [i for i in range(self.ranks) if not dense[i] and i != self.rank]
+
+        def put() -> None:
+            with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
+                for i in come:
+                    encoding.put(parts[i], messages[i], entries[i])
+
+        size = bucket.flat.nbytes
+        with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
+            if not self._posts(bucket):
+                sent = all_gather_messages(messages, group=self.group, declared_bytes=size)
+                self.sent.bytes_of[bucket.index] += sent
+                return put
+            pending = post_to_all(messages, group=self.group, declared_bytes=size, data_dependent=True)
+        self.sent.bytes_of[bucket.index] += (self.ranks - 1) * messages[self.rank].nbytes
+        return partial(self._awaited, bucket, pending, put)
+
+
+def _nothing() -> None:
+    """There is nothing left to do."""
+
+
+def update_reaching(replica: Tensor, master: Tensor, threshold: float, scratch: Scratch) -> Tensor:
+    """Bring those of the replica to the master that are at least `threshold` away, or no numbers; flag them."""
+    flags = scratch.flags[: replica.numel()]
+    for first, last in scratch.chunks(replica.numel()):
+        old, new, far = replica[first:last], master[first:last], flags[first:last]
+        distance = scratch.magnitudes[: last - first].copy_(old).sub_(new).abs_()
+        torch.lt(distance, threshold, out=far).logical_not_()
+        if old.dtype == new.dtype:
+            torch.where(far, new, old, out=old)
+        else:
+            old.copy_(torch.where(far, new, distance.copy_(old), out=distance))
+    return flags

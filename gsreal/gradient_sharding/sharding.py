@@ -1,26 +1,68 @@
 """The optimizer that `shard_gradients` returns, and the hooks by which it takes gradients out of the backward."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from gsreal.gradient_sharding import state
+from gsreal.gradient_sharding.at_rest import gather_just_in_time, make_units
+from gsreal.gradient_sharding.beside import runs_beside
 from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
+from gsreal.gradient_sharding.forward import ForwardWaits
+from gsreal.gradient_sharding.frozen import frozen_kept
+from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
 from gsreal.gradient_sharding.migration import migrate
 from gsreal.gradient_sharding.observer import Observer, unobserved
-from gsreal.gradient_sharding.publish import publish
+from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
+from gsreal.gradient_sharding.together import trained_parameters, travelling_together
 from gssim import shares as share_solver
-from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, assign_buckets
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, resolved_push
+
+OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
+"""Makes an optimizer of parameters, or of groups of them, as torch's optimizers take them."""
 
 
-class GradientSharding:
-    """The optimizer that `shard_gradients` returns: `step` and `zero_grad` as usual."""
+class GradientSharding(torch.optim.Optimizer):
+    """The optimizer that `shard_gradients` returns: used like any of torch's.
 
-    def __init__(self, buckets: list[Bucket], optimizer: torch.optim.Optimizer, pusher: Pusher) -> None:
-        self.buckets, self.optimizer, self.pusher = buckets, optimizer, pusher
+    Its `param_groups` are those of the optimizer inside, over this rank's shards: schedulers and `GradScaler` work on
+    them. Gradients of the model's parameters are None after each backward, for they have gone to their owners:
+    `clip_grad_norm_` here, not torch's, sees them all.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        optimizer: torch.optim.Optimizer,
+        pusher: Pusher,
+        publisher: Publisher,
+        levels: Levels,
+        in_node: InNode,
+        *,
+        model: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        scaler: torch.amp.GradScaler | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.buckets, self.optimizer, self.pusher, self.publisher = buckets, optimizer, pusher, publisher
+        self.levels, self.in_node, self.names = levels, in_node, names
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.scaler, self.skip_nonfinite = scaler, skip_nonfinite
+        self.skipped_steps = 0
+        """Steps that were not made because a gradient was NaN or infinite, the same on every rank."""
+        self._others = [p for p in model.parameters() if p not in names]
+        self._norm: Tensor | None = None
+        self._spoilt = False
+        self._weights = share_solver.even(len(levels.ranks))
+        self.weights = self._weights
         self._next = 0
         self._collecting = True
         self._in_backward = False
@@ -31,52 +73,107 @@ class GradientSharding:
     @property
     def weights(self) -> tuple[float, ...]:
         """Each rank's part of the step's loss terms: what its mean gradient counts. Even until it is set."""
-        return self.pusher.weights
+        return self._weights
 
     @weights.setter
     def weights(self, weights: tuple[float, ...]) -> None:
-        self.pusher.weights = weights
+        self._weights = weights
+        self.pusher.weights, in_node = self.levels.weigh(weights)
+        for bucket in self.buckets:
+            bucket.weight = in_node
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that train the model, in the order of `weights` and of shard shares."""
+        return self.levels.ranks
 
     @property
     def sent(self) -> Sent:
         """What this rank pushed since the last `reset_counts`."""
         return self.pusher.sent
 
+    @property
+    def published(self) -> Sent:
+        """What this rank published since the last `reset_counts`, where that is thresholded."""
+        return self.publisher.sent
+
     def reset_counts(self) -> None:
         """Begin to count what is sent anew."""
-        self.pusher.sent = Sent()
+        self.pusher.sent, self.publisher.sent = Sent(), Sent()
+
+    # In the backward --------------------------------------------------------------------------------------------------
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
-            assert parameter.grad is not None
-            if not self._collecting:
-                return
             if not self._in_backward:
-                self._in_backward = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            bucket.collect(parameter, parameter.grad)
-            parameter.grad = None
-            self._push_complete()
+                self._begin_backward()
+            if self._collecting:
+                self._check_gradient(parameter, bucket)
+            bucket.take(parameter, leaves=self._collecting)
+            if self._collecting:
+                self._push_complete()
 
         return collect
 
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self.scaler is not None:
+            self.pusher.loss_scale = self.scaler.get_scale()
+
+    def _check_gradient(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        """Raise RuntimeError where a gradient would be lost: it has a graph of its own, or comes twice."""
+        assert parameter.grad is not None
+        if parameter.grad.requires_grad:
+            raise RuntimeError(
+                f"{self.names[parameter]}: gradients that leave in the backward cannot be differentiated again "
+                "(create_graph=True); take what you differentiate with torch.autograd.grad"
+            )
+        if parameter not in bucket.missing:
+            raise RuntimeError(
+                f"{self.names[parameter]}: got two gradients in one backward; a backward inside a backward (reentrant "
+                "checkpointing) does that: checkpoint with use_reentrant=False"
+            )
+
     def _push_complete(self) -> None:
         """Push buckets in order, as far as they are complete, so that all ranks push in the same order."""
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self.pusher.push(self.buckets[self._next])
+        while self._next < len(self.buckets) and self.buckets[self._next].complete:
+            self.buckets[self._next].end_backward(leaves=True)  # zeros for those that are frozen
+            self._push_reduced()
+            self.in_node.begin(self.buckets[self._next])
+            if not self.in_node.overlaps:
+                self._push_reduced()
             self._next += 1
+
+    def _push_reduced(self) -> None:
+        """Push the bucket that has been reduced inside the node, if any."""
+        bucket = self.in_node.take()
+        if bucket is not None:
+            self.pusher.push(bucket)
 
     def _end_backward(self) -> None:
         """Finish a backward's pushes, with zeros for parameters that got no gradient."""
         self._in_backward = False
         for bucket in self.buckets[self._next :]:
-            bucket.fill()
-        self._push_complete()
-        self.pusher.drain()
+            bucket.end_backward(leaves=self._collecting)
+        if self._collecting:
+            self._push_complete()
+            self._push_reduced()
+            self.pusher.drain()
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
+        if self.scaler is not None and self._collecting:
+            self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
+        """Let every rank's scaler find what one owner found: each looks at its own shard alone."""
+        if any_non_finite(self._gradients(), self.levels.all_reduce, self._device):
+            self._spoil()
+            self.pusher.drop_broken()
+            for gradient in self._gradients():
+                gradient[:1] = torch.nan
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -87,66 +184,311 @@ class GradientSharding:
         finally:
             self._collecting = True
 
-    def step(self) -> None:
-        """Update the own shard, publish it."""
-        pusher = self.pusher
-        with pusher.observe("optimizer", "optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            for bucket in self.buckets:
-                bucket.write_back()
-        publish(self.buckets, pusher.group, point_to_point=pusher.point_to_point, observe=pusher.observe)
+    # Between backward and step ----------------------------------------------------------------------------------------
+
+    # Owners -----------------------------------------------------------------------------------------------------------
 
     def reshard(self, shard_shares: Sequence[float]) -> int:
         """Give each rank another share of the parameters, with their optimizer state; return the bytes sent.
 
-        By all ranks alike, between `step` and the next backward. Training goes on as it would have done.
+        By all ranks alike, between `step` and the next backward. Training goes on as it would have done. Of replicas
+        that all ranks push to one another alone.
         """
+        if len(self.levels.ranks) != self.pusher.ranks or not all(bucket.is_replica for bucket in self.buckets):
+            raise RuntimeError("shards change owners only where every rank keeps a replica and pushes to all others")
+        self.finish()
         pusher = self.pusher
-        return migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
+        sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
+        pusher.owners_changed(self.buckets)
+        self.publisher.owners_changed(self.buckets)
+        return sent
 
-    def zero_grad(self) -> None:
-        """Do nothing: gradients never outlive the bucket that they are collected in."""
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients of all ranks to a norm of at most `max_norm`; return what it was (a scalar all-reduce).
+
+        As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError where the norm is not
+        finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` where there is one.
+        """
+        norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
+        clip(self._gradients(), norm, max_norm)
+        self._norm = norm
+        return norm
+
+    def _gradients(self) -> list[Tensor]:
+        return [bucket.shard.grad for bucket in self.buckets if bucket.shard.grad is not None]
+
+    @property
+    def _device(self) -> torch.device:
+        return self.buckets[0].flat.device
+
+    def _spoil(self) -> None:
+        if not self._spoilt:
+            self.skipped_steps += 1
+        self._spoilt = True
+
+    def _is_spoilt(self) -> bool:
+        """Return whether this step must not be made; where clipping has found the norm, nothing more is exchanged."""
+        if self.skip_nonfinite and not self._spoilt:
+            norm = self._norm
+            found = self._any_non_finite() if norm is None else not bool(norm.isfinite())
+            if found:
+                self._spoil()
+        return self._spoilt
+
+    def _any_non_finite(self) -> bool:
+        return any_non_finite(self._gradients(), self.levels.all_reduce, self._device)
+
+    # Step -------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the own shard and publish it; the gradients are used up. Returns what `closure` does, called once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.finish()
+        self._check_parameters()
+        if self._is_spoilt():
+            self._forget_shard_gradients(set_to_none=True)
+            self.pusher.drop_broken()
+        else:
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        with self.pusher.observe("optimizer", "optimizer"):
+            with frozen_kept(self.buckets, self.optimizer):
+                self.optimizer.step()
+            self._forget_shard_gradients(set_to_none=True)
+            self.publisher.write_back(self.buckets)
+        self.pusher.end_step()
+        self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
+
+    def finish(self) -> None:
+        """Wait until this replica has all that was published, which may still be under way when `step` returns.
+
+        A forward and `state_dict` do so themselves: only what reads parameters directly need call this.
+        """
+        self.publisher.finish()
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError where parameters are trained by nobody: moved out of the buckets, or thawed later."""
+        if any(parameter.requires_grad for parameter in self._others):
+            raise RuntimeError(
+                "a parameter that was frozen when shard_gradients was called requires gradients now, but has no owner; "
+                "call shard_gradients with all that will ever be trained, and freeze after that"
+            )
+        for bucket in self.buckets:
+            first = bucket.parameters[0]
+            if bucket.is_replica and first.data_ptr() != bucket.whole[bucket.slots[first]].data_ptr():
+                raise RuntimeError(
+                    f"{self.names[first]} is no longer in its bucket: move and cast a model (.to, .half, assign=True) "
+                    "before shard_gradients"
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`."""
+        self._forget_shard_gradients(set_to_none=set_to_none)
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _forget_shard_gradients(self, *, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._norm, self._spoilt = None, False
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole optimizer state, of every owner, by parameter name (a collective; all ranks get it).
+
+        As torch.distributed.checkpoint.state_dict's full dictionaries. The model's own `state_dict` has its
+        parameters: replicas are whole. Where state should stay where it is, save `sharded()`.
+        """
+        self.finish()
+        return state.whole(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
+
+        After `model.load_state_dict`: where owners keep no master copy, the model's parameters are what they update.
+        """
+        self.finish()
+        state.load_whole(self, state_dict)
+
+    def sharded(self) -> "state.Sharded":
+        """Return what to save and load with torch.distributed.checkpoint: every rank its own part.
+
+        What ranks have kept of gradients under the threshold (error feedback) is theirs, not the parameters': with
+        other ranks it is dropped, which loses each element less than the threshold, once. Where the same ranks go on
+        with the same shares, each may save its `pusher.state_dict()` too, and then goes on exactly.
+        """
+        self.finish()
+        return state.Sharded(self)
+
+    @torch.no_grad()
+    def take_parameters(self) -> None:
+        """Take the model's parameters into the owners' master copies: after they were written to from outside."""
+        self.finish()
+        for bucket in self.buckets:
+            if bucket.is_replica and bucket.has_master:  # units do so as the model's state is loaded
+                bucket.shard.copy_(bucket.flat[bucket.own])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: what is not in a bucket from the start has no owner."""
+        if hasattr(self, "buckets"):
+            raise RuntimeError("groups cannot be added later: give them all to shard_gradients as param_groups")
+        super().add_param_group(param_group)
 
 
 def shard_gradients(
     model: nn.Module,
-    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    optimizer_factory: OptimizerFactory,
     *,
+    mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
+    parameters: Literal["replicated", "gathered", "sharded"] = "replicated",
+    units: Sequence[nn.Module] = (),
     shard_shares: Sequence[float] | None = None,
     push: Push | None = None,
+    publish: Publish | None = None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    skip_nonfinite: bool = False,
     point_to_point: bool = True,
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
+    publish_overlaps: bool | None = None,
+    overlap: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
-    """Shard the gradients and the optimizer state of `model` over `group`, and return what to call `step` on.
+    """Shard the gradients and the optimizer state of `model`, and return what to call `step` on.
 
-    Parameters are moved into flat buckets (they stay views of them) and made equal to the group's first rank's.
-    `optimizer_factory` gets this rank's shards and must return an elementwise optimizer. `shard_shares`: each rank's
-    fraction of every bucket (even by default). `push`: what is sent, and how; by default all, densely.
-    `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and broadcasts.
-    `parameter_order`: the order in which gradients become ready (reversed registration by default). Assumes that the
-    loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches.
+    Parameters are moved into flat buckets (they stay views of them) and made equal to the first rank's, and so are
+    buffers, once: as each rank trains, its BatchNorm statistics become its own. `optimizer_factory` gets this rank's
+    shards and must return an elementwise optimizer. Assumes that the loss is the mean over the rank's own samples; set
+    `.weights` where ranks have unequal batches. Parameters that a backward does not reach have zero gradients.
+
+    `mesh`, `group`: the ranks, all by default. On a mesh of two axes, (nodes, devices of a node), gradients are
+    reduce-scattered inside the node first, and pushed across nodes.
+    `parameters`: `sharded`: nothing is published, but every rank keeps its shard of the parameters alone, and those of
+    each of `units` (modules, in the order in which they run: a transformer's blocks) are gathered just before its
+    forward, freed, and gathered again for its backward. `gathered`: they stay from forward to backward. What no unit
+    has stays all the while. Between steps, parameters have no values; `model.state_dict()`, on all ranks, has them.
+
+    `shard_shares`: each rank's fraction of every bucket (even by default). `push`: what is sent, and how; by default
+    all, densely. `publish`: the same for updated parameters; with a threshold, owners keep a master copy of their shard
+    in any case. `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and
+    broadcasts.
+
+    `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
+    torch's optimizers take them; the factory then gets the same with shards in their place.
+    `scaler`: the GradScaler that scales the loss. Gradients travel scaled, and thresholds count for them unscaled;
+    then `unscale_`, `step` and `update` as usual. Costs a scalar all-reduce a backward, so that all skip alike.
+    `skip_nonfinite`: without a scaler, skip steps with NaN or infinite gradients (`skipped_steps` counts them); costs a
+    scalar all-reduce a step, or nothing where `clip_grad_norm_` is called.
+
+    `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own. `parameter_order`: the
+    order in which gradients become ready (reversed registration by default). `overlap`: whether gathers and reductions
+    inside nodes begin early, to go on beside the compute: by default where they can (nccl). `publish_overlaps`: whether
+    the next forward begins while published parameters are under way, each module waiting for its own (by default on
+    GPUs only).
+
+    Raises ValueError where parameters, units and options do not fit one another.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
-    ranks = dist.get_world_size(group)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    order = list(parameter_order) if parameter_order is not None else list(reversed(named))
-    parameters = [named[name] for name in order]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-    found = assign_buckets(sizes, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
-    shares = tuple(shard_shares) if shard_shares is not None else share_solver.even(ranks)
-    buckets = [
-        Bucket(i, [parameters[p] for p in members], shares, dist.get_rank(group)) for i, members in enumerate(found)
-    ]
-    for tensor in [*(bucket.flat for bucket in buckets), *model.buffers()]:
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    levels = levels_of(mesh, group)
+    publish = publish or Publish()
+    _check_options(levels, parameters, units, publish, param_groups)
+    shares = _checked_shares(shard_shares, len(levels.ranks), scaler)
+    trained = trained_parameters(model, parameter_order)
+    buckets: Sequence[Bucket]
+    if parameters == "replicated":
+        found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
+        buckets = [_bucket(i, each.parameters, levels, shares) for i, each in enumerate(found)]
+        group_of = [each.group for each in found]
+    else:
+        buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
+        group_of = [0] * len(buckets)
+    levels.make_equal([*(bucket.whole for bucket in buckets), *_unowned(model, trained)])
     for bucket in buckets:
-        bucket.take_shard()
-    optimizer = optimizer_factory([bucket.shard for bucket in buckets])
-    pusher = Pusher(push or Push(), group, buckets[0].flat.dtype, point_to_point=point_to_point, observe=observe)
-    return GradientSharding(buckets, optimizer, pusher)
+        bucket.take_shard(master=publish.threshold is not None)
+    first = buckets[0].flat
+    overlap = runs_beside(levels.across, first.device) if overlap is None else overlap
+    gather_just_in_time(model, kept=parameters == "gathered", prefetch=overlap)
+    optimizer = optimizer_factory(_shards(buckets, group_of, param_groups))
+    rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
+    pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe)
+    overlaps = first.is_cuda if publish_overlaps is None else publish_overlaps
+    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps, inside=levels.inside)
+    if overlaps and parameters == "replicated":
+        ForwardWaits(model, list(buckets), publisher.wait, publisher.finish)
+    return GradientSharding(
+        buckets,
+        optimizer,
+        pusher,
+        publisher,
+        levels,
+        InNode(levels.inside, first.device, overlap=overlap, observe=observe),
+        model=model,
+        names={parameter: name for name, parameter in trained.items()},
+        scaler=scaler,
+        skip_nonfinite=skip_nonfinite,
+    )
+
+
+def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, shares: Sequence[float]) -> Bucket:
+    division = levels.division(sum(parameter.numel() for parameter in parameters), shares)
+    return Bucket(index, parameters, division, node=levels.node, place=levels.place)
+
+
+def _check_options(
+    levels: Levels,
+    parameters: str,
+    units: Sequence[nn.Module],
+    publish: Publish,
+    groups: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """Raise ValueError where options exclude one another."""
+    if units and parameters == "replicated":
+        raise ValueError("units are gathered just in time: set parameters to 'sharded' or 'gathered'")
+    if parameters != "replicated" and publish.threshold is not None:
+        raise ValueError(f"parameters = '{parameters}': nothing is published, so that nothing can be thresholded")
+    if parameters != "replicated" and groups is not None:
+        raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
+    if levels.inside is not None and publish.threshold is not None:
+        raise ValueError("publish.threshold: is not carried out yet where nodes are a level of their own")
+
+
+def _checked_shares(
+    shares: Sequence[float] | None, ranks: int, scaler: torch.amp.GradScaler | None
+) -> tuple[float, ...]:
+    if shares is None:
+        return share_solver.even(ranks)
+    if len(shares) != ranks or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"shard_shares must be {ranks} fractions that sum to 1, not {list(shares)}")
+    if scaler is not None and min(shares) == 0:
+        raise ValueError("shard_shares: a scaler looks at its own rank's gradients, so every rank must own some")
+    return tuple(shares)
+
+
+def _unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """Return what every rank keeps for itself: buffers and frozen parameters."""
+    trained = set(parameters.values())
+    return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
+
+
+def _shards(
+    buckets: Sequence[Bucket], group_of: Sequence[int], groups: Sequence[Mapping[str, Any]] | None
+) -> list[Any]:
+    """Return what the optimizer is made of: this rank's shards, in groups where the user has groups."""
+    if groups is None:
+        return [bucket.shard for bucket in buckets]
+    return [
+        {**group, "params": [b.shard for b, at in zip(buckets, group_of, strict=True) if at == number]}
+        for number, group in enumerate(groups)
+    ]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from gsreal.gradient_sharding.at_rest import gathered
 from gsreal.measure import Timeline
 from gsreal.methods.axes import device_mesh
 from gsreal.methods.blocks import checkpoint_blocks
@@ -29,6 +30,8 @@ APPLY: dict[tuple[str, str], Apply] = {
     ("gathered", "reduce-scatter"): fully_shard_parameters,
     ("sharded", "reduce-scatter"): fully_shard_parameters,
     ("replicated", "push"): push_gradients,
+    ("gathered", "push"): push_gradients,
+    ("sharded", "push"): push_gradients,
 }
 """By parameters and gradients, where each rank has samples of its own."""
 
@@ -58,4 +61,5 @@ def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     if isinstance(module, StageModules):
         return module.of_all_stages()
     names = [name for name, _ in module.named_parameters()]
-    return {name.removeprefix("module."): whole_parameter(module, name) for name in names}
+    with gathered(module):
+        return {name.removeprefix("module."): whole_parameter(module, name) for name in names}

@@ -5,28 +5,37 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding import shard_gradients
 from gsreal.measure import Timeline
-from gsreal.methods.axes import data_group
+from gsreal.methods.axes import data_mesh, device_mesh
+from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
+from gssim.mesh import DATA_AXES
+from gssim.plan import Policies
 from gssim.scenario import Scenario
 from gssim.workload import gradient_order, unrolled
 
 
 def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
-    plan, mesh, rank = scenario.plan, scenario.policies.mesh, dist.get_rank()
+    plan, policies = scenario.plan, scenario.policies
+    ranks = policies.mesh.group(dist.get_rank(), *DATA_AXES)
     layers = unrolled(scenario.workload.model)
     order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
     optimizer = shard_gradients(
         module,
         lambda shards: make_optimizer(scenario.workload, shards, device),
-        group=data_group(scenario.policies, device, "dp_shard"),
-        shard_shares=[scenario.shard_shares[each] for each in mesh.group(rank, "dp_shard")],
-        push=plan.push,
-        point_to_point=scenario.policies.point_to_point,
+        mesh=_mesh(policies, device),
+        parameters=policies.parameters,  # type: ignore[arg-type]  # one of the three that are pushed
+        units=blocks_of(scenario.workload.model, module) if policies.parameters != "replicated" else (),
+        shard_shares=[scenario.shard_shares[each] for each in ranks],
+        push=scenario.push,
+        publish=plan.publish,
+        publish_overlaps=policies.publish_overlaps,
+        point_to_point=policies.point_to_point,
         bucket_bytes=plan.bucket_bytes,
         first_bucket_bytes=plan.first_bucket_bytes,
         parameter_order=order,
@@ -36,5 +45,12 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
     def syncing(leaves: bool) -> AbstractContextManager[None]:
         return nullcontext() if leaves else optimizer.no_sync()
 
-    sync_each = scenario.policies.gradient_sync == "micro-batch"
+    sync_each = policies.gradient_sync == "micro-batch"
     return Training(module, optimizer, timeline, scale=0.0, sync_each=sync_each, syncing=syncing)
+
+
+def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return the ranks among which gradients are pushed, with those of their nodes where they are reduced there."""
+    if policies.push_axis == "dp_replicate":
+        return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
+    return data_mesh(policies, device, "dp_shard")

@@ -59,9 +59,9 @@ def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
 def _suits_dtensor(policies: Policies, block: nn.Module, cut: Cut) -> bool:
     """Return whether slices are even and of linear maps: DTensor cuts no convolution by its channels.
 
-    DistributedDataParallel and Gradient Sharding, which hold replicas, take no DTensors.
+    DistributedDataParallel and Gradient Sharding take no DTensors.
     """
-    if policies.slices != "even" or (policies.parameters == "replicated" and policies.data_ranks > 1):
+    if policies.slices != "even" or (policies.gradients in ("all-reduce", "push") and policies.data_ranks > 1):
         return False
     return all(isinstance(block.get_submodule(path), nn.Linear) for path in (*cut.columns, *cut.between, *cut.rows))
 

@@ -53,7 +53,7 @@ class Training:
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
         if isinstance(self.optimizer, GradientSharding):
-            self.optimizer.weights = weights.ranks
+            self.optimizer.weights = tuple(weights.ranks[each] for each in self.optimizer.ranks)
         scale = self.scale * weights.ranks[rank] if self.scale else 1.0
         losses = []
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
@@ -65,6 +65,11 @@ class Training:
             self.follower.share(self.timeline)
         self.timeline.end_step()
         return torch.stack(losses).sum()
+
+    def finish(self) -> None:
+        """Wait for what a step may leave under way: before parameters are read other than by a forward."""
+        if isinstance(self.optimizer, GradientSharding):
+            self.optimizer.finish()
 
     def _micro_batches(
         self, inputs: Tensor, targets: Tensor, weights: Sequence[float]
@@ -85,6 +90,11 @@ class Training:
             if self.last_gradient:
                 timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
         return loss.detach()
+
+    def slow_down(self, ratio: float) -> None:
+        """Let this rank be slower than its device from now on, by `ratio`; 1: no more (where a run slows ranks)."""
+        if self.slow is not None:
+            self.slow.ratio = ratio
 
     def _phase(self, phase: str, units: int = 1) -> AbstractContextManager[None]:
         return nullcontext() if self.slow is None else self.slow.phase(phase, units)

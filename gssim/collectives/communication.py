@@ -51,5 +51,7 @@ class Communication:
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes that an all-to-all-v really carries."""
-        return sum(map(sum, self.pair_bytes))
+        """Bytes that all members together send: of an all-to-all-v each pair's, of an all-gather-v all parts but one's
+        own to every member.
+        """
+        return sum(map(sum, self.pair_bytes)) + (len(self.group) - 1) * sum(self.part_bytes)

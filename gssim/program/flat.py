@@ -2,6 +2,7 @@
 
 [Note: flat units] The units are FSDP2's, a block or all that is no block (the root); see `sharded`. Each is one flat
 tensor, cut by the ranks' shares without padding, and gathered into a flat buffer of which its parameters are views.
+A shard is kept in the precision of the optimizer alone, and cast as the own part is copied into that buffer.
 The root is kept from forward to backward, and so are blocks where the plan says so; else a block is freed after its
 forward and gathered once more. Once a unit's backward is done, its gradients are collected in one bucket, which goes
 to its owners; nothing is published, as the next gather does that. Where collectives run beside the compute, the gather
@@ -9,7 +10,8 @@ of a unit is issued when the one before it is taken, so that two blocks live at 
 rank's bytes for N elements of which it owns the share s, p of a value, w(d) of a pushed one (gradient-sharding A.3 B):
 
     sent and received:  2pN + w(d)N, each (M-1)/M with even shares, but for the root, which is gathered once
-    held:               (p + optimizer state + gradient) * sN, and the root and two blocks gathered
+    held:               (parameter + optimizer state + gradient) * sN in the optimizer's precision, and the root and
+                        two blocks gathered
 """
 
 from collections import defaultdict
@@ -108,14 +110,15 @@ def _gathered(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> li
         return tasks
     units = flat_units(low)
     root, blocks = [u for u in units if u.is_root], [u for u in units if not u.is_root]
-    first, last = f"forward {low.layers[0].module}", backward_begin(low, low.layers[-1])
+    first = f"forward {low.layers[0].module}"
     uses = [(unit, first) for unit in root]
     uses += [(block, f"forward {block.layers[0].module}") for block in reversed(blocks)]
     before = _just_in_time(low, rank, uses, "forward", first)
     behind: dict[str, list[Task]] = {}
     if twice:
         uses = [(block, backward_begin(low, block.layers[0])) for block in blocks]
-        for label, new in _just_in_time(low, rank, uses, "backward", last).items():
+        issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on what the loss is made of
+        for label, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
             before[label] += new
         behind = {f"forward {block.layers[0].module}": [_free(block)] for block in blocks}
     return inserted(tasks, before=before, behind=behind)
@@ -143,11 +146,13 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
 
 
 def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
-    """Return the gather of a unit: the own part is copied into a new flat buffer, then all parts go round."""
+    """Return the gather of a unit: the own part is cast into a new flat buffer, then all parts go round."""
     name = f"all-gather {unit.name}" + (" backward" if phase == "backward" else "")
-    parts = tuple(float(n * low.value_bytes) for n in low.division(unit.bucket).owned[0])
+    owned = low.division(unit.bucket).owned[0]
+    parts = tuple(float(n * low.value_bytes) for n in owned)
     low.communications[name] = low.communication("all-gather-v", "dp_shard", unit.size_bytes, part_bytes=parts)
-    copy_s = costs.copy_time_s(low.device(rank), parts[low.position(rank)])
+    moved_bytes = owned[low.position(rank)] * (low.master_bytes + low.value_bytes) / 2  # one read, the other written
+    copy_s = costs.copy_time_s(low.device(rank), moved_bytes)
     need = footprint([Event(0, unit.size_bytes, "gathered_parameters")])
     issue = Task(f"issue {name}", phase, duration_s=copy_s, need=need)
     if not low.overlaps:

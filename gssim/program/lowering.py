@@ -1,7 +1,7 @@
 """What every pass needs: the scenario unrolled, its gradient buckets, and the collectives found so far."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,10 +11,10 @@ import numpy as np
 from gssim import shares
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
+from gssim.division import Division, divide
 from gssim.gradients import GradientStatistics
-from gssim.plan import Policies, assign_buckets, bucket_limits
+from gssim.plan import Policies, Push, assign_buckets, bucket_limits
 from gssim.program.borders import Stage
-from gssim.program.division import Division, divide
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.scenario import Scenario, has_master_copy, master_bytes, schedule_of, value_bytes
 from gssim.schedule import Action, schedule
@@ -49,6 +49,15 @@ class Bucket:
     def started(self) -> tuple[int, int]:
         """Where in the backward the first member is ready."""
         return self.place(0)
+
+    def inside(self, first: int, last: int) -> Iterator[tuple[LayerInstance, Parameter, int, int]]:
+        """Give each member that has elements in [first, last), with the half-open range of its own that are there."""
+        start = 0
+        for instance, parameter in self.members:
+            begin, end = max(start, first) - start, min(start + parameter.elements, last) - start
+            if begin < end:
+                yield instance, parameter, begin, end
+            start += parameter.elements
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,11 @@ class Lowering:
         """The plan with every policy resolved."""
         return self.scenario.policies
 
+    @cached_property
+    def push(self) -> Push:
+        """How gradients are pushed, with what follows from the optimizer filled in."""
+        return self.scenario.push
+
     def shard_position(self, rank: int) -> int:
         """Return the position of a rank among those that share the parameters with it: on the axis `dp_shard`."""
         return self.position(rank) % self.shards
@@ -166,6 +180,16 @@ class Lowering:
     def overlaps(self) -> bool:
         """Whether collectives run beside the compute; see [Note: streams] in `sharded`."""
         return self.scenario.plan.overlap and self.scenario.cluster.backend == "nccl" and len(self.group) > 1
+
+    @property
+    def thresholds_publish(self) -> bool:
+        """Whether owners publish only what has moved far enough; see [Note: thresholded publish] in `publish`."""
+        return self.scenario.plan.publish.threshold is not None
+
+    @property
+    def sends_by_data(self) -> bool:
+        """Whether what each rank sends depends on the data: on whose range holds which tensors, and on the step."""
+        return self.policies.gradients == "push" and self.scenario.plan.sends_by_data
 
     @property
     def nodes(self) -> int:
@@ -321,9 +345,9 @@ class Lowering:
     def roles(self, *, unfolded: bool = False) -> tuple[Ints, list[int]]:
         """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
         positions = np.arange(len(self.group))
-        policies, push = self.scenario.policies, self.scenario.plan.push
-        if unfolded or (policies.gradients == "push" and push.threshold):
-            return positions, list(self.group)  # what a rank sends depends on whose range holds which tensors
+        policies = self.scenario.policies
+        if unfolded or self.sends_by_data:
+            return positions, list(self.group)
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes

@@ -10,8 +10,9 @@ from gssim.memory import (
     input_bytes,
 )
 from gssim.optimizers import implementation_on, optimizer_state_bytes, optimizer_temporary_bytes
-from gssim.program.lowering import Bucket, Lowering
-from gssim.program.push import across
+from gssim.program.lowering import Lowering
+from gssim.program.messages import held_for_thresholds
+from gssim.program.publish import publish
 from gssim.program.task import Task
 from gssim.program.units import owned_rows, units
 
@@ -36,12 +37,14 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     duration_s = costs.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=sharded
     )
-    if not sharded:  # what was updated is copied to the parameters, which FSDP2 does as it gathers them
+    if not _holds_shards(low):  # else what was updated is cast to the parameters as they are gathered
         duration_s += costs.master_copy_time_s(
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )
     update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
-    return [*tasks, update, *_published(low, rank)]
+    if low.policies.gradients == "push":
+        return publish(low, rank, tasks, update)
+    return [*tasks, update, *_published(low)]
 
 
 def _casts_gradients(low: Lowering) -> bool:
@@ -49,13 +52,18 @@ def _casts_gradients(low: Lowering) -> bool:
     return low.has_master_copy and low.policies.gradients in ("local", "all-reduce")
 
 
-def _published(low: Lowering, rank: int) -> Sequence[Task]:
+def _holds_shards(low: Lowering) -> bool:
+    """Return whether parameters are sharded at rest; of what is pushed, a rank alone keeps the whole."""
+    pushes = low.policies.gradients == "push"
+    return low.policies.parameters != "replicated" and (not pushes or len(low.group) > 1)
+
+
+def _published(low: Lowering) -> Sequence[Task]:
     """Return the tasks that bring what was updated to all replicas."""
-    key = ("publish", low.place(rank))
+    key = "publish"
     if key not in low.found:
-        pushes = low.policies.gradients == "push" and low.policies.parameters == "replicated"
         whole = _publish_layers(low) if low.deals_out_layers else []
-        low.found[key] = _publish(low, rank) if pushes else _broadcast(low) if low.deals_out_tensors else whole
+        low.found[key] = _broadcast(low) if low.deals_out_tensors else whole
     tasks: Sequence[Task] = low.found[key]
     return tasks
 
@@ -74,41 +82,6 @@ def _broadcast(low: Lowering) -> list[Task]:
             size = parameter.elements * low.value_bytes
             low.communications[name] = Communication("broadcast", low.group, size, root=root)
             tasks.append(Task(name, "exposed_communication", communication=name))
-    return tasks
-
-
-def _publish(low: Lowering, rank: int) -> list[Task]:
-    """GS: updated parameters go round a ring into everybody's flat replica, bucket by bucket.
-
-    On two levels they go round the push group first, then, with all of the rank's place, round the node.
-    """
-    tasks = []
-    for bucket in low.buckets:
-        division = low.division(bucket)
-        label = f"publish bucket {bucket.index}"
-        if not low.policies.point_to_point:
-            tasks += _broadcast_parts(low, bucket, label)
-            continue
-        if low.nodes > 1 or low.places == 1:
-            parts = tuple(n * low.value_bytes for n in division.owned[low.place(rank)])
-            name = across(low, bucket, rank, label, "all-gather-v", sum(parts), part_bytes=parts)
-            tasks.append(Task(label, "exposed_communication", communication=name))
-        if low.places > 1:
-            label = f"{label} in the node"
-            parts = tuple(n * low.value_bytes for n in division.places)
-            low.communications[label] = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
-            tasks.append(Task(label, "exposed_communication", communication=label))
-    return tasks
-
-
-def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
-    """GS by the backend's collectives: every owner broadcasts its part of a bucket; they are taken in that order."""
-    tasks = []
-    for rank, elements in enumerate(low.division(bucket).owned[0]):
-        if elements:
-            part = f"{name} part {rank}"
-            low.communications[part] = Communication("broadcast", low.group, elements * low.value_bytes, root=rank)
-            tasks.append(Task(part, "exposed_communication", communication=part))
     return tasks
 
 
@@ -159,9 +132,9 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
     owned = _owned_tensors(low, rank)
     total = sum(parameter.elements for _, parameter in low.parameters)
     parameters = float(total * low.value_bytes)
-    if policies.parameters != "replicated":
+    if _holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
-        parameters = sum(owned) * low.value_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
+        parameters = sum(owned) * low.master_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
     held = {
         "parameters": parameters,
         "workspace": low.device(rank).workspace_bytes,
@@ -176,8 +149,9 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             value_bytes=low.value_bytes,
         ),
     }
-    if low.has_master_copy and (policies.parameters == "replicated" or policies.gradients == "push"):
-        held["master_copy"] = float(sum(owned) * low.master_bytes)  # FSDP2's sharded parameters are the master copy
+    if (low.has_master_copy and not _holds_shards(low)) or low.thresholds_publish:
+        held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = total * low.value_bytes
+    held |= held_for_thresholds(low, rank)
     return held

@@ -36,6 +36,7 @@ class Program:
     persistent: tuple[dict[str, float], ...]
     """By role."""
     push_density: float | None = None
+    publish_density: float | None = None
     roles: tuple[int, ...] = ()
     """Role of each rank; empty: every rank has its own."""
 

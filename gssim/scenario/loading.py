@@ -130,12 +130,13 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
 
 
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> GradientStatistics | None:
-    if not scenario.plan.push.threshold:
+    if not scenario.plan.sends_by_data:
         return None
     name = scenario.workload.gradients
     if name is None:
+        table = "push" if scenario.plan.push.selects else "publish"
         raise UserError(
-            f"{file}: workload.gradients: missing; plan.push.threshold needs the model's gradient statistics "
+            f"{file}: workload.gradients: missing; plan.{table}.threshold needs the model's gradient statistics "
             "(write them with `gsreal gradients`)"
         )
     statistics = read_gradients(_find(name, "workload.gradients", file, folders))

@@ -36,6 +36,15 @@ class Division:
         """Elements of every place."""
         return tuple(map(sum, self.owned))
 
+    @property
+    def place_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Every place's half-open range of the bucket's elements.
+
+        >>> Division(((2, 2), (3, 1))).place_ranges
+        ((0, 4), (4, 8))
+        """
+        return tuple(pairwise(accumulate(self.places, initial=0)))
+
     def ranges(self, place: int) -> tuple[tuple[int, int], ...]:
         """Return every owner's half-open range of the bucket's elements.
 

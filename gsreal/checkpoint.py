@@ -1,0 +1,271 @@
+"""Training that is saved as it goes, with torch.distributed.checkpoint, and taken up by however many ranks there are.
+
+A checkpoint is a folder `step-N`. It is written under another name and renamed once every rank has written its part, so
+that what a killed rank leaves is never taken. Parameters and optimizer state are saved by parameter name and element:
+other ranks, other shares, and with Gradient Sharding other buckets too, read what they need of them. Data are a
+function of seed and step.
+
+What is a rank's own goes on where there are as many ranks as before, with the same shares: torch's random numbers (of
+dropout), and what a thresholded push has kept and estimated. Else random numbers begin anew from seed, step and rank,
+and what was kept is dropped: those who kept it are gone, and each element loses less than the threshold, once.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsreal.gradient_sharding import GradientSharding
+from gsreal.methods import Training
+from gssim.scenario import Scenario, has_master_copy
+from gssim.units import UserError
+
+KEPT = 2
+"""Checkpoints that are kept: the last, and the one before it."""
+PROGRESS = "progress.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training has come."""
+
+    step: int = 0
+    """Steps that are done, warm-up steps too."""
+    losses: tuple[float, ...] = ()
+    """Of the steps after the warm-up."""
+    ranks: int = 0
+    """By which the checkpoint was written."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """What makes it this training and no other."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a training is saved, and after how many steps each time."""
+
+    folder: Path
+    every: int
+
+    def is_due(self, step: int, total: int) -> bool:
+        """Return whether to save after `step` steps of `total`."""
+        return step % self.every == 0 or step == total
+
+    def resume(self, scenario: Scenario, training: Training) -> Progress:
+        """Bring the last checkpoint into the training, if there is one; return how far it had come (a collective).
+
+        One of the end is passed over: ranks that are started again after it have all to measure yet.
+        """
+        rank, total = dist.get_rank(), scenario.run.warmup_steps + scenario.run.steps
+        found: list[Any] = [None]
+        if rank == 0:
+            for left in self.folder.glob("*.partial"):  # of a rank that was killed as it wrote
+                shutil.rmtree(left)
+            last = latest(self.folder, before=total)
+            found = [last and (str(last), read_progress(last))]
+        dist.broadcast_object_list(found)
+        if found[0] is None:
+            return Progress()
+        path, progress = found[0]
+        _load(training, Path(path), scenario.run.seed, progress)
+        if rank == 0:
+            print(f"gsreal: resumed at step {progress.step}", file=sys.stderr, flush=True)
+        return progress
+
+    def save(self, scenario: Scenario, training: Training, *, step: int, losses: Sequence[float]) -> None:
+        """Save the training after `step` steps (a collective); `losses`: this rank's part of every loss so far."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, list(losses))
+        partial, path = self.folder / f"step-{step:08d}.partial", self.folder / f"step-{step:08d}"
+        _write_own(training, partial)
+        save(_state_of(training), checkpoint_id=partial)  # returns once all ranks have written
+        if dist.get_rank():
+            return
+        total = tuple(sum(each) for each in zip(*parts, strict=True))
+        progress = Progress(step, total, len(parts), identity(scenario))
+        (partial / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        _commit(partial, path)
+        for old in _complete(self.folder)[:-KEPT]:
+            shutil.rmtree(old)
+
+
+def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: str) -> None:
+    """Raise UserError where the scenario's training cannot be saved, or the folder has another one's checkpoints."""
+    if every < 1:
+        raise UserError(f"--every {every}: must be at least 1")
+    reason = _unsaved(scenario)
+    if reason:
+        raise UserError(f"{where}: --checkpoint: {reason}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--checkpoint {folder}: is no folder")
+    last = latest(folder)
+    if last is None:
+        return
+    progress = read_progress(last)
+    ours = identity(scenario)
+    for key, value in progress.training.items():
+        if ours.get(key) != value:
+            raise UserError(
+                f"--checkpoint {folder}: was saved by another training: {key} = {value!r} there, {ours.get(key)!r} "
+                f"in {where}"
+            )
+    total = scenario.run.warmup_steps + scenario.run.steps
+    if progress.step >= total:
+        raise UserError(
+            f"--checkpoint {folder}: has all {total} steps of {where} already (step {progress.step}); raise run.steps, "
+            "or name another folder"
+        )
+
+
+def latest(folder: Path, *, before: int | None = None) -> Path | None:
+    """Return the last complete checkpoint in a folder (of fewer steps than `before`), if there is any."""
+    complete = [path for path in _complete(folder) if before is None or _step_of(path) < before]
+    return complete[-1] if complete else None
+
+
+def read_progress(path: Path) -> Progress:
+    """Return how far a checkpoint's training had come; raise UserError where the file is not one of ours."""
+    try:
+        values = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+        progress = Progress(**{**values, "losses": tuple(values["losses"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: is no checkpoint of gsreal: {error}") from None
+    if progress.format != FORMAT:
+        raise UserError(f"{path}: has format {progress.format}, this gsreal reads {FORMAT}")
+    return progress
+
+
+def identity(scenario: Scenario) -> dict[str, Any]:
+    """Return what a training's loss curve depends on beside the number of ranks and their shares."""
+    workload, run = scenario.workload, scenario.run
+    return {
+        "form": _form(scenario),
+        "workload.model": f"{workload.model.name}, {workload.model.elements} parameters",
+        "workload.data": str(workload.data),
+        "workload.global_batch_size": workload.global_batch_size,
+        "workload.sequence_length": workload.sequence_length,
+        "workload.precision": workload.precision,
+        "workload.optimizer": workload.optimizer,
+        "workload.learning_rate": workload.learning_rate,
+        "workload.momentum": workload.momentum,
+        "workload.weight_decay": workload.weight_decay,
+        "run.seed": run.seed,
+        "run.warmup_steps": run.warmup_steps,
+    }
+
+
+def _form(scenario: Scenario) -> str:
+    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without."""
+    policies = scenario.policies
+    if policies.gradients != "push":
+        return "torch"
+    copies = has_master_copy(scenario.workload) or scenario.plan.publish.threshold is not None
+    return "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
+
+
+def _unsaved(scenario: Scenario) -> str | None:
+    """Return why a plan's training cannot be saved, if it cannot."""
+    policies = scenario.policies
+    method = scenario.plan.method
+    if policies.pp > 1 or policies.tp > 1:
+        return "the parts of a model that is cut by layers or inside them (plan.pp, plan.tp) are not saved yet"
+    if policies.partition == "weight-gradient" or (policies.gradients, policies.optimizer_state) == (
+        "all-reduce",
+        "sharded",
+    ):
+        return f"plan.method = '{method}': its optimizer state, dealt out by tensor, is not saved yet"
+    if policies.parameters == "replicated" and policies.gradients != "push" and has_master_copy(scenario.workload):
+        return f"plan.method = '{method}' in {scenario.workload.precision}: its master copy is not saved yet"
+    return None
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Return all complete checkpoints, the last one last."""
+    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _commit(partial: Path, path: Path) -> None:
+    """Give a complete checkpoint its name; from then on it is one."""
+    if path.exists():
+        shutil.rmtree(path)
+    partial.rename(path)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the name too outlives a loss of power
+    finally:
+        os.close(handle)
+
+
+def _state_of(training: Training) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint saves of a training, or loads into it."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    if isinstance(training.optimizer, GradientSharding):
+        return {"model": training.module, "optimizer": training.optimizer.sharded()}
+    model, optimizer = get_state_dict(training.module, training.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = _state_of(training)
+    load(state, checkpoint_id=path)
+    if not isinstance(training.optimizer, GradientSharding):
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(training.module, training.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
+        torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
+
+
+def _own_file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank()}.pt"
+
+
+def _write_own(training: Training, folder: Path) -> None:
+    """Write what is this rank's own."""
+    own: dict[str, Any] = {"random": torch.get_rng_state(), "ranges": _ranges(training)}
+    if torch.cuda.is_available():
+        own["random_cuda"] = torch.cuda.get_rng_state()
+    if isinstance(training.optimizer, GradientSharding):
+        own["push"] = training.optimizer.pusher.state_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _own_file(folder).open("wb") as stream:
+        torch.save(own, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _read_own(training: Training, folder: Path) -> bool:
+    """Go on with what is this rank's own, if shards are cut as they were; return whether they are."""
+    own = torch.load(_own_file(folder), weights_only=True)
+    if own["ranges"] != _ranges(training):
+        return False
+    torch.set_rng_state(own["random"])
+    if "random_cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["random_cuda"])
+    if isinstance(training.optimizer, GradientSharding):
+        training.optimizer.pusher.load_state_dict(own["push"])
+    return True
+
+
+def _ranges(training: Training) -> list[list[tuple[int, int]]]:
+    """Return what every rank owns of every bucket."""
+    if not isinstance(training.optimizer, GradientSharding):
+        return []
+    return [[(int(first), int(end)) for first, end in bucket.ranges] for bucket in training.optimizer.buckets]

@@ -1,0 +1,276 @@
+"""Parameters sharded at rest: units that have values only from just before their use until just behind it.
+
+What is gathered, freed and pushed when: [Note: flat units] in `gssim.program.flat`. A unit's parameters are views of
+one flat tensor whose storage is given back while nobody uses it (autograd keeps views of it from forward to backward,
+and finds the same values there once it has been gathered again). In the meantime they have their shapes, but no
+values: every element is the same NaN.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gsreal.exchanges import all_gather_v
+from gsreal.gradient_sharding.beside import Lane
+from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.hierarchy import Levels
+from gsreal.gradient_sharding.observer import Observer
+from gsreal.master import master_type
+from gssim.division import Division
+
+
+class Unit(Bucket):
+    """Parameters that are gathered together, and whose gradients are collected together once all are there.
+
+    The shard is the master copy, in at least fp32: gathering casts it. A rank alone keeps all of them.
+    """
+
+    is_replica = False
+
+    def __init__(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        division: Division,
+        *,
+        name: str,
+        module: nn.Module,
+        levels: Levels,
+        lane: Lane,
+        observe: Observer,
+    ) -> None:
+        super().__init__(index, parameters, division, node=levels.node)
+        self.name, self.module, self.group, self.observe = name, module, levels.across, observe
+        self._lane = lane
+        self.is_whole = True
+        """Whether the parameters have their values now."""
+        self._is_alone = levels.nodes == 1
+        self._wait: Callable[[], None] | None = None
+        """Waits for the gather that is under way, if one is."""
+        self._nothing = self.flat.new_full((), torch.nan)
+
+    def take_shard(self, *, master: bool = False) -> None:
+        """Make what the owner keeps and updates, and free the rest."""
+        if self._is_alone:
+            super().take_shard(master=master)
+            return
+        self.has_master = True
+        own = self.flat[self.own]
+        self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=True))
+        self.free()
+
+    def gather(self, when: str = "") -> None:
+        """Give the parameters their values, for which every rank must call this, if they have none.
+
+        `when`: what the label of the gather ends in.
+        """
+        if self.is_whole:
+            return
+        if self._wait is None:
+            self.issue(when, beside=False)
+        else:
+            with self.observe(f"take all-gather {self.name}{when}", "exposed_communication"):
+                self._wait()
+            self._wait = None
+        for parameter, place in self.places.items():
+            parameter.data = self.flat[place].view(parameter.shape)
+        self.is_whole = True
+
+    def issue(self, when: str = "", *, beside: bool = True) -> None:
+        """Begin to gather, if that is not done or under way: the own part is copied, then all parts go round."""
+        if self.is_whole or self._wait is not None:
+            return
+        label = f"all-gather {self.name}{when}"
+        with self.observe(f"issue {label}", "backward" if when else "forward"):
+            self.flat.untyped_storage().resize_(self.elements * self.flat.element_size())
+            self.flat[self.own].copy_(self.shard.detach())
+
+        def gather() -> None:
+            all_gather_v(self.flat, self.ranges, group=self.group)
+
+        if beside:
+            self._wait = self._lane.begin(gather)
+            return
+        with self.observe(label, "exposed_communication"):
+            gather()
+
+    def free(self) -> None:
+        """Take the parameters' values away until the next gather."""
+        if self._is_alone:
+            return
+        if self._wait is not None:
+            self.gather()
+        if self.is_whole:
+            for parameter in self.parameters:
+                parameter.data = self._nothing.expand(parameter.shape)
+            self.flat.untyped_storage().resize_(0)
+            self.is_whole = False
+
+    def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
+        """Note that a gradient is there; once all are, nothing in the backward needs the parameters any more."""
+        self.missing.discard(parameter)
+        if not self.missing:
+            self._complete(leaves=leaves)
+
+    def end_backward(self, *, leaves: bool) -> None:
+        """Do without what is missing still."""
+        if self.missing:
+            self._complete(leaves=leaves)
+
+    def _complete(self, *, leaves: bool) -> None:
+        """Free the parameters; collect all gradients, zeros for parameters that got none, where they leave."""
+        self.free()
+        if leaves:
+            for parameter in self.parameters:
+                self.collect(parameter)
+        self.missing.clear()
+
+    def write_back(self) -> None:
+        """Leave it to the next gather to bring what was updated to the parameters."""
+        super().write_back() if self._is_alone else self.free()
+
+    def adopt(self) -> None:
+        """Make the parameters' present values the shard's."""
+        self.shard.data.copy_(self.flat[self.own])
+
+
+UNITS = "_gradient_sharding_units"
+"""The attribute in which a sharded model keeps its units."""
+
+
+def units_of(model: nn.Module) -> tuple[Unit, ...]:
+    """Return the units of a model sharded at rest; none of any other."""
+    found: tuple[Unit, ...] = model.__dict__.get(UNITS, ())
+    return found
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Give all parameters of a model sharded at rest their values inside: every rank must enter. Reading alone."""
+    resting = [unit for unit in units_of(model) if not unit.is_whole]
+    for unit in resting:
+        unit.gather()
+    try:
+        yield
+    finally:
+        for unit in resting:
+            unit.free()
+
+
+def divide_into_units(
+    model: nn.Module, blocks: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Return (name, module, its parameters) of each unit: every block from the last on, then all the rest, the root.
+
+    What a block shares with another module is the root's. Raises ValueError where a block is no part of the model, or
+    one is inside another.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    inside = [set(block.modules()) for block in blocks]
+    if any(block not in names or block is model for block in blocks) or len(set().union(*inside)) < sum(
+        map(len, inside)
+    ):
+        raise ValueError("units must be distinct parts of the model, none inside another")
+    owners: dict[nn.Parameter, set[int]] = {}
+    for module in names:
+        unit = next((i for i, modules in enumerate(inside) if module in modules), -1)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(unit)
+    home = {parameter: next(iter(units)) if len(units) == 1 else -1 for parameter, units in owners.items()}
+    found = [(names[block], block, [p for p in parameters if home[p] == i]) for i, block in enumerate(blocks)][::-1]
+    found.append(("root", model, [p for p in parameters if home[p] == -1]))
+    return [each for each in found if each[2]]
+
+
+def make_units(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    levels: Levels,
+    shard_shares: Sequence[float],
+    *,
+    observe: Observer,
+) -> list[Unit]:
+    """Return the units of a model whose `parameters`, in the order in which gradients become ready, are sharded.
+
+    Raises ValueError where nodes have several places: parameters are sharded among all ranks alike.
+    """
+    if levels.inside is not None:
+        raise ValueError("parameters are sharded on one level: take a group, or a mesh of one axis")
+    lane = Lane(parameters[0].device)
+    units = []
+    for index, (name, module, members) in enumerate(divide_into_units(model, blocks, parameters)):
+        division = levels.division(sum(parameter.numel() for parameter in members), shard_shares)
+        unit = Unit(index, members, division, name=name, module=module, levels=levels, lane=lane, observe=observe)
+        units.append(unit)
+    model.__dict__[UNITS] = tuple(units)
+    return units
+
+
+def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None:
+    """Gather each unit before its module's forward, free it behind it, and gather it again before its backward.
+
+    The root, and with `kept` every unit, stays until its backward is done. (That frees it: see `Unit.end_backward`.)
+    `prefetch`: when a unit is taken, the gather of the one that comes next is issued. State dicts are read and written
+    whole.
+    """
+    units = units_of(model)
+    root = [unit for unit in units if unit.module is model]
+    forward = dict(pairwise(reversed(units))) if prefetch else {}
+    backward = dict(pairwise([*root, *units[: len(units) - len(root)]])) if prefetch else {}
+    for unit in units:
+        unit.module.register_forward_pre_hook(partial(_before_forward, unit, forward.get(unit)))
+        unit.module.register_forward_hook(partial(_after_forward, unit, backward.get(unit), kept or unit in root))
+    if units:
+        model.register_state_dict_pre_hook(_gather_all)
+        model.register_state_dict_post_hook(_copied)
+        model.register_load_state_dict_pre_hook(_gather_all)
+        model.register_load_state_dict_post_hook(_adopted)
+
+
+def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inputs: Any) -> None:
+    unit.gather()
+    if following is not None:
+        following.issue()
+
+
+def _after_forward(
+    unit: Unit, following: Unit | None, stays: bool, _module: nn.Module, _inputs: Any, outputs: Any
+) -> None:
+    differentiable = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+
+    def before_backward(_gradient: Tensor) -> None:
+        unit.gather(" backward")
+        if following is not None:
+            following.issue(" backward")
+
+    for output in differentiable:
+        output.register_hook(before_backward)
+    if not (stays and differentiable):
+        unit.free()
+
+
+def _gather_all(model: nn.Module, *_state_dict_and_more: Any) -> None:
+    for unit in units_of(model):
+        unit.gather()
+
+
+def _copied(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Give a state dict values of its own, and the parameters' back."""
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.clone()
+    for unit in units_of(model):
+        unit.free()
+
+
+def _adopted(model: nn.Module, _incompatible_keys: Any) -> None:
+    for unit in units_of(model):
+        unit.adopt()
+        unit.free()

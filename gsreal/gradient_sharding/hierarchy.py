@@ -1,0 +1,137 @@
+"""Who pushes to whom: among all ranks, or on two levels, across nodes what was reduced inside them.
+
+What is divided how, and who sends how much: [Note: hierarchy] in `gssim.division`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gsreal.exchanges import reduce_scatter_v
+from gsreal.gradient_sharding.beside import Lane
+from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.observer import Observer
+from gssim.division import Division, divide
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The ranks that train one model: nodes, and in each as many places; a node of one place is a rank."""
+
+    ranks: tuple[int, ...]
+    """All of them, node by node, and in each by place."""
+    across: dist.ProcessGroup
+    """The ranks of this one's place, one of each node: they push to one another."""
+    inside: dist.ProcessGroup | None = None
+    """The ranks of this one's node; None: it is alone in it."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return dist.get_world_size(self.across)
+
+    @property
+    def node(self) -> int:
+        """Which of them this rank is in."""
+        return dist.get_rank(self.across)
+
+    @property
+    def places(self) -> int:
+        """Number of ranks in a node."""
+        return 1 if self.inside is None else dist.get_world_size(self.inside)
+
+    @property
+    def place(self) -> int:
+        """Which of them this one is."""
+        return 0 if self.inside is None else dist.get_rank(self.inside)
+
+    def division(self, elements: int, shard_shares: Sequence[float]) -> Division:
+        """Return how a bucket is divided, given every rank's share, in the order of `ranks`."""
+        return divide(elements, by_node=self._by_node(shard_shares))
+
+    def weigh(self, weights: Sequence[float]) -> tuple[tuple[float, ...], float]:
+        """Return every node's part of the step's loss terms, and this rank's part of its node's, given every rank's."""
+        if self.inside is None:
+            return tuple(weights), 1.0
+        nodes = [sum(of_node) for of_node in self._by_node(weights)]
+        own = weights[self.node * self.places + self.place]
+        return tuple(nodes), own / nodes[self.node] if own else 0.0
+
+    def _by_node(self, values: Sequence[float]) -> list[Sequence[float]]:
+        return [values[first : first + self.places] for first in range(0, len(self.ranks), self.places)]
+
+    def make_equal(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks the values of the first one."""
+        for tensor in tensors:
+            values = tensor.contiguous()
+            for group in (self.across, self.inside):
+                if group is not None:
+                    dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            if values is not tensor:
+                tensor.copy_(values)
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Put all ranks' values of a tensor together."""
+        for group in (self.across, self.inside):
+            if group is not None:
+                dist.all_reduce(tensor, op, group=group)
+
+
+def levels_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Levels:
+    """Return the ranks of a mesh, or of a group: all ranks where neither is given.
+
+    A mesh of two axes has nodes on the first and the places in them on the second, as `fully_shard` has replicas and
+    shards. Raises ValueError where there are more axes, or both a mesh and a group.
+    """
+    if mesh is None:
+        group = group or dist.group.WORLD
+        assert group is not None
+        return Levels(tuple(dist.get_process_group_ranks(group)), group)
+    if group is not None or mesh.ndim > 2:
+        raise ValueError(f"takes a group, or a mesh of one or two axes; the mesh has {mesh.ndim}")
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    inside = mesh.get_group(1) if mesh.ndim == 2 and mesh.size(1) > 1 else None
+    return Levels(ranks, mesh.get_group(0), inside)
+
+
+class InNode:
+    """Reduces buckets inside the node before they are pushed: one is under way at most.
+
+    Beside the compute where `overlap` says so: then a bucket is taken once the next one is complete.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, overlap: bool, observe: Observer):
+        self.group, self.observe = group, observe
+        self.overlaps = overlap and group is not None
+        self._lane = Lane(device)
+        self._under_way: tuple[Bucket, Tensor, Callable[[], None] | None] | None = None
+
+    def begin(self, bucket: Bucket) -> None:
+        """Begin to add up this place's part over the node, which takes the place of the bucket's gradient."""
+        gradient, group = bucket.gradient, self.group
+        assert gradient is not None
+        if group is None:
+            self._under_way = bucket, gradient, None
+            return
+        label = f"reduce-scatter bucket {bucket.index}"
+        labels = (f"issue {label}", "backward") if self.overlaps else (label, "exposed_communication")
+        with self.observe(*labels):
+            part = gradient.new_empty(bucket.elements)
+            wait = self._lane.begin(lambda: reduce_scatter_v(part, gradient, bucket.node_ranges, group=group))
+            self._under_way = bucket, part, wait
+
+    def take(self) -> Bucket | None:
+        """Return the bucket that was begun, reduced; None: there is none."""
+        if self._under_way is None:
+            return None
+        bucket, part, wait = self._under_way
+        self._under_way = None
+        if wait is not None:
+            wait()
+        bucket.gradient = part
+        return bucket

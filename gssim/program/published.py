@@ -1,0 +1,152 @@
+"""Gradient Sharding: what a threshold makes of the updated parameters that owners publish.
+
+[Note: thresholded publish] An owner updates a master copy of its range, in any precision, and publishes what of it is
+at least the threshold away from what it published last; the rest stays in that difference, and goes with a later step
+(gradient-sharding A.3, step 5). First all buckets are thresholded and packed, then the ranks tell each other once how
+many entries each sends of each bucket, then bucket after bucket goes round a ring: messages to everybody take as many
+bytes by any way, but a ring loads no link with more than all messages but one, whatever the shares. What goes densely
+is sent from the replica, and received in it. With two levels the threshold is for what goes across nodes; in the node
+everything goes densely, as links there are fast.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gssim import costs, density, encodings
+from gssim.memory import Event, footprint
+from gssim.plan import absolute_threshold
+from gssim.program.lowering import Bucket, Lowering
+from gssim.program.push import COUNT_BYTES
+from gssim.program.task import Task
+from gssim.workload import LayerInstance, Parameter
+
+PLACE_BYTES = 8
+"""torch lists places as int64."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What an owner publishes of a bucket."""
+
+    elements: int
+    """That it owns."""
+    entries: float
+    """That it sends."""
+    size_bytes: float
+    encoding: str
+
+    @property
+    def buffer_bytes(self) -> float:
+        """Bytes of the buffer that it is in: none densely, as that is sent from the replica, and received in it."""
+        return 0.0 if self.encoding == "dense" else self.size_bytes
+
+
+def _messages(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
+    """Return the message of the owner on every node, at a place."""
+    key = ("messages", bucket.index, place)
+    if key not in low.found:
+        low.found[key] = tuple(_message(low, bucket, *owned) for owned in low.division(bucket).ranges(place))
+    found: tuple[Message, ...] = low.found[key]
+    return found
+
+
+def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]:
+    """Return the bytes of the message of every owner in a rank's push group."""
+    return tuple(message.size_bytes for message in _messages(low, bucket, low.place(rank)))
+
+
+def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
+    elements = last - first
+    entries = sum(_entries(low, *part) for part in bucket.inside(first, last))
+    sizes = {"entries": entries, "elements": float(elements)}
+    kind = encodings.chosen(low.scenario.plan.publish.encoding, **sizes, value_bytes=low.value_bytes)
+    size = encodings.message_bytes(kind, **sizes, value_bytes=low.value_bytes)
+    return Message(elements, entries, size, kind)
+
+
+def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first: int, last: int) -> float:
+    """Return how many elements of a range of a parameter are published in this step."""
+    rules, workload = low.scenario.plan.publish, low.scenario.workload
+    if not rules.selects:
+        return last - first
+    threshold = absolute_threshold(rules, workload.learning_rate)
+    assert low.statistics is not None  # loading demands them
+    part = density.publish_density(
+        low.statistics,
+        replace(rules, kind="absolute", threshold=threshold),
+        tensor=parameter.name.replace("{}", instance.module),
+        step=low.step,
+        first=first / parameter.elements,
+        last=last / parameter.elements,
+    )
+    return part * (last - first)
+
+
+def prepared(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
+    """Return the tasks that threshold and pack every bucket, and the exchange of counts."""
+    name, axis = "counts publish", low.policies.push_axis
+    parts = (len(order) * COUNT_BYTES,) * low.nodes
+    settings: dict[str, Any] = {"part_bytes": parts, "carried_as": "all-gather-v"}
+    low.communications[name] = low.communication("all-gather", axis, sum(parts), **settings)
+    counts = Task(name, "exposed_communication", communication=name)
+    return [*(_prepare(low, rank, bucket) for bucket in order), counts]
+
+
+def _prepare(low: Lowering, rank: int, bucket: Bucket) -> Task:
+    """Return the task that finds what of the own range is published, brings it to the replica, and packs it.
+
+    Distances are found in scratch; what is published is read from the master, and written to the replica.
+    """
+    device, message = low.device(rank), _messages(low, bucket, low.place(rank))[low.node(rank)]
+    duration_s = costs.copy_time_s(device, message.elements * (low.value_bytes + low.master_bytes))
+    duration_s += costs.select_time_s(device, elements=message.elements, parts=1, value=low.value_bytes)
+    if message.encoding != "dense":
+        duration_s += costs.pack_time_s(
+            device,
+            encoding=message.encoding,
+            elements=message.elements,
+            entries=message.entries,
+            value=low.value_bytes,
+            clears=False,
+        )
+    need = footprint([Event(0, message.buffer_bytes, "communication")])
+    return Task(f"threshold publish bucket {bucket.index}", "compression", duration_s=duration_s, need=need)
+
+
+def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
+    """Return the bytes of the buffers that others' messages come in."""
+    return sum(message.buffer_bytes for message in _others(low, bucket, rank))
+
+
+def put(low: Lowering, rank: int, bucket: Bucket) -> Task:
+    """Return the task that brings what was received of a bucket to the replica, and gives all messages back.
+
+    torch writes at places that are int64: those of COO are cast, on a CPU in chunks.
+    """
+    device, value = low.device(rank), low.value_bytes
+    others, own = _others(low, bucket, rank), _messages(low, bucket, low.place(rank))[low.node(rank)]
+    most = encodings.CHUNK_ELEMENTS if device.kind == "cpu" else math.inf
+    places = max((min(each.entries, most) for each in others if each.encoding == "coo"), default=0.0)
+    given_back = received_bytes(low, bucket, rank) + own.buffer_bytes
+    cast = [Event(0, PLACE_BYTES * places, "temporaries"), Event(1, -PLACE_BYTES * places, "temporaries")]
+    need = footprint([*cast, Event(2, -given_back, "communication")])
+    put_s = sum(
+        costs.unpack_time_s(device, encoding=e.encoding, elements=e.elements, entries=e.entries, value=value)
+        for e in others
+        if e.encoding != "dense"
+    )
+    return Task(f"put publish bucket {bucket.index}", "compression", duration_s=put_s, need=need)
+
+
+def _others(low: Lowering, bucket: Bucket, rank: int) -> list[Message]:
+    own = low.node(rank)
+    return [each for node, each in enumerate(_messages(low, bucket, low.place(rank))) if node != own]
+
+
+def published_density(low: Lowering) -> float:
+    """Return the fraction of their elements that all owners publish in this step."""
+    found = [m for bucket in low.buckets for place in range(low.places) for m in _messages(low, bucket, place)]
+    elements = sum(message.elements for message in found)
+    return sum(message.entries for message in found) / elements if elements else 0.0

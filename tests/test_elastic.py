@@ -1,0 +1,214 @@
+"""Real: training saved by some ranks goes on with others, and after a rank was killed, as if nothing had happened."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+from real_runs import star
+
+from gsreal.checkpoint import Checkpoints, check_checkpoints, identity, latest, read_progress
+from gsreal.launch import launch
+from gsreal.measure import Timeline
+from gsreal.worker import Feed, build
+from gssim.result import read_result
+from gssim.scenario import load_scenario, single_device
+from gssim.units import UserError
+
+pytestmark = pytest.mark.real
+
+DEMO = Path(__file__).resolve().parents[1] / "scenarios" / "demo.toml"
+STEPS, SAVED = 8, 4
+COMMON = [
+    "workload.sequence_length=16",
+    "workload.global_batch_size=12",
+    "workload.optimizer=adamw",
+    "workload.precision=fp64",
+    "workload.learning_rate=1e-3",
+    "run.warmup_steps=1",
+]
+BUCKETS = ["plan.bucket_bytes=300000", "plan.first_bucket_bytes=100000"]
+SHARES = {4: "[0.4,0.3,0.2,0.1]", 3: "[0.2,0.5,0.3]", 2: "[0.6,0.4]"}
+EXACT = 1e-9
+"""Of a loss, in fp64."""
+
+
+def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
+    shards = [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS] if "plan.method=gs" in changes else []
+    return [star(ranks), *COMMON, f"run.steps={steps - 1}", *changes, *shards]
+
+
+def train(folder: Path, checkpoints: Path, ranks: int, steps: int, *changes: str) -> tuple[float, ...]:
+    """Train for `steps` steps in all, from the last checkpoint on; return the losses."""
+    made = folder / f"{ranks}-{steps}.json"
+    arguments = [str(DEMO), json.dumps(overrides(ranks, steps, *changes)), str(made), "", str(checkpoints), str(SAVED)]
+    launch("gsreal.worker", arguments, ranks=ranks)
+    return read_result(made).loss
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    """Return the losses of the same training on one device, after the warm-up."""
+    scenario = single_device(load_scenario(DEMO, overrides(2, STEPS), gradients_needed=False).scenario)
+    torch.set_num_threads(1)
+    training = build(scenario, Timeline(0, torch.device("cpu")), torch.device("cpu"))
+    feed = Feed(scenario, 0, torch.device("cpu"))
+    losses = [float(training.step(*feed.at(step), 0)) for step in range(STEPS)]
+    return losses[1:]
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(tmp_path_factory) -> Path:
+    """Return a folder with what four ranks saved half way, and what a fifth attempt left unfinished."""
+    folder = tmp_path_factory.mktemp("four")
+    train(folder, folder / "saved", 4, SAVED, "plan.method=gs")
+    (folder / "saved" / f"step-{SAVED + 2:08d}.partial").mkdir()
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturbed, tmp_path: Path, ranks: int):
+    shutil.copytree(saved_by_four, tmp_path / "saved")
+    losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, "plan.method=gs")
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+    assert losses[-1] < losses[0]
+    last = latest(tmp_path / "saved")
+    assert last is not None
+    progress = read_progress(last)
+    assert (progress.step, progress.ranks) == (STEPS, ranks)
+    assert progress.losses == pytest.approx(undisturbed, rel=EXACT)
+    assert not list((tmp_path / "saved").glob("*.partial"))
+
+
+# A rank that is killed -----------------------------------------------------------------------------------------------
+
+USER_MODULE = """
+import os
+import signal
+from pathlib import Path
+
+from gsreal.models import gpt
+
+calls = []
+
+
+def dies_once(**settings):
+    module = gpt(**settings)
+    if os.environ.get("RANK") == "1":
+        module.register_forward_pre_hook(count)
+    return module
+
+
+def count(*_):
+    calls.append(1)
+    if len(calls) == 6 and not Path(os.environ["DIED"]).exists():
+        Path(os.environ["DIED"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def left_over(marker: str, patience_s: float = 10.0) -> list[str]:
+    """Return the processes that carry the marker in their environment, after those that are ending have ended."""
+    until = time.monotonic() + patience_s
+    while (found := list(marked(marker))) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def marked(marker: str):
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                yield process.name
+        except OSError:
+            continue  # ended meanwhile, or somebody else's
+
+
+def test_a_rank_that_is_killed_changes_nothing(undisturbed, tmp_path: Path):
+    """The second rank kills itself in the sixth step, once; both are started again from what they saved after four."""
+    (tmp_path / "module_of_a_user.py").write_text(USER_MODULE)
+    model = (DEMO.parent / "models" / "gpt-byte-1m.toml").read_text()
+    assert '"gsreal.models.gpt"' in model
+    (tmp_path / "model.toml").write_text(model.replace('"gsreal.models.gpt"', '"module_of_a_user.dies_once"'))
+    marker = f"gsreal-test-{uuid.uuid4().hex}"
+    paths = [str(tmp_path), str(DEMO.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"MARKER": marker, "DIED": str(tmp_path / "died")}
+    changes = [*overrides(2, STEPS, "plan.method=gs"), f"workload.model={tmp_path / 'model.toml'}"]
+    line = [sys.executable, "-c", "from gsreal.cli import main; main()", "run", str(DEMO), "--json"]
+    line += ["--checkpoint", str(tmp_path / "saved"), "--every", str(SAVED), "--max-restarts", "1"]
+    line += [part for change in changes for part in ("--set", change)]
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "died").exists()
+    assert f"gsreal: resumed at step {SAVED}" in ended.stderr.splitlines()
+    assert json.loads(ended.stdout)["loss"] == pytest.approx(undisturbed, rel=EXACT)
+    if Path("/proc/self/environ").exists():
+        assert left_over(marker) == []
+
+
+# What can be mended --------------------------------------------------------------------------------------------------
+
+
+def refusal(*changes: str, folder: Path, every: int = 1, steps: int = STEPS) -> str:
+    scenario = load_scenario(DEMO, overrides(2, steps, *changes), gradients_needed=False).scenario
+    with pytest.raises(UserError) as found:
+        check_checkpoints(scenario, folder, every, where="scenario.toml")
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["plan.method=zero1"],
+        ["plan.method=tensor"],
+        ["plan.method=gs_wgrad"],
+        ["plan.method=ddp", "workload.precision=bf16"],
+    ],
+    ids=lambda changes: changes[-1],
+)
+def test_what_cannot_be_saved_is_refused_before_ranks_start(changes, tmp_path: Path):
+    assert "not saved yet" in refusal(*changes, folder=tmp_path)
+
+
+def written(folder: Path, scenario, step: int) -> Path:
+    """Write what is read of a checkpoint before ranks start."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    progress = {"step": step, "losses": [], "ranks": 2, "training": identity(scenario), "format": 1}
+    (path / "progress.json").write_text(json.dumps(progress))
+    return path
+
+
+def test_another_trainings_checkpoint_is_refused(tmp_path: Path):
+    scenario = load_scenario(DEMO, overrides(2, STEPS, "plan.method=gs"), gradients_needed=False).scenario
+    written(tmp_path, scenario, 4)
+    check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")  # its own is none
+    message = refusal("plan.method=gs", "workload.learning_rate=5e-3", folder=tmp_path)
+    assert "workload.learning_rate = 0.001 there, 0.005 in scenario.toml" in message
+    assert "form = 'gradient-sharding' there, 'torch'" in refusal("plan.method=ddp", folder=tmp_path)
+    assert "raise run.steps" in refusal("plan.method=gs", folder=tmp_path, steps=4)
+    assert "--every 0" in refusal("plan.method=gs", folder=tmp_path, every=0)
+
+
+def test_a_broken_checkpoint_is_refused(tmp_path: Path):
+    (tmp_path / "step-00000004").mkdir()
+    assert "is no checkpoint of gsreal" in refusal("plan.method=gs", folder=tmp_path)
+
+
+def test_one_that_is_not_complete_is_never_taken(tmp_path: Path):
+    for name in ("step-00000004", "step-00000008.partial", "other"):
+        (tmp_path / name).mkdir()
+    assert latest(tmp_path) == tmp_path / "step-00000004"
+    assert latest(tmp_path, before=4) is None
+    assert [step for step in range(1, 9) if Checkpoints(tmp_path, 3).is_due(step, 8)] == [3, 6, 8]
