@@ -207,7 +207,7 @@ def _sharding(training: Training) -> GradientSharding | None:
 def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) -> list[float]:
     """Train warm-up and timed steps; return this rank's part of the loss of every timed step."""
     run, sharding = scenario.run, _sharding(training)
-    losses, owned = [], scenario.shard_shares
+    losses = []
     feed.prepare(run.warmup_steps + run.steps)
     dist.barrier()
     for step in range(run.warmup_steps + run.steps):
@@ -216,22 +216,30 @@ def _timed_steps(scenario: Scenario, training: Training, feed: Feed, rank: int) 
             if sharding:
                 sharding.reset_counts()
         inputs, targets, weights = feed.at(step)
-        if training.slow:
-            training.slow.ratio = run.slowed(step - run.warmup_steps).get(rank, 1.0)
+        training.slow_down(run.slowed(step - run.warmup_steps).get(rank, 1.0))
         loss = training.step(inputs, targets, weights, rank)
-        if training.follower and (division := training.follower.follow(step - run.warmup_steps)):
-            feed.divide(division.samples)
-            if sharding and division.shard_shares != owned:
-                sharding.reshard(division.shard_shares)
-                owned = division.shard_shares
+        _follow(training, feed, step - run.warmup_steps)
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         if rank == 0:
             _progress(step + 1, run.warmup_steps + run.steps)
-    if training.slow:
-        training.slow.ratio = 1.0
+    training.slow_down(1.0)
     return [float(loss) for loss in losses]
+
+
+def _follow(training: Training, feed: Feed, step: int) -> None:
+    """Divide batch and shards anew after a step, where they follow the ranks' pace and that has changed."""
+    if training.follower is None:
+        return
+    owned = training.follower.following.shard_shares
+    division = training.follower.follow(step)
+    if division is None:
+        return
+    feed.divide(division.samples)
+    sharding = _sharding(training)
+    if sharding and division.shard_shares != owned:
+        sharding.reshard(division.shard_shares)
 
 
 def _progress(done: int, total: int) -> None:

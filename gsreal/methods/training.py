@@ -86,6 +86,11 @@ class Training:
                 timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
         return loss.detach()
 
+    def slow_down(self, ratio: float) -> None:
+        """Let this rank be slower than its device from now on, by `ratio`; 1: no more. Only where the run may say so."""
+        if self.slow is not None:
+            self.slow.ratio = ratio
+
     def _phase(self, phase: str, units: int = 1) -> AbstractContextManager[None]:
         return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
