@@ -87,7 +87,7 @@ class Training:
         return loss.detach()
 
     def slow_down(self, ratio: float) -> None:
-        """Let this rank be slower than its device from now on, by `ratio`; 1: no more. Only where the run may say so."""
+        """Let this rank be slower than its device from now on, by `ratio`; 1: no more (where a run slows ranks)."""
         if self.slow is not None:
             self.slow.ratio = ratio
 
