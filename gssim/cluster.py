@@ -132,6 +132,11 @@ class CompressionCost:
     dense_element_s: Seconds | None = None
     """To fill a dense message, zeros where nothing is sent: per element of its range."""
 
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is absent makes no other calibration."""
+        return {key: value for key, value in inner(self).items() if value is not None}
+
 
 @spec
 class ShardedUnitCost:

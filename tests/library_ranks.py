@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gsreal.gradient_sharding import Push, shard_gradients
@@ -491,6 +492,39 @@ def torchs_checkpoints():
     dist.barrier()
 
 
+def other_forms():
+    """Parameters sharded at rest, and ranks as devices of one node: clipped, saved, and taken up by replicas."""
+    one_node = init_device_mesh("cpu", (1, dist.get_world_size()))
+    for form in ("sharded", "gathered", "node"):
+        model, reference, other = mlp(), mlp(), mlp(seed=5)
+        options = {"mesh": one_node} if form == "node" else {"parameters": form, "units": [model[0], model[3]]}
+        optimizer = sharded(model, lambda shard: torch.optim.AdamW(shard, lr=1e-2), **options)
+        replicas = sharded(other, lambda shard: torch.optim.AdamW(shard, lr=9.0), **other_division())
+        plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        for number, (inputs, targets) in enumerate(batches(6)):
+            taken_up = number >= 3
+            if number == 3:
+                weights, whole = model.state_dict(), optimizer.state_dict()
+                other.load_state_dict(weights)
+                replicas.load_state_dict(whole)
+            mine, opt = (other, replicas) if taken_up else (model, optimizer)
+            F.cross_entropy(mine(own(inputs)[0]), own(targets)[0]).backward()
+            F.cross_entropy(reference(inputs), targets).backward()
+            norm = opt.clip_grad_norm_(0.3)
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
+            assert abs(float(norm) - float(expected)) <= EXACT, (form, number, norm, expected)
+            for each in (opt, plain):
+                each.step()
+                each.zero_grad()
+        check_equal(other, reference)
+        model.load_state_dict(other.state_dict())  # and back
+        optimizer.load_state_dict(replicas.state_dict())
+        train(model, optimizer, batches(2))
+        train(reference, plain, batches(2), mine=False)
+        trained = model.state_dict()
+        assert all(float((trained[name] - p).abs().max()) <= EXACT for name, p in reference.state_dict().items()), form
+
+
 def error_feedback_goes_on():
     """What a rank has kept goes on exactly with the same ranks and shares, and is not missed by chance."""
     push = Push(threshold=2e-2, error_feedback=True)
@@ -546,6 +580,7 @@ CHECKS = {
         two_runs_are_bit_identical,
         state_by_name,
         torchs_checkpoints,
+        other_forms,
         error_feedback_goes_on,
         a_model_that_is_moved,
     )

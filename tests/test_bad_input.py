@@ -273,8 +273,16 @@ def forget_every_trace(data):
     data["traces"] = []
 
 
-def shorten_a_tail(data):
-    data["traces"][0]["tensors"]["h.0.bias"]["tail_ratios"][1].pop()
+def forget_a_sketch(data):
+    data["traces"][0]["tensors"]["h.0.bias"]["blocks"][0]["sketches"].pop()
+
+
+def forget_a_feedback_threshold(data):
+    data["feedback_thresholds"].pop()
+
+
+def forget_a_change(data):
+    data["changes"]["h.0.bias"]["blocks"][0].pop()
 
 
 def forget_the_sampled_steps(data):
@@ -290,7 +298,9 @@ def forget_the_model(data):
     [
         (forget_a_tensor, "lacks the parameter h.0.bias"),
         (forget_every_trace, "traces: at least one is needed"),
-        (shorten_a_tail, "tail_ratios of h.0.bias"),
+        (forget_a_sketch, "sketches of h.0.bias"),
+        (forget_a_feedback_threshold, "feedback of "),
+        (forget_a_change, "changes of h.0.bias"),
         (forget_the_sampled_steps, "sampled_steps"),
         (forget_the_model, "model: missing"),
     ],

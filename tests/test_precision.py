@@ -191,6 +191,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch import nn  # noqa: E402
 
 from gsreal.gradient_sharding.messages import Encoding  # noqa: E402
+from gsreal.gradient_sharding.scratch import Scratch  # noqa: E402
 from gsreal.master import MasterCopy, master_type  # noqa: E402
 
 
@@ -238,7 +239,7 @@ def test_what_is_updated_has_at_least_the_precision_of_fp32():
 def test_a_sparse_message_of_any_length_holds_values_and_indices(dtype: torch.dtype, entries: int):
     part = torch.arange(1, 5).to(dtype)
     mask = torch.arange(4) < entries
-    encoding = Encoding("coo", dtype)
+    encoding = Encoding("coo", dtype, Scratch(4, 4, dtype, torch.device("cpu")))
     message, found = encoding.pack(part, mask)
     assert (found, message.numel()) == (entries, entries * (dtype.itemsize + 4))
     assert encoding.empty(entries, 4, message.device).shape == message.shape

@@ -110,9 +110,11 @@ def test_parts_of_tensors_are_asked_for_by_their_place(monkeypatch):
 
 
 def test_a_plan_that_says_nothing_of_publishing_asks_the_question_that_it_asked_before():
-    said = pushed(publish={"encoding": "auto", "kind": "absolute"})
+    said = pushed(publish={"encoding": "auto", "kind": "absolute", "overlap": False})
     assert said.scenario_id == pushed().scenario_id
     assert pushed(publish={"encoding": "coo", "threshold": 0}).scenario_id != pushed().scenario_id
+    on_gpus = [pushed(backend="nccl", publish={"overlap": overlap}).scenario_id for overlap in (None, True, False)]
+    assert on_gpus[0] == on_gpus[1] != on_gpus[2]
 
 
 # Beside the next forward ---------------------------------------------------------------------------------------------
@@ -394,7 +396,8 @@ def test_a_real_run_exchanges_and_holds_what_is_predicted(runs, ranks, name, mon
     payloads = [
         [size or 0.0 for size in each] for each in ([e.payload_bytes for e in result.collectives], seen["payloads"])
     ]
-    assert payloads[0] == pytest.approx(payloads[1], rel=1e-5)
+    # where a threshold decides, all tensors are predicted by the one density of all of them together
+    assert payloads[0] == pytest.approx(payloads[1], rel=0.05 if name == "some" else 1e-5)
     peaks = {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
     for rank, measured in enumerate(seen["peaks"]):
         assert 0.99 <= peaks[rank] / measured <= 1.01, (rank, peaks[rank], measured)

@@ -92,6 +92,23 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients_in_the_weight_that_the
         assert torch.allclose(arrived[first:last] + kept, given_[first:last], atol=rounding)
 
 
+@pytest.mark.parametrize("weight", [0.5, 0.25])
+def test_owners_that_change_lose_nothing_of_what_was_kept(weight):
+    residual = Residual(10, slice(2, 5), torch.float32, CPU)
+    residual.values.copy_(torch.arange(1.0, 8.0))
+    residual.weight = 0.5
+    residual.reshard(slice(4, 8))
+    residual.reshard(slice(6, 9))
+    gradient = torch.zeros(10)
+    residual.pay(gradient, weight)
+    residual.pay(gradient, weight)
+    kept = torch.zeros(10)
+    for first, last in residual.places:
+        kept[first:last] = residual.part(first, last)
+    assert (0.5 * kept + weight * gradient).tolist() == [0.5, 1, 0, 0, 0, 1.5, 2, 2.5, 3, 3.5]
+    assert gradient[6:9].count_nonzero() == 3 == gradient.count_nonzero()
+
+
 def test_what_is_no_number_is_sent_so_that_its_owner_sees_it_and_is_not_kept_for_ever():
     part = torch.tensor([0.1, math.nan, 0.2, math.inf])
     scratch = Scratch(4, 4, torch.float32, CPU)
@@ -121,6 +138,12 @@ def test_of_a_large_tensor_a_sample_gives_the_threshold_to_its_standard_error(de
     realised = float((tensor.abs() >= found).float().mean())
     standard_error = math.sqrt((1 - density) / density / CHUNK_ELEMENTS)
     assert abs(realised / density - 1) < 4 * standard_error
+
+
+def test_a_tensor_of_which_nothing_is_here_has_no_mean_and_no_threshold():
+    assert mean_magnitudes([[], [torch.ones(2), -torch.ones(4)], []]) == [0, 1, 0]
+    assert mean_magnitudes([[]]) == [0]
+    assert quantile([], 0.5, Scratch(8, 8, torch.float32, CPU)) == math.inf
 
 
 def test_a_tensor_of_zeros_reaches_no_threshold_that_is_found():

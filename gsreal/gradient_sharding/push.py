@@ -87,8 +87,7 @@ class Pusher:
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
         """Take the memory that thresholding needs all the time."""
-        for dtype, scratch in scratches(buckets).items():
-            self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
+        self._take_scratch(buckets)
         for bucket in buckets:
             self.thresholds[bucket.index] = Thresholds(self.rules, [bucket.places[p] for p in bucket.parameters])
             if self.rules.error_feedback:
@@ -99,14 +98,17 @@ class Pusher:
         """Go on where owners have other ranges: what is kept of others' gradients stays, of the own ones it goes."""
         if self.rules.threshold is None:
             return
-        for dtype, scratch in scratches(buckets).items():
-            self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
+        self._take_scratch(buckets)
         for bucket in buckets if self.rules.error_feedback else ():
             self.residuals[bucket.index] = self.residuals[bucket.index].where_owned(bucket.own)
 
+    def _take_scratch(self, buckets: Sequence[Bucket]) -> None:
+        for dtype, scratch in scratches(buckets).items():
+            self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
+
     @property
     def thresholds_now(self) -> bool:
-        """Whether this step's pushes are thresholded: there is a threshold, and the dense steps before it are over."""
+        """Whether this step's pushes are thresholded: there is a threshold, and the dense steps are over."""
         return self.rules.threshold is not None and self.steps >= self.rules.warmup_steps
 
     def push(self, bucket: Bucket) -> None:
@@ -115,6 +117,7 @@ class Pusher:
         assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
         with self.observe(f"threshold {label}", "compression"):
+            self._pay(bucket)
             total = self._own(bucket)
             sends = self._thresholded(bucket) if self.thresholds_now else self._dense(bucket)
         if self.ranks == 1:
@@ -123,6 +126,12 @@ class Pusher:
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):
             self._incoming = self._posted(bucket, total, [message for message, _ in sends], counts)
+
+    def _pay(self, bucket: Bucket) -> None:
+        residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
+        if residual is not None and weight:
+            assert bucket.gradient is not None
+            residual.pay(bucket.gradient, weight / self.loss_scale)
 
     def _count(self, bucket: Bucket, sends: Sequence[Message]) -> None:
         """Count what is sent, and what could have been."""
@@ -247,9 +256,24 @@ class Pusher:
             assert bucket.shard.grad is not None
             bucket.shard.grad.add_(total)
 
+    @property
+    def held(self) -> list[Tensor]:
+        """What is kept and used from step to step."""
+        scratches = [encoding.scratch for encoding in self.encodings.values()]
+        kept = [residual.values for residual in self.residuals.values()]
+        return [*kept, *(each for scratch in scratches for each in (scratch.flags, scratch.magnitudes))]
+
     def end_step(self) -> None:
         """Note that what was pushed has been used in an update."""
         self.steps += 1
+
+    def reshard(self, buckets: Sequence[Bucket]) -> None:
+        """Go on after owners have changed: with other ranges of the same buckets, and what was kept of them."""
+        if self.rules.threshold is not None:
+            self._take_scratch(buckets)
+        for bucket in buckets:
+            if bucket.index in self.residuals:
+                self.residuals[bucket.index].reshard(bucket.own)
 
     def drop_broken(self) -> None:
         """Forget what is not finite of what was kept: a step with broken gradients is over."""

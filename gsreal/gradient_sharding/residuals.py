@@ -23,6 +23,8 @@ class Residual:
         self.values = torch.zeros(elements - (own.stop - own.start), dtype=dtype, device=device)
         self.weight = 0.0
         """What the rank's gradients counted when this was kept."""
+        self.owed: Tensor | None = None
+        """What was kept of the own range while others owned it."""
 
     def part(self, first: int, last: int) -> Tensor:
         """Return what is kept of a range that another rank owns."""
@@ -52,9 +54,28 @@ class Residual:
         """Return whether gradients of a type are added to what is kept; else it to them, whichever is more precise."""
         return torch.promote_types(dtype, self.values.dtype) == self.values.dtype
 
+    def reshard(self, own: slice) -> None:
+        """Keep the same where the rank now owns another range: what it owns itself goes into its next gradient."""
+        whole = self.values.new_zeros(self.elements)
+        for first, last in self.places:
+            whole[first:last] = self.part(first, last)
+        if self.owed is not None:
+            whole[self.own] = self.owed
+        self.own, self.owed = own, whole[own].clone()
+        self.values = torch.cat([whole[: own.start], whole[own.stop :]])
+
+    def pay(self, gradient: Tensor, weight: float) -> None:
+        """Add to a bucket's gradient what was kept of the own range while others owned it."""
+        if self.owed is not None:
+            gradient[self.own].add_(self.owed.to(gradient.dtype), alpha=self._ratio(weight))
+            self.owed = None
+
+    def _ratio(self, weight: float) -> float:
+        return self.weight / weight if self.weight else 1.0
+
     def accumulate(self, gradient: Tensor, weight: float, scratch: Scratch) -> None:
         """Add a bucket's gradient and what is kept: here, or in the gradient where that is more precise."""
-        ratio = self.weight / weight if self.weight else 1.0
+        ratio = self._ratio(weight)
         self.weight = weight
         here = self.accumulates(gradient.dtype)
         if here and ratio != 1:

@@ -56,13 +56,12 @@ TINY = float(torch.finfo(torch.float32).tiny)
 
 def mean_magnitudes(tensors: Sequence[Sequence[Tensor]]) -> list[float]:
     """Return the mean magnitude of each tensor, given in pieces."""
-    found = [
-        torch.stack([torch.linalg.vector_norm(piece, 1, dtype=_at_least_fp32(piece)) for piece in pieces]).sum()
-        for pieces in tensors
-    ]
-    sizes = [sum(piece.numel() for piece in pieces) for pieces in tensors]
-    totals: list[float] = torch.stack(found).tolist()  # the device is waited for once
-    return [total / max(1, size) for total, size in zip(totals, sizes, strict=True)]
+    flat = [piece for pieces in tensors for piece in pieces]
+    if not flat:
+        return [0.0] * len(tensors)
+    norms = torch.stack([torch.linalg.vector_norm(piece, 1, dtype=_at_least_fp32(piece)) for piece in flat])
+    totals = iter(norms.tolist())  # the device is waited for once
+    return [sum(next(totals) for _ in pieces) / max(1, sum(piece.numel() for piece in pieces)) for pieces in tensors]
 
 
 def _at_least_fp32(piece: Tensor) -> torch.dtype:

@@ -249,7 +249,7 @@ class Scenario:
             dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
             for key in [key for key in layer if key.startswith(dropped)]:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
-        plan = _said(self.plan)
+        plan = _said(self.plan, publish_overlaps=self.policies.publish_overlaps)
         plan["push"] = _adapter(Push).dump_python(self.push, mode="json")
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
@@ -300,12 +300,13 @@ class Loaded:
         return _digest({"cluster": cluster, "gradients": statistics})
 
 
-def _said(plan: Plan) -> dict[str, Any]:
-    """Return a plan as plain data, without what earlier results mean by saying nothing."""
+def _said(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
+    """Return a plan as plain data, without what earlier results mean by saying nothing: that nothing overlaps, too."""
     data: dict[str, Any] = _adapter(Plan).dump_python(plan, mode="json")
     del data["exchange"]
     usual: dict[str, Any] = _adapter(Publish).dump_python(Publish(), mode="json")
-    data["publish"] = {k: v for k, v in data["publish"].items() if k == "threshold" or v != usual[k]}
+    resolved = data["publish"] | {"overlap": publish_overlaps or None}
+    data["publish"] = {key: value for key, value in resolved.items() if key == "threshold" or value != usual[key]}
     return data
 
 
