@@ -80,9 +80,15 @@ def gradients_command(
     out: Annotated[Path, typer.Option("--out", help="Gradient statistics file to write.")],
     overrides: Overrides = None,
     thresholds: Annotated[
-        str,
-        typer.Option("--thresholds", help="Push thresholds to train under, 0 for densely; predictions lie between."),
-    ] = "0,1e-4,1e-3,1e-2",
+        str | None,
+        typer.Option(
+            "--thresholds",
+            help="Push thresholds to train under besides densely; predictions lie between. Absent: two that send a "
+            "tenth and a hundredth.",
+        ),
+    ] = None,
+    every: Annotated[int, typer.Option("--every", min=1, help="Steps between two that are looked at.")] = 10,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Batches that are looked at at such a step.")] = 4,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients."""
     from gsreal.data import check_data
@@ -91,7 +97,8 @@ def gradients_command(
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
-    write_statistics(out, take_statistics(loaded.scenario, _numbers(thresholds, "--thresholds")))
+    chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
+    write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, batches=batches))
 
 
 @app.command("calibrate")

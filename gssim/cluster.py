@@ -107,16 +107,35 @@ class OptimizerCost:
 
 @spec
 class CompressionCost:
-    """Time to find, pack and add the gradients over a threshold, per element."""
+    """Time to find, pack and add gradients over a threshold, per element; what is absent goes by memory bandwidth."""
 
     call_s: Seconds
     """Fixed part of one pass, and of one pack or add."""
     threshold_element_s: Seconds
-    """Absolute value, compare, list the indices: per element looked at."""
+    """Magnitude, compare, count, list: per element looked at."""
     pack_element_s: Seconds
-    """Gather values, shorten indices: per element sent."""
+    """Gather values and their places: per element sent."""
     scatter_element_s: Seconds
     """Scatter-add at the owner: per element received."""
+    clear_element_s: Seconds | None = None
+    """With error feedback: clear what is sent, per element sent."""
+    residual_element_s: Seconds | None = None
+    """With error feedback: add what was kept, per element that others own."""
+    mean_element_s: Seconds | None = None
+    """For a relative threshold: the mean magnitude, per element."""
+    estimate_element_s: Seconds | None = None
+    """For a target density: pick and select, per element of the sample."""
+    pack_bit_s: Seconds | None = None
+    """For a bitmap: per element of the message's range."""
+    unpack_bit_s: Seconds | None = None
+    """The same at the owner."""
+    dense_element_s: Seconds | None = None
+    """To fill a dense message, zeros where nothing is sent: per element of its range."""
+
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is absent makes no other calibration."""
+        return {key: value for key, value in inner(self).items() if value is not None}
 
 
 @spec

@@ -2,14 +2,12 @@
 
 from typing import NamedTuple
 
-from gssim.cluster import CompressionCost, DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.cluster import DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.encodings import INDEX_BYTES
 from gssim.optimizers import implementation_on, optimizer_moved_values, optimizer_operations
 from gssim.scenario import has_master_copy, layer_profile, master_bytes, peak_flop_per_s, value_bytes
 from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import Layer, Polynomial, Workload
-
-INDEX_BYTES = 4
-"""COO entries carry an int32 index relative to the owner's range."""
 
 
 def layer_time_s(
@@ -155,26 +153,115 @@ def accumulation_time_s(device: DeviceType, size_bytes: float, *, tensors: int) 
     return 3 * size_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s
 
 
-def threshold_time_s(device: DeviceType, *, elements: int, sent: float) -> float:
-    """Return the time to find and pack the `sent` of `elements` gradients that reach the threshold.
+def residual_time_s(device: DeviceType, *, elements: int, value: int, kept: int) -> float:
+    """Return the time to add `elements` gradients of `value` bytes to what was kept of earlier ones, `kept` bytes each.
 
-    Without measured costs: read the gradients, write and read a mask, gather values and indices (A.3, kappa).
+    Without a measured cost: read both, write the sum.
     """
-    cost: CompressionCost | None = device.compression
-    if cost is not None:
-        return 2 * cost.call_s + elements * cost.threshold_element_s + sent * cost.pack_element_s
-    return (6.0 * elements + 16.0 * sent) / device.memory_bandwidth_bytes_per_s + 4 * device.operation_overhead_s
+    cost = device.compression
+    if cost is not None and cost.residual_element_s is not None:
+        return 2 * cost.call_s + elements * cost.residual_element_s
+    return _streamed_s(device, elements * (value + 2 * kept), operations=2)
 
 
-def scatter_time_s(device: DeviceType, *, received: float) -> float:
-    """Return the time to add `received` sparse contributions to the owner's gradient.
+def mean_time_s(device: DeviceType, *, elements: int, tensors: int, value: int) -> float:
+    """Return the time to find the mean magnitude of each of `tensors` tensors: if it is not measured, to read them."""
+    cost = device.compression
+    if cost is not None and cost.mean_element_s is not None:
+        return tensors * cost.call_s + elements * cost.mean_element_s
+    return _streamed_s(device, elements * value, operations=2 * tensors)
 
-    Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3).
+
+def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
+    """Return the time to estimate a threshold for each of `tensors` tensors from `samples` elements of all.
+
+    Without a measured cost: about four passes over the sample, in which a selection halves it again and again.
     """
-    cost: CompressionCost | None = device.compression
+    cost = device.compression
+    if cost is not None and cost.estimate_element_s is not None:
+        return 2 * tensors * cost.call_s + samples * cost.estimate_element_s
+    return _streamed_s(device, 4 * 8 * samples, operations=3 * tensors)
+
+
+def select_time_s(device: DeviceType, *, elements: int, parts: int, value: int) -> float:
+    """Return the time to find which of `elements` gradients, in `parts` with a threshold each, reach it.
+
+    Without a measured cost: read the gradients, write and read a flag of one byte (A.3, kappa).
+    """
+    if not elements:
+        return 0.0
+    cost = device.compression
     if cost is not None:
-        return cost.call_s + received * cost.scatter_element_s
-    return 64.0 * received / device.memory_bandwidth_bytes_per_s + device.operation_overhead_s
+        return parts * cost.call_s + elements * cost.threshold_element_s
+    return _streamed_s(device, elements * (value + 2), operations=4 * parts)
+
+
+def pack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int, clears: bool) -> float:
+    """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
+
+    Without measured costs: gather values and write them with their places; of a bitmap, read the flags; densely, read
+    all and write all.
+    """
+    if not elements:
+        return 0.0
+    cost = device.compression
+    written = clears * value
+    if encoding == "dense":
+        if cost is not None and cost.dense_element_s is not None:
+            return cost.call_s + elements * cost.dense_element_s * (1.5 if clears else 1.0)
+        return _streamed_s(device, elements * (2 * value + 1 + 2 * written), operations=2)
+    bits = elements if encoding == "bitmap" else 0
+    if cost is None:
+        size = entries * (2 * value + INDEX_BYTES + written) + bits
+        return _streamed_s(device, size, operations=4)
+    found_s = cost.call_s + entries * cost.pack_element_s
+    if bits:
+        found_s += bits * cost.pack_bit_s if cost.pack_bit_s is not None else _streamed_s(device, bits)
+    if clears:
+        found_s += (
+            entries * cost.clear_element_s if cost.clear_element_s is not None else _streamed_s(device, entries * value)
+        )
+    return found_s
+
+
+def unpack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int) -> float:
+    """Return the time to add a message's `entries` to an owner's gradient of `elements`.
+
+    Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3); of a bitmap, the flags that its
+    bits are spread to are written and read; densely, read both and write one.
+    """
+    if not elements:
+        return 0.0
+    if encoding == "dense":
+        return _streamed_s(device, 3 * value * elements, operations=1)
+    cost = device.compression
+    bits = elements if encoding == "bitmap" else 0
+    if cost is None:
+        return _streamed_s(device, 64.0 * entries + 2 * bits, operations=1)
+    found_s = cost.call_s + entries * cost.scatter_element_s
+    if bits:
+        found_s += bits * cost.unpack_bit_s if cost.unpack_bit_s is not None else _streamed_s(device, 2 * bits)
+    return found_s
+
+
+def weight_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float) -> float:
+    """Return the time to note a sender's weight wherever a value of it came: a scatter more, or a pass."""
+    if encoding == "dense":
+        return _streamed_s(device, 12.0 * elements, operations=3)
+    cost = device.compression
+    if cost is not None:
+        return cost.call_s + entries * cost.scatter_element_s
+    return _streamed_s(device, 64.0 * entries, operations=1)
+
+
+def division_time_s(device: DeviceType, *, size_bytes: float) -> float:
+    """Return the time to divide an owner's gradient by the weight received: written before, read, and divided by."""
+    return _streamed_s(device, 6 * size_bytes, operations=3)
+
+
+def _streamed_s(device: DeviceType, size_bytes: float, *, operations: int = 0) -> float:
+    """Return the time of operations that only stream memory."""
+    return size_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
 
 
 def sharded_unit_time_s(device: DeviceType, *, phase: str, tensors: int, copied_bytes: float) -> float:

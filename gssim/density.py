@@ -1,93 +1,347 @@
 """What a threshold makes of measured gradient statistics: the fraction of elements that reach it.
 
-Without error feedback this is the tail of |g|. Between sampled steps the shape of the distribution is interpolated and
-its scale is the measured one; along the logarithm of |g| the tail is interpolated linearly. What a threshold drops
-changes the training and with it later gradients, so statistics are taken under several thresholds, and the densities
-that they give are interpolated in the logarithm of the threshold.
+Statistics are taken at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
+the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, for
+training changes gradients ever more slowly. What a threshold drops changes the training and with it later gradients, so
+statistics are taken under several thresholds, and the densities that they give are interpolated in the logarithm of the
+threshold.
+
+Without error feedback the density is the tail of |g|. With it, it is the rate at which elements come to reach the
+threshold with all that was not sent before; it is measured at a grid of thresholds, for it depends on how steadily each
+element's gradient points one way, which no distribution of one step's gradients tells.
+
+A relative threshold and one estimated for a target density are absolute ones that move from step to step and differ
+from tensor to tensor: they are translated, and what holds for an absolute threshold is taken to hold for them.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import Any, TypeVar
 
 import numpy as np
 
-from gssim.gradients import SKETCH_EDGES, GradientStatistics, RankTrace, TensorTrace
+from gssim.gradients import (
+    EDGES_PER_DECADE,
+    LOWEST_DECADE,
+    BlockTrace,
+    GradientStatistics,
+    RankTrace,
+    Sketch,
+    TensorTrace,
+)
+from gssim.plan import Publish, Push
 
-_LOG_EDGES = np.log10(np.array(SKETCH_EDGES))
+_NORMAL = NormalDist()
+_SMALLEST = 1e-300
+_ALMOST_ALL = 1 - 1e-6
+T = TypeVar("T")
 
 
-def traces_of(statistics: GradientStatistics, samples: int) -> tuple[RankTrace, ...]:
-    """Return the traces taken with the samples per rank nearest (in ratio) to `samples`, by rising threshold."""
-    nearest = min((trace.samples for trace in statistics.traces), key=lambda n: abs(math.log(n / samples)))
-    return tuple(sorted((t for t in statistics.traces if t.samples == nearest), key=lambda t: t.threshold))
+def push_density(
+    statistics: GradientStatistics,
+    push: Push,
+    *,
+    samples: int,
+    tensor: str,
+    step: int,
+    part: float = 1.0,
+    first: float = 0.0,
+    last: float = 1.0,
+) -> float:
+    """Return the fraction of a tensor's elements that a rank with `samples` samples sends under `push` at `step`.
 
+    `part`: what is thresholded is this part of the rank's mean gradient over its samples. `first`, `last`: the range of
+    the tensor that is meant, as fractions of its elements.
 
-def push_density(statistics: GradientStatistics, *, samples: int, tensor: str, step: int, threshold: float) -> float:
-    """Return the fraction of a tensor's elements with |g| >= threshold at `step`, on a rank with `samples` samples.
-
-    >>> from gssim.gradients import RankTrace, TensorTrace
-    >>> tail = tuple(1.0 if edge <= 1 else 0.0 for edge in SKETCH_EDGES)
-    >>> trace = RankTrace(samples=1, tensors={"w": TensorTrace(rms=(2.0,), tail_ratios=(tail,))})
+    >>> from gssim.gradients import SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
+    >>> sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=tuple(float(edge < 2) for edge in SKETCH_EDGES))
+    >>> trace = RankTrace(samples=1, tensors={"w": TensorTrace(blocks=(BlockTrace(sketches=(sketch,)),))})
     >>> statistics = GradientStatistics(model="m", precision="fp32", optimizer="sgd", learning_rate=1.0, seed=0,
-    ...     global_batch_size=1, sampled_steps=(0,), traces=(trace,), source="doctest")
-    >>> [push_density(statistics, samples=1, tensor="w", step=0, threshold=t) for t in (0, 1.9, 4.0)]
+    ...     global_batch_size=1, steps=1, sampled_steps=(0,), traces=(trace,), source="doctest")
+    >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.0, 4.0)]
     [1.0, 1.0, 0.0]
     """
-    if threshold <= 0:
+    if push.threshold is None or not push.selects or step < push.warmup_steps:
         return 1.0
-    if samples == 0:  # a gradient of zeros
+    if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
         return 0.0
-    traces = traces_of(statistics, samples)
-    above = next((i for i, trace in enumerate(traces) if trace.threshold >= threshold), len(traces) - 1)
-    high = _density_under(traces[above], statistics.sampled_steps, tensor, step, threshold)
-    if above == 0 or traces[above].threshold < threshold:
-        return high
-    low = _density_under(traces[above - 1], statistics.sampled_steps, tensor, step, threshold)
-    weight = _between(threshold, traces[above - 1].threshold, traces[above].threshold)
-    return low ** (1 - weight) * high**weight if low and high else (1 - weight) * low + weight * high
+    view = _View(statistics, samples, tensor, bool(push.error_feedback))
+    threshold = _absolute(view, push, step, part)
+    return view.sent_ratio(threshold, step, part, first, last)
+
+
+def publish_density(
+    statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int, first: float = 0.0, last: float = 1.0
+) -> float:
+    """Return the fraction of a tensor's elements whose |master - published| reaches the threshold after `step`.
+
+    What is not sent stays in that difference. `first`, `last`: the range of the tensor, as fractions of its elements.
+    """
+    if not publish.threshold:
+        return 1.0
+    if math.isinf(publish.threshold):
+        return 0.0
+    moment, grid, threshold = _moment(statistics.sampled_steps, step), statistics.publish_thresholds, publish.threshold
+    blocks = statistics.changes[tensor].blocks
+    values = [moment.mixed([_on_grid(grid, row, threshold) for row in moment.of(block)]) for block in blocks]
+    return _over_range(values, first, last)
+
+
+def union_density(
+    statistics: GradientStatistics,
+    push: Push,
+    *,
+    ranks: int,
+    samples: int,
+    tensor: str,
+    step: int,
+    part: float = 1.0,
+    first: float = 0.0,
+    last: float = 1.0,
+) -> float:
+    """Return the fraction of a tensor's elements that at least one of `ranks` alike ranks sends; see `united`."""
+    sent = push_density(statistics, push, samples=samples, tensor=tensor, step=step, part=part, first=first, last=last)
+    trace = traces_of(statistics, samples, error_feedback=bool(push.error_feedback))[0].tensors[tensor]
+    moment = _moment(statistics.sampled_steps, step)
+    mean = fmean(moment.mixed([s.mean for s in moment.of(block.sketches)]) for block in trace.blocks)
+    square = fmean(moment.mixed([s.rms**2 for s in moment.of(block.sketches)]) for block in trace.blocks)
+    correlation = _clipped(fmean(moment.of(trace.correlations))) if trace.correlations else 0.0
+    return united(sent, ranks=ranks, mean_to_rms=mean / math.sqrt(square) if square else 1.0, correlation=correlation)
+
+
+def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -> float:
+    """Return the fraction of elements that at least one of `ranks` ranks sends, where each sends the fraction `sent`.
+
+    The gradients of an element are normal, with a scale that the ranks share and that is log-normally distributed over
+    the elements, as wide as the ratio of mean to rms of |g| tells; of two ranks they have the given `correlation`, by a
+    part that is the same for all.
+
+        p(s, c) = P(|sqrt(r) c + sqrt(1-r) z| >= t / s);  sent = E[p];  united = E[1 - (1 - p)^ranks]
+
+    over s log-normal, c and z normal. Source: E[|g|] / rms = sqrt(2/pi) exp(-S^2 / 2), S the deviation of ln s.
+
+    >>> round(united(0.1, ranks=2, mean_to_rms=math.sqrt(2 / math.pi), correlation=0.0), 4)  # one scale, no common part
+    0.19
+    >>> united(0.1, ranks=1, mean_to_rms=0.5, correlation=0.3)
+    0.1
+    """
+    from scipy.special import ndtr  # here, for only unions need it
+
+    if ranks == 1 or sent <= 0 or sent >= 1:
+        return sent
+    spread = math.sqrt(max(0.0, 2 * math.log(math.sqrt(2 / math.pi) / mean_to_rms)))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(41)
+    weights = weights / weights.sum()
+    inverse = np.exp(-spread * nodes)[:, None]
+    common, own = math.sqrt(correlation) * nodes, math.sqrt(max(1e-6, 1 - correlation))
+
+    def reached(log_threshold: float) -> Any:
+        level = math.exp(log_threshold) * inverse
+        return 1 - (ndtr((level - common) / own) - ndtr((-level - common) / own))
+
+    def mean(values: Any) -> float:
+        return float(weights @ values @ weights)
+
+    low, high = -40.0, 40.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean(reached(middle)) > sent else (low, middle)
+    return min(1.0, max(sent, mean(1 - (1 - reached(low)) ** ranks)))
+
+
+def traces_of(statistics: GradientStatistics, samples: int, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
+    """Return the traces taken with the samples per rank nearest (in ratio) to `samples`, by rising threshold.
+
+    Of those that were trained under a threshold, the ones with error feedback or without it, where there are any.
+    """
+    nearest = min((trace.samples for trace in statistics.traces), key=lambda n: abs(math.log(n / samples)))
+    near = sorted((t for t in statistics.traces if t.samples == nearest), key=lambda t: t.threshold)
+    return tuple(t for t in near if not t.threshold or t.error_feedback == error_feedback) or tuple(near)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Where a step lies between two sampled ones."""
+
+    before: int
+    after: int
+    weight: float
+
+    def of(self, values: Sequence[T]) -> list[T]:
+        """Return what there is for each of the two."""
+        return [values[self.before], values[self.after]]
+
+    def mixed(self, pair: Sequence[float]) -> float:
+        """Return what lies between two values."""
+        return _mixed(pair[0], pair[1], self.weight)
+
+
+def _moment(sampled_steps: Sequence[int], step: int) -> _Moment:
+    after = bisect_left(sampled_steps, step)
+    if after == len(sampled_steps) or after == 0:
+        only = min(after, len(sampled_steps) - 1)
+        return _Moment(only, only, 0.0)
+    start, at, end = (math.log1p(each) for each in (sampled_steps[after - 1], step, sampled_steps[after]))
+    return _Moment(after - 1, after, (at - start) / (end - start))
+
+
+def _mixed(a: float, b: float, weight: float) -> float:
+    """Return what lies between `a` and `b`: in logarithm, where neither is 0."""
+    return float(a ** (1 - weight) * b**weight) if a > 0 and b > 0 else (1 - weight) * a + weight * b
+
+
+def _clipped(ratio: float) -> float:
+    return min(1.0, max(0.0, ratio))
+
+
+class _View:
+    """One tensor's gradient as ranks with a number of samples see it, with or without error feedback."""
+
+    def __init__(self, statistics: GradientStatistics, samples: int, tensor: str, error_feedback: bool) -> None:
+        self.sampled_steps, self.grid = statistics.sampled_steps, statistics.feedback_thresholds
+        self.error_feedback = error_feedback
+        traces = traces_of(statistics, samples, error_feedback=error_feedback)
+        self.thresholds = [trace.threshold for trace in traces]
+        self.tensors = [trace.tensors[tensor] for trace in traces]
+        self.scale = _scale(self.tensors[0], traces[0].samples / samples)
+
+    def sent_ratio(self, threshold: float, step: int, part: float, first: float = 0.0, last: float = 1.0) -> float:
+        """Return the fraction of the range that reaches an absolute threshold."""
+        return self._under(
+            threshold, lambda tensor, level, moment: self._sent(tensor, level, moment, first, last), step, part
+        )
+
+    def mean(self, threshold: float, step: int, part: float) -> float:
+        """Return the mean magnitude of what is held against an absolute threshold, over the whole tensor."""
+        return part * self.scale * self._under(threshold, self._mean, step, part)
+
+    def _under(
+        self, threshold: float, value: Callable[[TensorTrace, float, _Moment], float], step: int, part: float
+    ) -> float:
+        """Return the value between those in the runs under the two thresholds next to this one."""
+        moment, level = _moment(self.sampled_steps, step), threshold / (part * self.scale)
+        above = min(bisect_left(self.thresholds, threshold), len(self.thresholds) - 1)
+        high = value(self.tensors[above], level, moment)
+        if above == 0 or self.thresholds[above] < threshold:
+            return high
+        low = value(self.tensors[above - 1], level, moment)
+        return _mixed(low, high, _between(threshold, self.thresholds[above - 1], self.thresholds[above]))
+
+    def _sent(self, tensor: TensorTrace, level: float, moment: _Moment, first: float, last: float) -> float:
+        found = self._sent_with_feedback if self.error_feedback else _reached
+        return _over_range([found(block, level, moment) for block in tensor.blocks], first, last)
+
+    def _sent_with_feedback(self, block: BlockTrace, level: float, moment: _Moment) -> float:
+        ratios = []
+        for sketch, row in zip(moment.of(block.sketches), moment.of(block.feedback), strict=True):
+            if level < self.grid[0]:  # feedback matters ever less
+                factor = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
+                ratios.append(min(1.0, _tail(sketch, level) * factor ** (level / self.grid[0])))
+            else:
+                ratios.append(_on_grid(self.grid, row.sent_ratios, level))
+        return moment.mixed(ratios)
+
+    def _mean(self, tensor: TensorTrace, level: float, moment: _Moment) -> float:
+        means = []
+        for block in tensor.blocks:
+            found = [sketch.mean for sketch in moment.of(block.sketches)]
+            if self.error_feedback:
+                rows = [row.means for row in moment.of(block.feedback)]
+                found = [float(np.interp(math.log(level), np.log(self.grid), row)) for row in rows]
+            means.append(moment.mixed(found))
+        return fmean(means)
+
+
+def _scale(tensor: TensorTrace, ratio: float) -> float:
+    """Return how much larger gradients are over `ratio` times fewer samples.
+
+    What two ranks' gradients have in common stays, and the noise's variance grows as samples become fewer.
+    """
+    common = _clipped(fmean(tensor.correlations)) if tensor.correlations else 1.0
+    return math.sqrt(common + (1 - common) * ratio)
+
+
+def _absolute(view: _View, push: Push, step: int, part: float) -> float:
+    """Return the threshold that a tensor's elements are held against at `step`, whatever the kind is."""
+    assert push.threshold is not None
+    if push.kind == "absolute":
+        return push.threshold
+    if push.kind == "relative":
+        ratio = push.threshold
+        if not view.error_feedback:
+            return ratio * view.mean(1.0, step, part)
+        return _root(lambda threshold: ratio * view.mean(threshold, step, part) / threshold - 1)
+    since = (step - push.warmup_steps) % push.reestimate_steps
+    target = push.threshold
+    return _root(lambda threshold: view.sent_ratio(threshold, step - since, part) - target)
+
+
+def _root(falling: Callable[[float], float]) -> float:
+    """Return where a falling function of a threshold turns negative."""
+    low, high = math.log(1e-12), math.log(1e4)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(math.exp(middle)) > 0 else (low, middle)
+    return math.exp(middle)
 
 
 def _between(threshold: float, low: float, high: float) -> float:
     """Return how far `threshold` is from `low` to `high` in logarithm; dense training counts as a decade below."""
     floor = low or high / 10
-    return min(1.0, max(0.0, math.log(threshold / floor) / math.log(high / floor)))
+    return _clipped(math.log(threshold / floor) / math.log(high / floor))
 
 
-def _density_under(trace: RankTrace, sampled_steps: Sequence[int], tensor: str, step: int, threshold: float) -> float:
-    """Return the density of `threshold` in the gradients of one training run."""
-    rms = trace.tensors[tensor].rms[step]
-    if rms <= 0:
-        return 0.0
-    tail = _tail_at(trace.tensors[tensor], sampled_steps, step)
-    position = math.log10(threshold / rms)
-    if position < _LOG_EDGES[0]:
-        return float(tail[0])
-    return float(np.interp(position, _LOG_EDGES, tail, right=0.0))
+def _over_range(values: Sequence[float], first: float, last: float) -> float:
+    """Return the mean over the range of what blocks of equal size have."""
+    if len(values) == 1 or last <= first:
+        return values[0]
+    count = len(values)
+    inside = [max(0.0, min(last * count, i + 1) - max(first * count, i)) for i in range(count)]
+    return sum(value * part for value, part in zip(values, inside, strict=True)) / sum(inside)
 
 
-def _tail_at(trace: TensorTrace, sampled_steps: Sequence[int], step: int) -> np.ndarray:
-    later = next((i for i, s in enumerate(sampled_steps) if s >= step), len(sampled_steps) - 1)
-    if sampled_steps[later] <= step or later == 0:
-        return np.array(trace.tail_ratios[later])
-    before, after = sampled_steps[later - 1], sampled_steps[later]
-    weight = (step - before) / (after - before)
-    return (1 - weight) * np.array(trace.tail_ratios[later - 1]) + weight * np.array(trace.tail_ratios[later])
+def _reached(block: BlockTrace, level: float, moment: _Moment) -> float:
+    """Return the fraction of a block's elements with |g| >= level."""
+    a, b = moment.of(block.sketches)
+    if not (a.rms and b.rms):
+        return moment.mixed([_tail(a, level), _tail(b, level)])
+    rms = moment.mixed([a.rms, b.rms])
+    return moment.mixed([_tail(a, level * a.rms / rms), _tail(b, level * b.rms / rms)])
 
 
-def is_dense(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> bool:
-    """Return whether a thresholded message goes densely: as asked, or (`auto`) where entries would take more bytes."""
-    if encoding != "auto":
-        return encoding == "dense"
-    return sent * (value_bytes + index_bytes) >= elements * value_bytes
+def _tail(sketch: Sketch, level: float) -> float:
+    """Return the fraction of numbers of at least `level`.
 
-
-def message_bytes(*, elements: float, sent: float, value_bytes: int, index_bytes: int, encoding: str) -> float:
-    """Return the bytes of one thresholded message: `sent` of `elements` values, in the smaller or the given encoding.
-
-    >>> message_bytes(elements=1000, sent=100, value_bytes=4, index_bytes=4, encoding="auto")
-    800.0
-    >>> message_bytes(elements=1000, sent=900, value_bytes=4, index_bytes=4, encoding="auto")
-    4000.0
+    Between two edges, the quantile of a normal distribution that belongs to the fraction (of the numbers that are not
+    0) is a power of the level: exact for a normal distribution, and near it for those with heavier tails.
     """
-    dense = is_dense(elements=elements, sent=sent, value_bytes=value_bytes, index_bytes=index_bytes, encoding=encoding)
-    return float(elements * value_bytes if dense else sent * (value_bytes + index_bytes))
+    ratios = sketch.tail_ratios
+    position = (math.log10(level) - LOWEST_DECADE) * EDGES_PER_DECADE - sketch.first_edge
+    at = math.floor(position)
+    if position <= 0:
+        return ratios[0]
+    if at >= len(ratios):
+        return 0.0
+    high = ratios[at + 1] if at + 1 < len(ratios) else 0.0
+    return ratios[0] * _powered(ratios[at] / ratios[0], high / ratios[0], position - at) if ratios[0] else 0.0
+
+
+def _on_grid(grid: Sequence[float], ratios: Sequence[float], threshold: float) -> float:
+    """Return what is sent at a threshold, of what is at a grid's: between these as in `_tail`, and beyond."""
+    at = min(max(bisect_right(grid, threshold) - 1, 0), max(0, len(grid) - 2))
+    if len(grid) == 1:
+        return ratios[0]
+    weight = math.log(threshold / grid[at]) / math.log(grid[at + 1] / grid[at])
+    return _powered(ratios[at], ratios[at + 1], weight)
+
+
+def _powered(low: float, high: float, weight: float) -> float:
+    """Return the ratio at `weight` on the way from one ratio to the next, smaller one."""
+    if high <= 0 or high >= low:
+        return low + _clipped(weight) * (high - low)
+    quantiles = [-_NORMAL.inv_cdf(ratio / 2) for ratio in (min(low, _ALMOST_ALL), high)]
+    found = quantiles[0] ** (1 - weight) * quantiles[1] ** weight
+    return 2 * _NORMAL.cdf(-found)

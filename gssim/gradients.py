@@ -1,36 +1,76 @@
-"""Statistics of gradients, as measured by `gsreal gradients`: sketches of |g| and their scale over the steps.
+"""Statistics of gradients, as measured by `gsreal gradients`: sketches of |g| at some steps of a training run.
 
 Only data lives here; what a threshold makes of it is `density`.
 """
 
 import json
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gssim.units import Count, NonNegativeFloat, PositiveInt, UserError, spec, validated
+from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, UserError, spec, validated
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
+Correlation = Annotated[float, Field(ge=-1, le=1)]
 
 EDGES_PER_DECADE = 6
-LOWEST_DECADE, HIGHEST_DECADE = -4, 2
+LOWEST_DECADE, HIGHEST_DECADE = -12, 4
 SKETCH_EDGES: tuple[float, ...] = tuple(
     10.0 ** (k / EDGES_PER_DECADE)
     for k in range(LOWEST_DECADE * EDGES_PER_DECADE, HIGHEST_DECADE * EDGES_PER_DECADE + 1)
 )
-"""Where tails are taken, as multiples of the tensor's rms at that step."""
+"""Magnitudes at which tails are taken."""
+
+
+@spec
+class Sketch:
+    """How the magnitudes of many numbers are distributed."""
+
+    mean: NonNegativeFloat
+    rms: NonNegativeFloat
+    first_edge: Count = 0
+    """Position in `SKETCH_EDGES` of the first edge that `tail_ratios` tells of; as many reach the lower ones."""
+    tail_ratios: tuple[Ratio, ...] = (0.0,)
+    """Fraction of the numbers that reach each edge, from that one on; none reach those that come after."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no tail."""
+        if not self.tail_ratios or any(b > a for a, b in pairwise(self.tail_ratios)):
+            raise ValueError("tail_ratios: at least one is needed, and they must not rise")
+        if self.first_edge + len(self.tail_ratios) > len(SKETCH_EDGES):
+            raise ValueError(f"tail_ratios: there are {len(SKETCH_EDGES)} edges, and first_edge is {self.first_edge}")
+
+
+@spec
+class FeedbackDensity:
+    """What error feedback makes of a threshold at one step: each gradient has what was not sent before added to it."""
+
+    sent_ratios: tuple[Ratio, ...]
+    """Fraction of elements that are sent, for each of the statistics' `feedback_thresholds`."""
+    means: tuple[NonNegativeFloat, ...]
+    """Mean magnitude of gradient plus residual, before anything is sent, for each of them."""
+
+
+@spec
+class BlockTrace:
+    """One of a tensor's blocks of equal numbers of elements, one after another, over the run."""
+
+    sketches: tuple[Sketch, ...]
+    """Of |g|, for each of `sampled_steps`."""
+    feedback: tuple[FeedbackDensity, ...] = ()
+    """For each of `sampled_steps`; none where error feedback was not looked at."""
 
 
 @spec
 class TensorTrace:
     """One parameter's gradient over the run."""
 
-    rms: tuple[NonNegativeFloat, ...]
-    """Root mean square, by step from the first."""
-    tail_ratios: tuple[tuple[Ratio, ...], ...]
-    """For each of `sampled_steps`: fraction of elements with |g| >= edge * rms, for each of `SKETCH_EDGES`."""
+    blocks: tuple[BlockTrace, ...]
+    correlations: tuple[Correlation, ...] = ()
+    """Cosine between the gradients of two ranks, for each of `sampled_steps`; none where no two were seen."""
 
 
 @spec
@@ -40,14 +80,25 @@ class RankTrace:
     samples: PositiveInt
     threshold: NonNegativeFloat = 0.0
     """Push threshold under which the model was trained (0: densely): what is dropped changes later gradients."""
+    error_feedback: bool = False
+    """Whether it was trained with error feedback."""
     tensors: dict[str, TensorTrace]
+
+
+@spec
+class ChangeTrace:
+    """One parameter's changes over the run, as they are published: what is not sent stays for the next step."""
+
+    blocks: tuple[tuple[tuple[Ratio, ...], ...], ...]
+    """For each block, for each of `sampled_steps`: fraction of elements that are sent after the step, for each of the
+    statistics' `publish_thresholds`."""
 
 
 @spec
 class GradientStatistics:
     """What a training run's gradients looked like."""
 
-    schema: Literal["gssim.gradients/1"] = "gssim.gradients/1"
+    schema: Literal["gssim.gradients/2"] = "gssim.gradients/2"
     model: str
     precision: str
     optimizer: str
@@ -55,27 +106,45 @@ class GradientStatistics:
     global_batch_size: PositiveInt
     sequence_length: PositiveInt | None = None
     seed: Count
+    steps: PositiveInt
+    """Number of steps covered, from the first."""
     sampled_steps: tuple[Count, ...]
+    feedback_thresholds: tuple[PositiveFloat, ...] = ()
+    """Thresholds, rising, at which error feedback was looked at."""
+    publish_thresholds: tuple[PositiveFloat, ...] = ()
+    """Thresholds, rising, at which publishing was looked at."""
     traces: tuple[RankTrace, ...]
+    changes: dict[str, ChangeTrace] = field(default_factory=dict)
+    """By parameter; none where publishing was not looked at."""
     source: str
 
     def __post_init__(self) -> None:
         """Refuse statistics with holes."""
-        if not self.sampled_steps or any(b <= a for a, b in pairwise(self.sampled_steps)):
-            raise ValueError("sampled_steps: at least one is needed, and they must increase")
+        steps = self.sampled_steps
+        if not steps or any(b <= a for a, b in pairwise(steps)) or steps[-1] >= self.steps:
+            raise ValueError("sampled_steps: at least one is needed, they must increase, and be less than steps")
+        if any(b <= a for each in (self.feedback_thresholds, self.publish_thresholds) for a, b in pairwise(each)):
+            raise ValueError("feedback_thresholds, publish_thresholds: must increase")
         if not self.traces or any(not trace.tensors for trace in self.traces):
             raise ValueError("traces: at least one is needed, of at least one tensor")
-        shape = (len(self.sampled_steps), len(SKETCH_EDGES))
         for trace in self.traces:
             for name, tensor in trace.tensors.items():
-                tails = tensor.tail_ratios
-                if len(tails) != shape[0] or any(len(tail) != shape[1] for tail in tails):
-                    raise ValueError(f"tail_ratios of {name}: {shape[0]} rows (sampled_steps) of {shape[1]} are needed")
+                self._check_tensor(name, tensor, with_feedback=trace.error_feedback or not trace.threshold)
+        for name, change in self.changes.items():
+            rows = [len(self.publish_thresholds)] * len(steps)
+            if not change.blocks or any([len(row) for row in block] != rows for block in change.blocks):
+                raise ValueError(f"changes of {name}: {len(steps)} rows (sampled_steps) of {rows[0]} are needed")
 
-    @property
-    def steps(self) -> int:
-        """Number of steps covered, from the first."""
-        return min(len(tensor.rms) for trace in self.traces for tensor in trace.tensors.values())
+    def _check_tensor(self, name: str, tensor: TensorTrace, *, with_feedback: bool) -> None:
+        count, thresholds = len(self.sampled_steps), len(self.feedback_thresholds)
+        if not tensor.blocks or any(len(block.sketches) != count for block in tensor.blocks):
+            raise ValueError(f"sketches of {name}: {count} (sampled_steps) are needed")
+        if len(tensor.correlations) not in (0, count):
+            raise ValueError(f"correlations of {name}: {count} (sampled_steps) are needed, or none")
+        for block in tensor.blocks:
+            rows = [len(each) for row in block.feedback for each in (row.sent_ratios, row.means)]
+            if (rows or with_feedback) and thresholds and rows != [thresholds] * (2 * count):
+                raise ValueError(f"feedback of {name}: {count} rows (sampled_steps) of {thresholds} are needed")
 
 
 def read_gradients(path: Path) -> GradientStatistics:

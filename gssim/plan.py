@@ -5,7 +5,7 @@ lowering and the real backend look at.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -113,21 +113,48 @@ DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
 
 @spec
 class Push:
-    """How gradients go to the owner of their shard."""
+    """How gradients go to the owner of their shard. All but the encoding's `auto` needs a threshold."""
 
     threshold: NonNegativeFloat | None = None
     """Gradients of smaller magnitude are not sent; absent: all are sent, densely."""
     kind: Literal["absolute", "relative", "target-density"] = "absolute"
-    error_feedback: bool = False
-    """Keep what was not sent and add it to the next step's gradient."""
+    """`relative`: the threshold is multiplied by the mean magnitude of the tensor, as a rank has accumulated it.
+    `target-density`: it is the fraction of a tensor's elements to be sent; the magnitude that so many of them reach is
+    estimated on each rank, and used until it is estimated again."""
+    error_feedback: bool | None = None
+    """Keep what was not sent and add it to the next step's gradient. Absent: on for SGD, with or without momentum,
+    where contributions that are dropped shorten the step; off where its `aggregate` mends that, and for Adam, whose
+    step does not depend on the gradient's scale and whose second moment suffers from the bursts of what is sent late
+    (gradient-sharding F.4)."""
     error_feedback_precision: Literal["fp32", "bf16"] = "fp32"
     aggregate: Literal["batch-weight", "received-weight"] = "batch-weight"
+    """The owner weighs each rank's contribution by its part of the batch. `received-weight`: and divides the sum by the
+    weight of those that came for an element, its own included."""
     encoding: Literal["auto", "coo", "bitmap", "dense"] = "auto"
-    """`auto`: per message, whichever of `coo` (int32 index and value) and `dense` has fewer bytes."""
+    """`auto`: per message, whichever has the fewest bytes of `coo` (a value and an int32 index for each entry),
+    `bitmap` (a value for each entry, a bit for each element) and `dense`; see `gssim.encodings`."""
     warmup_steps: Count = 0
-    """Steps at the start that are pushed densely."""
+    """Steps at the start that are pushed densely, as if there were no threshold."""
     reestimate_steps: PositiveInt = 32
     """For `target-density`: how often the threshold is estimated again."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether what is sent depends on the gradients: some may stay under a threshold."""
+        everything = 1.0 if self.kind == "target-density" else 0.0
+        return self.threshold is not None and self.threshold != everything
+
+
+def resolved_push(push: Push, *, sgd: bool) -> Push:
+    """Return the push with what follows from the optimizer filled in; `sgd`: whether it is SGD.
+
+    >>> [resolved_push(Push(threshold=1e-3), sgd=sgd).error_feedback for sgd in (True, False)]
+    [True, False]
+    """
+    if push.error_feedback is not None:
+        return push
+    drops = push.threshold is not None and push.aggregate == "batch-weight"
+    return replace(push, error_feedback=sgd and drops)
 
 
 @spec
@@ -344,10 +371,6 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
     _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
-    for key in ("kind", "error_feedback", "error_feedback_precision", "aggregate", "warmup_steps", "reestimate_steps"):
-        _refuse_unless_default(plan.push, today.push, key, f"plan.push.{key}", file)
-    if plan.push.encoding == "bitmap":
-        raise UserError(f"{file}: plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense")
     _refuse_unless_default(plan.publish, today.publish, "threshold", "plan.publish.threshold", file)
 
 

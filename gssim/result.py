@@ -26,6 +26,7 @@ CATEGORIES = {
     "communication": "buffers that messages and collectives are sent from and received in",
     "gathered_parameters": "whole parameters, gathered from their shards",
     "residuals": "gradients that stayed under the threshold, kept for the next step (error feedback)",
+    "scratch": "flags and magnitudes in which Gradient Sharding finds what reaches a threshold",
     "input": "the batch: inputs and targets",
     "buffers": "the module's buffers: what it keeps that is no parameter",
     "workspace": "what libraries take from the allocator and keep",

@@ -83,7 +83,8 @@ def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
 
     Where the push is thresholded, messages differ from step to step: the step with the median payload of the run
-    stands for all, and density and payloads are means over exactly the run's steps.
+    stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
+    fits goes by the dense steps at the start as well.
     """
     with _no_collection():
         return _simulated(loaded, unfolded)
@@ -112,7 +113,8 @@ def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None =
     """Return the prediction where all steps are alike; `slowed`: ranks that are slower than their devices."""
     scenario = loaded.scenario
     programs = _programs(loaded, unfolded, slowed)
-    ordered = sorted(programs, key=_payload_bytes)
+    steady = programs[_first_steady(scenario) :]
+    ordered = sorted(steady, key=_payload_bytes)
     typical = _run(scenario, ordered[(len(ordered) - 1) // 2], unfolded)
     lightest = _run(scenario, ordered[(len(ordered) - 1) // 10], unfolded) if len(ordered) > 1 else typical
     start_s, end_s = typical.start_s, typical.start_s + typical.time_s
@@ -121,9 +123,15 @@ def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None =
         for span in typical.machine.spans
         if span.end_s > start_s and span.start_s < end_s
     )
+    first = _run(scenario, programs[0], unfolded) if len(steady) < len(programs) else typical
     ranks = scenario.ranks
     paces = Paces(typical.times_s, _times_in(typical, COMPUTE_PHASES, ranks), _times_in(typical, UPDATE_PHASES, ranks))
-    return Simulated(_result(loaded, typical, lightest, programs), spans, paces)
+    return Simulated(_result(loaded, typical, lightest, programs, first), spans, paces)
+
+
+def _first_steady(scenario: Scenario) -> int:
+    """Return how many of the run's steps are pushed densely before the threshold holds."""
+    return max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
 
 
 def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
@@ -175,7 +183,7 @@ def _programs(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None
     if loaded.statistics_needed:
         steps = range(run.warmup_steps, run.warmup_steps + run.steps)
         return [lower(loaded.scenario, loaded.gradients, step=step, unfolded=unfolded, slowed=slowed) for step in steps]
-    return [lower(loaded.scenario, unfolded=unfolded, slowed=slowed)]
+    return [lower(loaded.scenario, step=run.warmup_steps + run.steps - 1, unfolded=unfolded, slowed=slowed)]
 
 
 def _payload_bytes(program: Program) -> float:
@@ -190,14 +198,14 @@ def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
     return _Steady(machine, tuple(end - start for start, end in pairwise(latest)))
 
 
-def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program]) -> Result:
+def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
     counts = [len(each.members) for each in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    fit = _misfit(machine)
+    fit = _misfit(machine) or _misfit(first.machine)
     densities = [p.push_density for p in programs if p.push_density is not None]
     return Result(
         source="simulated",
@@ -272,7 +280,7 @@ def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
     """Return one steady step's collectives; payloads of data-dependent ones are means over the programs."""
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
-    for name, communication in programs[0].communications.items():
+    for name, communication in programs[-1].communications.items():
         for group in communication.groups:
             members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
             key = (communication.kind, members, int(communication.size_bytes))

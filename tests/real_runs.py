@@ -7,9 +7,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from gssim.gradients import (
+    SKETCH_EDGES,
+    BlockTrace,
+    FeedbackDensity,
+    GradientStatistics,
+    RankTrace,
+    Sketch,
+    TensorTrace,
+)
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
+from gssim.workload import unrolled
 
 TESTS = Path(__file__).resolve().parent
 
@@ -81,3 +93,30 @@ def run_once(
         cases = cases_for(ranks)
         worlds[ranks] = cases, run_cases(folder(f"ranks{ranks}"), cases, ranks=ranks)
     return worlds[ranks]
+
+
+def planted(folder: Path, scenario: str, overrides: list[str], density: float, *, name: str) -> str:
+    """Return a file of gradient statistics for a case in which every threshold is reached by the given fraction."""
+    loaded = load_scenario(Path(scenario), overrides, gradients_needed=False).scenario
+    workload, steps = loaded.workload, loaded.run.warmup_steps + loaded.run.steps
+    sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=(density,) * len(SKETCH_EDGES))
+    kept = FeedbackDensity(sent_ratios=(density, density), means=(1.0, 1.0))
+    tensor = TensorTrace(blocks=(BlockTrace(sketches=(sketch,), feedback=(kept,)),))
+    names = [name for layer in unrolled(workload.model) for name in layer.parameter_names]
+    statistics = GradientStatistics(
+        model=workload.model.name,
+        precision=workload.precision,
+        optimizer=workload.optimizer,
+        learning_rate=workload.learning_rate,
+        global_batch_size=workload.global_batch_size,
+        sequence_length=workload.sequence_length,
+        seed=0,
+        steps=steps,
+        sampled_steps=(0,),
+        feedback_thresholds=(1e-6, 1e6),
+        traces=(RankTrace(samples=4, tensors=dict.fromkeys(names, tensor)),),
+        source="planted",
+    )
+    path = folder / f"{name}.json"
+    path.write_text(TypeAdapter(GradientStatistics).dump_json(statistics).decode())
+    return str(path)

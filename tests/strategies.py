@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from gssim.cluster import Cluster
 from gssim.collectives import ALGORITHMS, KINDS, Communication, Stage, algorithms_for
-from gssim.gradients import SKETCH_EDGES, GradientStatistics, RankTrace, TensorTrace
+from gssim.gradients import (
+    SKETCH_EDGES,
+    BlockTrace,
+    ChangeTrace,
+    FeedbackDensity,
+    GradientStatistics,
+    RankTrace,
+    Sketch,
+    TensorTrace,
+)
 from gssim.machine import Machine
 from gssim.machine.schedule import Scheduler
 from gssim.network import Network, Router
@@ -245,12 +254,38 @@ def scenario_of(
     return scenario
 
 
+FEEDBACK_GRID = (1e-5, 1e-4, 1e-3, 1e-2)
+
+
+def exponential_tensor(*rms: float) -> TensorTrace:
+    """Return a gradient with P(|g| >= t) = exp(-sqrt(2) t / rms), by sampled step.
+
+    Under error feedback an element gathers mean magnitudes until they reach the threshold: 1 / (1 + t / mean) are sent.
+    """
+    means = [each / math.sqrt(2) for each in rms]
+    sketches = tuple(
+        Sketch(mean=mean, rms=each, tail_ratios=tuple(math.exp(-edge / mean) if mean else 0.0 for edge in SKETCH_EDGES))
+        for each, mean in zip(rms, means, strict=True)
+    )
+    feedback = tuple(
+        FeedbackDensity(
+            sent_ratios=tuple(mean / (mean + t) for t in FEEDBACK_GRID),
+            means=tuple(mean + t / 2 for t in FEEDBACK_GRID),
+        )
+        for mean in means
+    )
+    return TensorTrace(blocks=(BlockTrace(sketches=sketches, feedback=feedback),))
+
+
 def exponential_statistics(
     *, rms: float = 1e-3, steps: int = 8, samples: tuple[int, ...] = (4,), **changes: Any
 ) -> GradientStatistics:
-    """Return statistics in which every |g| is exponentially distributed: P(|g| >= t) = exp(-sqrt(2) t / rms)."""
-    tail = tuple(math.exp(-math.sqrt(2) * edge) for edge in SKETCH_EDGES)
-    tensor = TensorTrace(rms=(rms,) * steps, tail_ratios=(tail, tail))
+    """Return statistics in which every |g| is exponentially distributed; see `exponential_tensor`.
+
+    Of published changes 1 / (1 + t / rms) are sent at a threshold t.
+    """
+    tensor = exponential_tensor(rms, rms)
+    published = tuple(rms / (rms + t) for t in FEEDBACK_GRID)
     given: dict[str, Any] = {
         "model": "tiny",
         "precision": "fp32",
@@ -259,8 +294,12 @@ def exponential_statistics(
         "global_batch_size": 8,
         "sequence_length": 4,
         "seed": 0,
+        "steps": steps,
         "sampled_steps": (0, 4),
+        "feedback_thresholds": FEEDBACK_GRID,
+        "publish_thresholds": FEEDBACK_GRID,
         "traces": tuple(RankTrace(samples=n, tensors=dict.fromkeys(PARAMETERS, tensor)) for n in samples),
+        "changes": dict.fromkeys(PARAMETERS, ChangeTrace(blocks=((published, published),))),
         "source": "made by hand",
     }
     return GradientStatistics(**(given | changes))
@@ -268,7 +307,7 @@ def exponential_statistics(
 
 def loaded_of(scenario: Scenario, gradients: GradientStatistics | None = None) -> Loaded:
     """Return the scenario as loading would, with gradient statistics where a threshold needs them."""
-    needed = bool(scenario.plan.push.threshold)
+    needed = scenario.push.selects
     return Loaded(file="made", scenario=scenario, gradients=gradients or (exponential_statistics() if needed else None))
 
 

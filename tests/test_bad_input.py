@@ -165,6 +165,12 @@ PLAN_FAULTS = [
     (("plan.publish.threshold=1e-3",), "plan.publish.threshold: method 'ddp' publishes no parameters"),
     (("plan.method=gs", "plan.push.threshold=-1"), "plan.push.threshold = -1: "),
     (("plan.method=gs", "plan.push.threshold=nan"), "plan.push.threshold = nan: "),
+    (("plan.method=gs", "plan.push.kind=relative"), "plan.push.kind = 'relative': has no effect without plan.push.threshold"),
+    (("plan.method=gs", "plan.push.error_feedback=true"), "plan.push.error_feedback = True: has no effect without plan.push.threshold"),
+    ((*GS, "plan.push.kind=target-density", "plan.push.threshold=2"), "plan.push.threshold = 2: with plan.push.kind = 'target-density' it is the fraction to be sent; allowed: more than 0, at most 1"),
+    ((*GS, "plan.push.reestimate_steps=8"), "plan.push.reestimate_steps = 8: plan.push.kind = 'absolute' estimates no threshold; allowed with 'target-density'"),
+    ((*GS, "plan.push.error_feedback_precision=bf16"), "plan.push.error_feedback_precision = 'bf16': nothing is kept; set plan.push.error_feedback = true"),
+    ((*GS, "plan.push.warmup_steps=1000"), "plan.push.warmup_steps = 1000: the run has but"),
     (("plan.method=gs", "plan.push.kind=loud"), "plan.push.kind = 'loud': input should be 'absolute', 'relative' or 'target-density'"),
     (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
     (("plan.recompute=selective",), "plan.recompute = 'selective': the model file does not tell what the block 'h' keeps: trace it again"),
@@ -192,11 +198,6 @@ NOT_YET = [
     (("plan.method=gs_hier", "plan.parameters=sharded"), "plan.parameters = 'sharded': cannot run yet with method 'gs_hier'"),
     (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),
     (("plan.parameters=gathered",), "cannot run yet"),
-    ((*GS, "plan.push.error_feedback=true"), "plan.push.error_feedback = True: cannot run yet; allowed today: False"),
-    ((*GS, "plan.push.kind=relative"), "plan.push.kind = 'relative': cannot run yet; allowed today: 'absolute'"),
-    ((*GS, "plan.push.aggregate=received-weight"), "plan.push.aggregate = 'received-weight': cannot run yet"),
-    ((*GS, "plan.push.warmup_steps=3"), "plan.push.warmup_steps = 3: cannot run yet"),
-    ((*GS, "plan.push.encoding=bitmap"), "plan.push.encoding = 'bitmap': cannot run yet; allowed today: auto, coo, dense"),
     ((*GS, "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet"),
     (("plan.method=single", "plan.shares.replan=true"), "plan.shares.replan = True: method 'single' with plan.tp = 1 and plan.pp = 1 does not divide the batch among all ranks; allowed: ddp,"),
     (("plan.method=gs", "plan.shares.replan=true", "plan.shares.batch=[1,0]"), "plan.shares.replan = True: rank 1 has no samples that would tell its pace"),
@@ -272,8 +273,16 @@ def forget_every_trace(data):
     data["traces"] = []
 
 
-def shorten_a_tail(data):
-    data["traces"][0]["tensors"]["h.0.bias"]["tail_ratios"][1].pop()
+def forget_a_sketch(data):
+    data["traces"][0]["tensors"]["h.0.bias"]["blocks"][0]["sketches"].pop()
+
+
+def forget_a_feedback_threshold(data):
+    data["feedback_thresholds"].pop()
+
+
+def forget_a_change(data):
+    data["changes"]["h.0.bias"]["blocks"][0].pop()
 
 
 def forget_the_sampled_steps(data):
@@ -289,7 +298,9 @@ def forget_the_model(data):
     [
         (forget_a_tensor, "lacks the parameter h.0.bias"),
         (forget_every_trace, "traces: at least one is needed"),
-        (shorten_a_tail, "tail_ratios of h.0.bias"),
+        (forget_a_sketch, "sketches of h.0.bias"),
+        (forget_a_feedback_threshold, "feedback of "),
+        (forget_a_change, "changes of h.0.bias"),
         (forget_the_sampled_steps, "sampled_steps"),
         (forget_the_model, "model: missing"),
     ],

@@ -114,15 +114,51 @@ def test_an_optimizer_without_parameters_takes_no_time():
 
 
 def test_thresholding_costs_by_elements_looked_at_and_sent():
-    found = costs.threshold_time_s(device(), elements=1000, sent=10)
-    assert found == pytest.approx((6000 + 160) / 1e9)
-    assert costs.scatter_time_s(device(), received=10) == pytest.approx(640 / 1e9)
-    measured = replace(
-        device(),
-        compression=CompressionCost(call_s=1.0, threshold_element_s=0.1, pack_element_s=0.01, scatter_element_s=0.001),
+    assert costs.select_time_s(device(), elements=1000, parts=1, value=4) == pytest.approx(6000 / 1e9)
+    sent = {"elements": 1000, "entries": 10.0, "value": 4}
+    packed = [costs.pack_time_s(device(), encoding=e, clears=False, **sent) for e in ("coo", "bitmap", "dense")]
+    assert packed == pytest.approx([120 / 1e9, 1120 / 1e9, 9000 / 1e9])
+    added = [costs.unpack_time_s(device(), encoding=e, **sent) for e in ("coo", "bitmap", "dense")]
+    assert added == pytest.approx([640 / 1e9, 2640 / 1e9, 12000 / 1e9])
+
+
+def test_measured_costs_of_thresholding_take_the_place_of_the_bandwidth():
+    cost = CompressionCost(
+        call_s=1.0,
+        threshold_element_s=0.1,
+        pack_element_s=0.01,
+        scatter_element_s=0.001,
+        clear_element_s=0.02,
+        residual_element_s=0.2,
+        mean_element_s=0.3,
+        estimate_element_s=0.4,
+        pack_bit_s=0.5,
+        unpack_bit_s=0.6,
+        dense_element_s=0.7,
     )
-    assert costs.threshold_time_s(measured, elements=100, sent=10) == pytest.approx(2 + 10 + 0.1)
-    assert costs.scatter_time_s(measured, received=10) == pytest.approx(1.01)
+    measured = replace(device(), compression=cost)
+    sent = {"elements": 100, "entries": 10.0, "value": 4}
+    found = [
+        costs.select_time_s(measured, elements=100, parts=2, value=4),
+        costs.pack_time_s(measured, encoding="coo", clears=False, **sent),
+        costs.pack_time_s(measured, encoding="coo", clears=True, **sent),
+        costs.pack_time_s(measured, encoding="bitmap", clears=False, **sent),
+        costs.pack_time_s(measured, encoding="dense", clears=False, **sent),
+        costs.unpack_time_s(measured, encoding="coo", **sent),
+        costs.unpack_time_s(measured, encoding="bitmap", **sent),
+        costs.residual_time_s(measured, elements=100, value=4, kept=4),
+        costs.mean_time_s(measured, elements=100, tensors=3, value=4),
+        costs.estimate_time_s(measured, samples=100, tensors=3),
+    ]
+    assert found == pytest.approx([12, 1.1, 1.3, 51.1, 71, 1.01, 61.01, 22, 33, 46])
+
+
+@pytest.mark.parametrize("encoding", ["coo", "bitmap", "dense"])
+def test_an_empty_range_takes_no_time(encoding):
+    slow = device(operation_overhead_s=1.0)
+    nothing = {"encoding": encoding, "elements": 0, "entries": 0.0, "value": 4}
+    assert costs.select_time_s(slow, elements=0, parts=1, value=4) == 0
+    assert costs.pack_time_s(slow, clears=True, **nothing) == costs.unpack_time_s(slow, **nothing) == 0
 
 
 def test_a_sharded_unit_costs_by_phase():

@@ -6,14 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import exponential_statistics
 
-from gssim.density import message_bytes, push_density, traces_of
+from gssim.density import push_density, traces_of
 from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, RankTrace, TensorTrace
+from gssim.plan import Push
 
 TENSOR = "head.weight"
 
 
 def density(statistics, threshold, *, samples=4, step=0):
-    return push_density(statistics, samples=samples, tensor=TENSOR, step=step, threshold=threshold)
+    return push_density(statistics, Push(threshold=threshold), samples=samples, tensor=TENSOR, step=step)
 
 
 def exponential(threshold: float, rms: float) -> float:
@@ -121,20 +122,3 @@ def test_dense_training_counts_as_a_decade_below_the_lowest_trained_threshold():
 def test_statistics_with_holes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         exponential_statistics(**changes)
-
-
-def message(encoding: str, sent: float, *, elements: float = 1000, value_bytes: int = 4) -> float:
-    return message_bytes(elements=elements, sent=sent, value_bytes=value_bytes, index_bytes=4, encoding=encoding)
-
-
-def test_a_message_holds_indices_and_values_or_all_values():
-    assert [message(e, 100) for e in ("coo", "dense", "auto")] == [800, 4000, 800]
-    assert [message(e, 600) for e in ("coo", "dense", "auto")] == [4800, 4000, 4000]
-    assert message("coo", 100, value_bytes=8) == 1200
-    assert message("auto", 500) == message("coo", 500) == message("dense", 500) == 4000
-
-
-@given(st.floats(0, 1), st.sampled_from([4, 8]))
-def test_auto_is_the_smaller_of_the_two(ratio, value_bytes):
-    sizes = {e: message(e, 1000 * ratio, value_bytes=value_bytes) for e in ("auto", "coo", "dense")}
-    assert sizes["auto"] == min(sizes.values())

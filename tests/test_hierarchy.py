@@ -28,7 +28,7 @@ from test_zero3 import most_held
 from gsreal.refusals import check_plan
 from gssim.cluster import Cluster
 from gssim.density import push_density
-from gssim.plan import Plan, resolve
+from gssim.plan import Plan, Push, resolve
 from gssim.program import Task, lower
 from gssim.program.division import divide
 from gssim.result import Result
@@ -266,9 +266,10 @@ def test_a_card_carries_a_nodes_part_of_the_place_to_push_and_as_much_to_publish
 def test_a_threshold_lowers_what_is_pushed_across_and_sees_the_mean_over_the_node(nodes):
     low_noise, high_noise = (exponential_statistics(rms=rms, samples=(n,)) for rms, n in ((5e-4, 4), (1e-3, 2)))
     statistics = replace(low_noise, traces=(*low_noise.traces, *high_noise.traces))
-    scenario = grid("gs_hier", nodes, 2, push={"threshold": 1e-3}, global_batch_size=4 * nodes)
-    ratio = push_density(statistics, samples=4, tensor="h.0.weight", step=1, threshold=1e-3)
-    assert ratio < push_density(statistics, samples=2, tensor="h.0.weight", step=1, threshold=1e-3) / 2
+    push = {"threshold": 1e-3, "encoding": "coo"}
+    scenario = grid("gs_hier", nodes, 2, push=push, global_batch_size=4 * nodes)
+    ratio = push_density(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.weight", step=1)
+    assert ratio < push_density(statistics, Push(threshold=1e-3), samples=2, tensor="h.0.weight", step=1) / 2
     result = simulate(loaded_of(scenario, statistics)).result
     assert result.density.push == pytest.approx(ratio)
     part = ELEMENTS / 2 * (1 - 1 / nodes)
@@ -341,10 +342,11 @@ def test_every_rank_owns_its_share_of_a_bucket_and_all_of_it_is_owned(data):
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("threshold", [None, 1e-3])
 def test_parameters_go_round_twice_and_gradients_once_to_their_owners(threshold, backend):
-    scenario = scenario_of(star(4, backend=backend), {"method": "gs_z3", "push": {"threshold": threshold}})
+    push = {"threshold": threshold, "encoding": "coo"}
+    scenario = scenario_of(star(4, backend=backend), {"method": "gs_z3", "push": push})
     (ranks,) = {each.bytes_sent: each for each in result_of(scenario).ranks}.values()
     statistics = exponential_statistics()
-    ratio = threshold and push_density(statistics, samples=2, tensor="h.0.bias", step=1, threshold=threshold)
+    ratio = threshold and push_density(statistics, Push(threshold=threshold), samples=2, tensor="h.0.bias", step=1)
     pushed = 4 if threshold is None else 8 * ratio
     counts = 0 if threshold is None else 3 * 3 * 8  # three units, three owners
     gathered = 4 * (2 * ELEMENTS - ROOT)  # the root is gathered once

@@ -14,6 +14,7 @@ from strategies import (
 )
 
 from gssim.density import push_density
+from gssim.plan import Push
 from gssim.program import Lowering, lower
 from gssim.result import merge_collectives
 from gssim.scenario import Scenario
@@ -221,7 +222,7 @@ def test_the_payload_of_a_push_is_the_density_times_entries_of_index_and_value()
     plan = {"method": "gs", "push": {"threshold": 2e-3, "encoding": "coo"}}
     scenario = scenario_of(star(4), plan)
     gradients = exponential_statistics(rms=1e-3)
-    density = push_density(gradients, samples=2, tensor="head.weight", step=1, threshold=2e-3)
+    density = push_density(gradients, Push(threshold=2e-3), samples=2, tensor="head.weight", step=1)
     result = simulate(loaded_of(scenario, gradients)).result
     assert result.density.push == pytest.approx(density)
     (payload,) = [c.payload_bytes for c in result.collectives if c.payload_bytes is not None]

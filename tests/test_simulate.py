@@ -2,10 +2,11 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
+from strategies import device_type, exponential_statistics, exponential_tensor, loaded_of, scenario_of, star
 
 from gssim.density import push_density
-from gssim.gradients import RankTrace, TensorTrace
+from gssim.gradients import RankTrace
+from gssim.plan import Push
 from gssim.simulate import simulate
 
 PUSHED = {"method": "gs", "push": {"threshold": 1e-3, "encoding": "coo"}}
@@ -13,17 +14,18 @@ PUSHED = {"method": "gs", "push": {"threshold": 1e-3, "encoding": "coo"}}
 
 def drifting(rms: tuple[float, ...]):
     """Return statistics whose scale differs from step to step."""
-    base = exponential_statistics(steps=len(rms))
-    tensors = {
-        name: TensorTrace(rms=rms, tail_ratios=tensor.tail_ratios) for name, tensor in base.traces[0].tensors.items()
-    }
-    return replace(base, traces=(RankTrace(samples=4, tensors=tensors),))
+    base = exponential_statistics()
+    tensors = dict.fromkeys(base.traces[0].tensors, exponential_tensor(*rms))
+    traces = (RankTrace(samples=4, tensors=tensors),)
+    return replace(base, steps=len(rms), sampled_steps=tuple(range(len(rms))), traces=traces, changes={})
 
 
 def test_density_and_payload_are_means_over_exactly_the_runs_steps():
     statistics = drifting((9.0, 1e-3, 2e-3, 4e-3, 9.0))
     scenario = scenario_of(star(2), PUSHED, run={"steps": 3, "warmup_steps": 1})
-    exact = [push_density(statistics, samples=4, tensor="h.0.bias", step=step, threshold=1e-3) for step in (1, 2, 3)]
+    exact = [
+        push_density(statistics, Push(threshold=1e-3), samples=4, tensor="h.0.bias", step=step) for step in (1, 2, 3)
+    ]
     result = simulate(loaded_of(scenario, statistics)).result
     assert result.density.push == pytest.approx(fmean(exact))
     (payload,) = [c.payload_bytes for c in result.collectives if c.payload_bytes is not None]

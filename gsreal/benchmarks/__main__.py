@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from gsreal.benchmarks.bench import Bench, Settings
 from gsreal.benchmarks.communication import communicating_slowdown, communication_cost
-from gsreal.benchmarks.device import OPTIMIZERS, compression_cost, device_rates, matrix_rate, optimizer_cost
+from gsreal.benchmarks.compression import compression_cost
+from gsreal.benchmarks.device import OPTIMIZERS, device_rates, matrix_rate, optimizer_cost
 from gsreal.benchmarks.profile import profile_model, trained_between
 from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance

@@ -1,17 +1,16 @@
-"""What one device does: arithmetic, memory, optimizers, thresholding."""
+"""What one device does: arithmetic, memory, optimizers."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gsreal.benchmarks.bench import Bench, optimizer_alone
 from gsreal.build import DTYPES
 
 OPTIMIZER_ELEMENTS = (2**14, 2**17, 2**20, 2**22, 2**24)
-COMPRESSION_ELEMENTS = 2**20
 
 
 def device_rates(bench: Bench) -> dict[str, float]:
@@ -92,35 +91,3 @@ def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
     largest = [elements for elements in OPTIMIZER_ELEMENTS if elements <= (2**24 if bench.ranks < 8 else 2**22)]
     values = [max(1e-9, step_s(1, elements) - tensor_s) for elements in largest]
     return {"tensor_s": max(0.0, tensor_s), "elements_s": {"sizes": largest, "values": values}}
-
-
-def compression_cost(bench: Bench) -> dict[str, float]:
-    """Return the costs of finding, packing and adding gradients over a threshold, per element and per call."""
-    elements = COMPRESSION_ELEMENTS
-    gradient = torch.rand(elements, device=bench.device)
-    owned = torch.zeros(elements, device=bench.device)
-
-    def find(density: float, part: Tensor) -> Tensor:
-        return (part.abs() >= 1 - density).nonzero().view(-1)
-
-    def pack(index: Tensor) -> Tensor:
-        message = torch.empty(index.numel() * 8, dtype=torch.uint8, device=bench.device)
-        torch.index_select(gradient, 0, index, out=message[: index.numel() * 4].view(torch.float32))
-        message[index.numel() * 4 :].view(torch.int32).copy_(index)
-        return message
-
-    few, many = find(0.01, gradient), find(0.2, gradient)
-    call_s = bench.time_s(lambda: find(0.5, gradient[:64]), repeats=51)
-    find_few_s, find_many_s = (bench.cold_time_s(lambda d=d: find(d, gradient)) for d in (0.01, 0.2))  # type: ignore[misc]
-    sent = many.numel() - few.numel()
-    listed_s = max(0.0, (find_many_s - find_few_s) / sent)
-    packed_s = max(0.0, (bench.cold_time_s(lambda: pack(many)) - bench.cold_time_s(lambda: pack(few))) / sent)
-    values = torch.ones(many.numel(), device=bench.device)
-    index = many.to(torch.int32)
-    added_s = bench.cold_time_s(lambda: owned.index_add_(0, index, values, alpha=0.5)) / many.numel()
-    return {
-        "call_s": call_s,
-        "threshold_element_s": max(0.0, (find_few_s - few.numel() * listed_s - call_s) / elements),
-        "pack_element_s": listed_s + packed_s,
-        "scatter_element_s": added_s,
-    }

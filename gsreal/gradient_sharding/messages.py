@@ -1,66 +1,160 @@
 """A thresholded message: the values that go to an owner and their places in its range, as bytes.
 
-Densely, it is the owner's whole range with zeros where nothing is sent; else values and int32 indices (COO), the wider
-of them first, so that both are aligned. Both ends decide alike from the number of entries.
+Densely, it is the owner's whole range with zeros where nothing is sent. Else it is values and int32 indices (COO), the
+wider of them first, so that both are aligned; or values, then a bit for every element of the range (bitmap). Both ends
+decide alike from the number of entries: see `gssim.encodings`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-INDEX_BYTES = 4
+from gsreal.gradient_sharding.scratch import Scratch, count, listed
+from gssim import encodings
+from gssim.encodings import INDEX_BYTES
+
+GATHER_BITS = 0x0102040810204080
+"""Times a word of eight flags, a byte each: a word whose highest byte is these eight as bits, the first the lowest."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How messages are written: `coo`, `dense`, or `auto`, whichever of them has fewer bytes."""
+    """How messages are written: `coo`, `bitmap`, `dense`, or `auto`, whichever of them has fewest bytes."""
 
     kind: str
     dtype: torch.dtype
+    scratch: Scratch
 
-    def is_dense(self, entries: int, elements: int) -> bool:
-        """Return whether a message of `entries` out of `elements` goes densely."""
-        if self.kind != "auto":
-            return self.kind == "dense"
-        return self._sparse_bytes(entries) >= elements * self.dtype.itemsize
+    def of(self, entries: int, elements: int) -> str:
+        """Return the encoding of a message of `entries` out of `elements`."""
+        return encodings.chosen(self.kind, entries=entries, elements=elements, value_bytes=self.dtype.itemsize)
 
-    def _sparse_bytes(self, entries: int) -> int:
-        return entries * (self.dtype.itemsize + INDEX_BYTES)
+    def empty(self, entries: int, elements: int, device: torch.device) -> Tensor:
+        """Return a buffer for a message of `entries` out of `elements`."""
+        kind = self.of(entries, elements)
+        if kind == "dense":
+            return torch.empty(elements, dtype=self.dtype, device=device)
+        size = encodings.message_bytes(kind, entries=entries, elements=elements, value_bytes=self.dtype.itemsize)
+        return torch.empty(int(size), dtype=torch.uint8, device=device)
 
-    def pack(self, part: Tensor, mask: Tensor) -> tuple[Tensor, int]:
-        """Return the message of the elements of `part` where `mask` is true, and their number."""
-        entries = int(mask.count_nonzero())
-        if self.is_dense(entries, part.numel()):
-            return torch.where(mask, part, part.new_zeros(())), entries
-        index = mask.nonzero().view(-1)
-        del mask
-        message = self._sparse(entries, part.device)
-        values, places = self._views(message, entries)
-        torch.index_select(part, 0, index, out=values)
-        places.copy_(index)
+    # Sending ---------------------------------------------------------------------------------------------------------
+
+    def pack(self, part: Tensor, flags: Tensor, *, clear: bool = False) -> tuple[Tensor, int]:
+        """Return the message of the elements of `part` where `flags` are set, and their number.
+
+        `clear`: leave zeros in `part` where they were. The flags are used up.
+        """
+        entries = count(flags)
+        message = self.empty(entries, part.numel(), part.device)
+        kind = self.of(entries, part.numel())
+        if kind == "dense":
+            self._fill_dense(message, part, flags, clear)
+            return message, entries
+        values, places = self._views(message, entries, kind)
+        taken = 0
+        for first, last in self.scratch.chunks(part.numel()):
+            here = listed(flags[first:last])
+            self._take(part[first:last], here, values[taken : taken + here.numel()], clear)
+            if kind == "coo":
+                places[taken : taken + here.numel()].copy_(here.add_(first))
+            else:
+                _write_bits(places[first // 8 : -(-last // 8)], flags[first:last])
+            taken += here.numel()
         return message, entries
 
-    def empty(self, entries: int | None, elements: int, device: torch.device) -> Tensor:
-        """Return a buffer for a message of `entries` out of `elements` (None: all of them, not thresholded)."""
-        if entries is None or self.is_dense(entries, elements):
-            return torch.empty(elements, dtype=self.dtype, device=device)
-        return self._sparse(entries, device)
+    def _fill_dense(self, message: Tensor, part: Tensor, flags: Tensor, clear: bool) -> None:
+        for first, last in self.scratch.chunks(part.numel()):
+            sent = self.scratch.magnitudes[: last - first].copy_(flags[first:last]).mul_(part[first:last])
+            message[first:last].copy_(sent)
+            if clear:  # of what is summed up more precisely than it is sent, the rounding is not kept
+                part[first:last].sub_(sent if part.dtype == sent.dtype else message[first:last])
 
-    def add(self, gradient: Tensor, message: Tensor, entries: int | None, weight: float) -> None:
-        """Add a message's values, times `weight`, to an owner's gradient in the owner's precision."""
-        if entries is None or self.is_dense(entries, gradient.numel()):
-            gradient.add_(message.to(gradient.dtype), alpha=weight)
+    def _take(self, part: Tensor, places: Tensor, values: Tensor, clear: bool) -> None:
+        """Copy the elements at `places`."""
+        if part.dtype == values.dtype:
+            torch.index_select(part, 0, places, out=values)
+        else:
+            values.copy_(torch.index_select(part, 0, places, out=self.scratch.magnitudes[: places.numel()]))
+        if clear:
+            part.index_fill_(0, places, 0)
+
+    # Receiving -------------------------------------------------------------------------------------------------------
+
+    def add(
+        self, gradient: Tensor, message: Tensor, entries: int, weight: float, received: Tensor | None = None
+    ) -> None:
+        """Add a message's values, times `weight`, to an owner's gradient in the owner's precision.
+
+        `received`: to which `weight` is added, wherever a value has come.
+        """
+        elements = gradient.numel()
+        if self.of(entries, elements) == "dense":
+            self.scratch.add(gradient, message, weight)
+            if received is not None:
+                self._note_values(message, entries, weight, received)
             return
-        values, index = self._views(message, entries)
-        gradient.index_add_(0, index, values.to(gradient.dtype), alpha=weight)
+        for places, values, first, last in self._entries(message, entries, elements):
+            gradient[first:last].index_add_(0, places, self.scratch.cast_to(gradient.dtype, values), alpha=weight)
+            if received is not None:
+                one = received.new_ones(()).expand(places.numel())
+                received[first:last].index_add_(0, places, one, alpha=weight)
 
-    def _sparse(self, entries: int, device: torch.device) -> Tensor:
-        return torch.empty(self._sparse_bytes(entries), dtype=torch.uint8, device=device)
+    def _note_values(self, message: Tensor, entries: int, weight: float, received: Tensor) -> None:
+        """Add `weight` where a dense message holds a value: unless all were sent, a zero stands for what was not."""
+        if entries == message.numel():
+            received.add_(weight)
+            return
+        for first, last in self.scratch.chunks(message.numel()):
+            came = torch.ne(message[first:last], 0, out=self.scratch.flags[: last - first])
+            received[first:last].add_(self.scratch.magnitudes[: last - first].copy_(came), alpha=weight)
 
-    def _views(self, message: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-        """Return the values and the indices in a sparse message."""
-        values, indices = self.dtype.itemsize * entries, INDEX_BYTES * entries
+    def _entries(self, message: Tensor, entries: int, elements: int) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+        """Give (places, values) of a sparse message, and the range that the places are relative to, chunk by chunk."""
+        kind = self.of(entries, elements)
+        values, places = self._views(message, entries, kind)
+        if kind == "coo":
+            for first, last in self.scratch.chunks(entries):
+                yield places[first:last], values[first:last], 0, elements
+            return
+        taken = 0
+        for first, last in self.scratch.chunks(elements):
+            here = listed(self._read_bits(places[first // 8 : -(-last // 8)])[: last - first])
+            yield here, values[taken : taken + here.numel()], first, last
+            taken += here.numel()
+
+    def _read_bits(self, bits: Tensor) -> Tensor:
+        """Return a flag for every bit, the lowest of a byte first."""
+        codes = self.scratch.magnitudes.view(torch.int32)[: bits.numel()].copy_(bits)
+        flags = self.scratch.flags[: 8 * bits.numel()]
+        torch.index_select(_flags_of_bytes(bits.device), 0, codes, out=flags.view(torch.int64))
+        return flags
+
+    def _views(self, message: Tensor, entries: int, kind: str) -> tuple[Tensor, Tensor]:
+        """Return the values of a sparse message, and their indices or bits."""
+        values = self.dtype.itemsize * entries
+        if kind == "bitmap":
+            return message[:values].view(self.dtype), message[values:]
+        indices = INDEX_BYTES * entries
         if self.dtype.itemsize >= INDEX_BYTES:
             return message[:values].view(self.dtype), message[values:].view(torch.int32)
         return message[indices:].view(self.dtype), message[:indices].view(torch.int32)
+
+
+def _write_bits(bits: Tensor, flags: Tensor) -> None:
+    """Write flags as bits, the first the lowest of a byte; the flags are used up."""
+    whole = flags.numel() // 8
+    words = flags[: 8 * whole].view(torch.int64)
+    bits[:whole].copy_(words.mul_(GATHER_BITS).bitwise_right_shift_(56))  # a byte keeps the lowest bits of a word
+    if whole < bits.numel():
+        _write_bits(bits[whole:], pad(flags[8 * whole :], (0, 8 * bits.numel() - flags.numel())))
+
+
+@cache
+def _flags_of_bytes(device: torch.device) -> Tensor:
+    """Return the eight flags of each byte's bits, a byte each, as one word."""
+    words = [sum((code >> bit & 1) << 8 * bit for bit in range(8)) for code in range(256)]
+    return torch.tensor(words, device=device)

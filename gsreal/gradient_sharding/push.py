@@ -1,7 +1,15 @@
-"""Gradients on their way to the owners of their shards: one bucket at a time, thresholded and packed."""
+"""Gradients on their way to the owners of their shards: one bucket at a time, thresholded and packed.
+
+The order of operations: a rank's mean gradient, plus what it has kept (error feedback), is compared with the threshold;
+what is sent is cleared, the rest is kept. The own range is never thresholded. The owner weighs what comes by the
+sender's part of the step's loss terms, and divides by the weight that it received where the plan says so; its own
+always counts. A rank without loss terms sends nothing and keeps what it has.
+"""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +19,14 @@ from gsreal.exchanges import Pending, all_to_all_v
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.observer import Observer
+from gsreal.gradient_sharding.residuals import PRECISIONS, Accumulated, Residual
+from gsreal.gradient_sharding.scratch import Scratch
+from gsreal.gradient_sharding.thresholds import Part, Thresholds, mark, within
 from gssim import shares
 from gssim.plan import Push
+
+Message = tuple[Tensor | None, int]
+"""What goes to an owner, and how many entries it holds; nothing to itself."""
 
 
 @dataclass
@@ -20,6 +34,8 @@ class _Incoming:
     """A push under way: what this rank will receive for its range of a bucket."""
 
     bucket: Bucket
+    total: Tensor
+    """To what it is added: the shard's gradient, or what later becomes a part of it."""
     pending: Pending
     messages: list[tuple[int, Tensor, int | None]]
     """(sender, buffer, entries), entries None where no threshold was."""
@@ -45,15 +61,49 @@ class Pusher:
     """Pushes buckets to their owners; at most one is under way."""
 
     def __init__(
-        self, push: Push, group: dist.ProcessGroup, dtype: torch.dtype, *, point_to_point: bool, observe: Observer
+        self,
+        push: Push,
+        group: dist.ProcessGroup,
+        buckets: Sequence[Bucket],
+        *,
+        point_to_point: bool,
+        observe: Observer,
     ) -> None:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
-        self.encoding = Encoding(push.encoding, dtype)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
         """Each rank's part of the step's loss terms: what its mean gradient counts."""
+        self.steps = 0
+        """Updates so far."""
         self.sent = Sent()
         self._incoming: _Incoming | None = None
+        self.encodings: dict[torch.dtype, Encoding] = {}
+        self.residuals: dict[int, Residual] = {}
+        self.thresholds: dict[int, Thresholds] = {}
+        if push.threshold is not None:
+            self._prepare(buckets)
+
+    def _prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Take the memory that thresholding needs all the time."""
+        self._take_scratch(buckets)
+        for bucket in buckets:
+            self.thresholds[bucket.index] = Thresholds(self.rules, [bucket.places[p] for p in bucket.parameters])
+            if self.rules.error_feedback:
+                precision = PRECISIONS[self.rules.error_feedback_precision]
+                self.residuals[bucket.index] = Residual(bucket.elements, bucket.own, precision, bucket.flat.device)
+
+    def _take_scratch(self, buckets: Sequence[Bucket]) -> None:
+        for dtype in dict.fromkeys(bucket.flat.dtype for bucket in buckets):
+            alike = [bucket for bucket in buckets if bucket.flat.dtype == dtype]
+            part = max(last - first for bucket in alike for first, last in bucket.ranges)
+            largest = max(bucket.elements for bucket in alike)
+            scratch = Scratch(part, largest, dtype, alike[0].flat.device)
+            self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
+
+    @property
+    def thresholds_now(self) -> bool:
+        """Whether this step's pushes are thresholded: there is a threshold, and the dense steps are over."""
+        return self.rules.threshold is not None and self.steps >= self.rules.warmup_steps
 
     def push(self, bucket: Bucket) -> None:
         """Take in the push that is under way, then send this bucket's gradient on its way and give the bucket back."""
@@ -61,32 +111,81 @@ class Pusher:
         assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
         with self.observe(f"threshold {label}", "compression"):
-            bucket.keep(bucket.gradient[bucket.own], self.weights[self.rank])
-            sends = [self._packed(bucket, owner) for owner in range(self.ranks)]
-            bucket.gradient = None  # dense messages are views of it and keep it until they are sent
-        size = sum(message.numel() * message.element_size() for message, _ in sends if message is not None)
-        self.sent.bytes_of[bucket.index] += size
+            self._pay(bucket)
+            total = self._own(bucket)
+            sends = self._thresholded(bucket) if self.thresholds_now else self._dense(bucket)
+        self._count(bucket, sends)
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):
-            self._incoming = self._posted(bucket, [message for message, _ in sends], counts)
+            self._incoming = self._posted(bucket, total, [message for message, _ in sends], counts)
 
-    def _packed(self, bucket: Bucket, owner: int) -> tuple[Tensor | None, int]:
-        """Return the message for an owner and how many entries it holds."""
-        if owner == self.rank:
-            return None, 0
+    def _pay(self, bucket: Bucket) -> None:
+        residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
+        if residual is not None and weight:
+            assert bucket.gradient is not None
+            residual.pay(bucket.gradient, weight)
+
+    def _count(self, bucket: Bucket, sends: Sequence[Message]) -> None:
+        """Count what is sent, and what could have been."""
+        size = sum(message.numel() * message.element_size() for message, _ in sends if message is not None)
+        self.sent.bytes_of[bucket.index] += size
+        self.sent.entries += sum(entries for _, entries in sends)
+        self.sent.offered += bucket.elements - bucket.shard.numel()
+
+    def _own(self, bucket: Bucket) -> Tensor:
+        """Take the own range's gradient, which is never thresholded; return that to which others' are added.
+
+        Where the sum is divided by the weight received, that of an earlier push of the step stays out of it.
+        """
         assert bucket.gradient is not None
-        part = bucket.gradient[slice(*bucket.ranges[owner])]
-        self.sent.offered += part.numel()
-        if self.rules.threshold is None:
-            self.sent.entries += part.numel()
-            return part, part.numel()
-        message, entries = self.encoding.pack(part, part.abs() >= self.rules.threshold)
-        self.sent.entries += entries
-        return message, entries
+        own, weight = bucket.gradient[bucket.own], self.weights[self.rank]
+        if self._divides and bucket.shard.grad is not None:
+            return own.to(bucket.shard.dtype, copy=True).mul_(weight)
+        bucket.keep(own, weight)
+        assert bucket.shard.grad is not None
+        return bucket.shard.grad
+
+    @property
+    def _divides(self) -> bool:
+        return self.thresholds_now and self.rules.aggregate == "received-weight"
+
+    def _dense(self, bucket: Bucket) -> list[Message]:
+        """Return what goes to every owner where nothing is thresholded: views of the bucket, which they keep."""
+        assert bucket.gradient is not None
+        gradient, bucket.gradient = bucket.gradient, None
+        found: list[Message] = []
+        for owner, places in enumerate(bucket.ranges):
+            part = gradient[slice(*places)] if owner != self.rank else None
+            found.append((part, 0 if part is None else part.numel()))
+        return found
+
+    def _thresholded(self, bucket: Bucket) -> list[Message]:
+        """Return what goes to every owner where only what reaches a threshold is sent; give the bucket back."""
+        weight, encoding = self.weights[self.rank], self.encodings[bucket.flat.dtype]
+        residual = self.residuals.get(bucket.index) if weight else None
+        if residual is not None:
+            assert bucket.gradient is not None
+            residual.accumulate(bucket.gradient, weight, encoding.scratch)
+        accumulated = Accumulated(bucket, residual)
+        thresholds: list[Part] = []
+        if weight:
+            step = self.steps - self.rules.warmup_steps
+            thresholds = self.thresholds[bucket.index].find(accumulated.pieces, encoding.scratch, step=step)
+        accumulated.release()
+        found: list[Message] = []
+        for owner, (first, last) in enumerate(bucket.ranges):
+            if owner == self.rank:
+                found.append((None, 0))
+                continue
+            part = accumulated.part(first, last)
+            flags = mark(part, within(thresholds, first, last), encoding.scratch)
+            found.append(encoding.pack(part, flags, clear=residual is not None))
+        accumulated.finish()
+        return found
 
     def _exchange_counts(self, entries: list[int], label: str) -> list[int | None]:
         """Tell every owner how many entries come, and learn the same from everybody; dense pushes need not."""
-        if self.rules.threshold is None:
+        if not self.thresholds_now:
             return [None] * self.ranks
         with self.observe(f"counts {label}", "exposed_communication"):
             outgoing = torch.tensor(entries, dtype=torch.int64).split(1)
@@ -97,23 +196,27 @@ class Pusher:
             ).wait()
         return [int(count) for count in incoming]
 
-    def _posted(self, bucket: Bucket, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
-        elements = bucket.shard.numel()
+    def _posted(self, bucket: Bucket, total: Tensor, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
+        elements, flat = bucket.shard.numel(), bucket.flat
         messages: list[tuple[int, Tensor, int | None]] = []
         receives: list[Tensor | None] = [None] * self.ranks
         for sender, count in enumerate(counts):
             if sender != self.rank:
-                receives[sender] = buffer = self.encoding.empty(count, elements, bucket.flat.device)
+                if count is None:
+                    buffer = torch.empty(elements, dtype=flat.dtype, device=flat.device)
+                else:
+                    buffer = self.encodings[flat.dtype].empty(count, elements, flat.device)
+                receives[sender] = buffer
                 messages.append((sender, buffer, count))
         pending = all_to_all_v(
             sends,
             receives,
             group=self.group,
-            declared_bytes=(bucket.elements - elements) * bucket.flat.element_size(),
-            data_dependent=self.rules.threshold is not None,
+            declared_bytes=(bucket.elements - elements) * flat.element_size(),
+            data_dependent=self.thresholds_now,
             point_to_point=self.point_to_point,
         )
-        return _Incoming(bucket, pending, messages)
+        return _Incoming(bucket, total, pending, messages)
 
     def drain(self) -> None:
         """Take in the push that is under way, if any."""
@@ -124,7 +227,63 @@ class Pusher:
         with self.observe(f"wait push {label}", "exposed_communication"):
             incoming.pending.wait()
         with self.observe(f"add {label}", "compression"):
-            gradient = incoming.bucket.shard.grad
-            assert gradient is not None
-            for sender, message, entries in incoming.messages:
-                self.encoding.add(gradient, message, entries, self.weights[sender])
+            self._add(incoming)
+
+    def _add(self, incoming: _Incoming) -> None:
+        """Add what came, weighted; divide by the weight that came, where the plan says so."""
+        bucket, total = incoming.bucket, incoming.total
+        received = torch.full_like(total, self.weights[self.rank]) if self._divides else None
+        for sender, message, entries in incoming.messages:
+            weight = self.weights[sender]
+            if entries is None:
+                total.add_(message.to(total.dtype), alpha=weight)
+            else:
+                self.encodings[bucket.flat.dtype].add(total, message, entries, weight, received)
+        if received is None:
+            return
+        total.div_(received.clamp_min_(torch.finfo(received.dtype).tiny))  # where nothing came, the sum is 0
+        if bucket.shard.grad is not total:
+            assert bucket.shard.grad is not None
+            bucket.shard.grad.add_(total)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What is kept and used from step to step."""
+        scratches = [encoding.scratch for encoding in self.encodings.values()]
+        kept = [residual.values for residual in self.residuals.values()]
+        return [*kept, *(each for scratch in scratches for each in (scratch.flags, scratch.magnitudes))]
+
+    def end_step(self) -> None:
+        """Note that what was pushed has been used in an update."""
+        self.steps += 1
+
+    def reshard(self, buckets: Sequence[Bucket]) -> None:
+        """Go on after owners have changed: with other ranges of the same buckets, and what was kept of them."""
+        if self.rules.threshold is not None:
+            self._take_scratch(buckets)
+        for bucket in buckets:
+            if bucket.index in self.residuals:
+                self.residuals[bucket.index].reshard(bucket.own)
+
+    def drop_broken(self) -> None:
+        """Forget what is not finite of what was kept: a step with broken gradients is over."""
+        for residual in self.residuals.values():
+            residual.drop_broken()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next pushes depend on: updates so far, and for every bucket what this rank keeps of it."""
+        kept = {index: {"values": r.values, "weight": r.weight} for index, r in self.residuals.items()}
+        return {
+            "steps": self.steps,
+            "residuals": kept,
+            "thresholds": {index: each.estimated for index, each in self.thresholds.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on a rank with the same ranges."""
+        self.steps = state["steps"]
+        for index, kept in state["residuals"].items():
+            self.residuals[index].values.copy_(kept["values"])
+            self.residuals[index].weight = kept["weight"]
+        for index, estimated in state["thresholds"].items():
+            self.thresholds[index].estimated = estimated

@@ -13,7 +13,7 @@ from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.publish import publish
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gssim import shares as share_solver
-from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, assign_buckets
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, assign_buckets, resolved_push
 
 
 class GradientSharding:
@@ -95,15 +95,19 @@ class GradientSharding:
             self.optimizer.zero_grad(set_to_none=True)
             for bucket in self.buckets:
                 bucket.write_back()
+        pusher.end_step()
         publish(self.buckets, pusher.group, point_to_point=pusher.point_to_point, observe=pusher.observe)
 
     def reshard(self, shard_shares: Sequence[float]) -> int:
         """Give each rank another share of the parameters, with their optimizer state; return the bytes sent.
 
-        By all ranks alike, between `step` and the next backward. Training goes on as it would have done.
+        By all ranks alike, between `step` and the next backward. Training goes on as it would have done; what
+        error feedback has kept for a range that is now the rank's own goes into its next gradient.
         """
         pusher = self.pusher
-        return migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
+        sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
+        pusher.reshard(self.buckets)
+        return sent
 
     def zero_grad(self) -> None:
         """Do nothing: gradients never outlive the bucket that they are collected in."""
@@ -148,5 +152,6 @@ def shard_gradients(
     for bucket in buckets:
         bucket.take_shard()
     optimizer = optimizer_factory([bucket.shard for bucket in buckets])
-    pusher = Pusher(push or Push(), group, buckets[0].flat.dtype, point_to_point=point_to_point, observe=observe)
+    rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
+    pusher = Pusher(rules, group, buckets, point_to_point=point_to_point, observe=observe)
     return GradientSharding(buckets, optimizer, pusher)

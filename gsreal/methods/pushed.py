@@ -25,7 +25,7 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
         lambda shards: make_optimizer(scenario.workload, shards, device),
         group=data_group(scenario.policies, device, "dp_shard"),
         shard_shares=[scenario.shard_shares[each] for each in mesh.group(rank, "dp_shard")],
-        push=plan.push,
+        push=scenario.push,
         point_to_point=scenario.policies.point_to_point,
         bucket_bytes=plan.bucket_bytes,
         first_bucket_bytes=plan.first_bucket_bytes,

@@ -17,10 +17,11 @@ from gssim.program.borders import stages_of
 from gssim.program.compute import compute
 from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.program.messages import mean_density
 from gssim.program.optimizer import optimize, persistent
 from gssim.program.paces import share_compute_times, slowed_down
 from gssim.program.pipeline import held_by_stages, pipeline
-from gssim.program.push import mean_density, push_gradients
+from gssim.program.push import push_gradients
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
     gather_parameters,
@@ -149,7 +150,7 @@ def _micro_batch(
     whole = (kind, micro_batch)
     if whole not in alike:
         pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
-        alone = pushes and low.scenario.plan.push.threshold and micro_batch.index  # what is sent differs
+        alone = pushes and low.push.selects and micro_batch.index  # what is sent differs
         key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
         if key not in alike:
             found = compute(low, rank, micro_batch)

@@ -12,7 +12,7 @@ from gssim import shares
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
-from gssim.plan import Policies, assign_buckets, bucket_limits
+from gssim.plan import Policies, Push, assign_buckets, bucket_limits
 from gssim.program.borders import Stage
 from gssim.program.division import Division, divide
 from gssim.program.owned import OwnedLayers, owned_layers
@@ -147,6 +147,11 @@ class Lowering:
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
         return self.scenario.policies
+
+    @cached_property
+    def push(self) -> Push:
+        """How gradients are pushed, with what follows from the optimizer filled in."""
+        return self.scenario.push
 
     def shard_position(self, rank: int) -> int:
         """Return the position of a rank among those that share the parameters with it: on the axis `dp_shard`."""
@@ -321,8 +326,8 @@ class Lowering:
     def roles(self, *, unfolded: bool = False) -> tuple[Ints, list[int]]:
         """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
         positions = np.arange(len(self.group))
-        policies, push = self.scenario.policies, self.scenario.plan.push
-        if unfolded or (policies.gradients == "push" and push.threshold):
+        policies, push = self.scenario.policies, self.push
+        if unfolded or (policies.gradients == "push" and push.selects):
             return positions, list(self.group)  # what a rank sends depends on whose range holds which tensors
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}

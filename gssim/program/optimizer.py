@@ -11,6 +11,7 @@ from gssim.memory import (
 )
 from gssim.optimizers import implementation_on, optimizer_state_bytes, optimizer_temporary_bytes
 from gssim.program.lowering import Bucket, Lowering
+from gssim.program.messages import held_for_thresholds
 from gssim.program.push import across
 from gssim.program.task import Task
 from gssim.program.units import owned_rows, units
@@ -180,4 +181,5 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
         held["master_copy"] = float(sum(owned) * low.master_bytes)  # FSDP2's sharded parameters are the master copy
     if policies.gradients == "all-reduce":
         held["buckets"] = total * low.value_bytes
+    held |= held_for_thresholds(low, rank)
     return held

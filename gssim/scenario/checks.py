@@ -1,7 +1,7 @@
 """What of workload, plan and cluster does not go together."""
 
 from gssim.conditions import applied, ends_of
-from gssim.plan import Plan, Policies, refuse_what_cannot_run
+from gssim.plan import Plan, Policies, Push, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
 from gssim.scenario.stages import schedule_of, why_no_chain
 from gssim.schedule import refuse
@@ -15,7 +15,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         policies = scenario.policies
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    _check_push(scenario.plan, policies, file)
+    _check_push(scenario, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
     _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
@@ -165,12 +165,14 @@ def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
         raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
 
 
-def _check_push(plan: Plan, policies: Policies, file: str) -> None:
+def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
+    plan, push = scenario.plan, scenario.plan.push
     if policies.gradients == "push":
+        _check_threshold(scenario, file)
         return
     default = Plan(method=plan.method).push
-    for key in ("threshold", "kind", "error_feedback", "aggregate", "encoding", "warmup_steps"):
-        value = getattr(plan.push, key)
+    for key in ("threshold", *NEED_A_THRESHOLD, "encoding"):
+        value = getattr(push, key)
         if value != getattr(default, key):
             raise UserError(
                 f"{file}: plan.push.{key} = {value!r}: method '{plan.method}' pushes no gradients; "
@@ -178,6 +180,49 @@ def _check_push(plan: Plan, policies: Policies, file: str) -> None:
             )
     if plan.publish.threshold is not None and policies.partition == "data":
         raise UserError(f"{file}: plan.publish.threshold: method '{plan.method}' publishes no parameters")
+
+
+NEED_A_THRESHOLD = (
+    "kind",
+    "error_feedback",
+    "error_feedback_precision",
+    "aggregate",
+    "warmup_steps",
+    "reestimate_steps",
+)
+
+
+def _check_threshold(scenario: Scenario, file: str) -> None:
+    """Refuse what says how to push under a threshold where that has no effect."""
+    push, default, run = scenario.plan.push, Push(), scenario.run
+    set_here = [key for key in NEED_A_THRESHOLD if getattr(push, key) != getattr(default, key)]
+    if push.threshold is None:
+        if set_here and push.error_feedback is not False:
+            key = set_here[0]
+            raise UserError(
+                f"{file}: plan.push.{key} = {getattr(push, key)!r}: has no effect without plan.push.threshold"
+            )
+        return
+    if push.kind == "target-density" and not 0 < push.threshold <= 1:
+        raise UserError(
+            f"{file}: plan.push.threshold = {push.threshold:g}: with plan.push.kind = 'target-density' it is the "
+            "fraction to be sent; allowed: more than 0, at most 1"
+        )
+    if push.kind != "target-density" and push.reestimate_steps != default.reestimate_steps:
+        raise UserError(
+            f"{file}: plan.push.reestimate_steps = {push.reestimate_steps}: plan.push.kind = '{push.kind}' estimates "
+            "no threshold; allowed with 'target-density'"
+        )
+    if push.error_feedback_precision != default.error_feedback_precision and not scenario.push.error_feedback:
+        raise UserError(
+            f"{file}: plan.push.error_feedback_precision = '{push.error_feedback_precision}': nothing is kept; "
+            "set plan.push.error_feedback = true"
+        )
+    if push.warmup_steps >= run.warmup_steps + run.steps:
+        raise UserError(
+            f"{file}: plan.push.warmup_steps = {push.warmup_steps}: the run has but {run.warmup_steps + run.steps} "
+            "steps (run.warmup_steps + run.steps), and none would be thresholded"
+        )
 
 
 def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -130,7 +130,7 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
 
 
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> GradientStatistics | None:
-    if not scenario.plan.push.threshold:
+    if not scenario.push.selects:
         return None
     name = scenario.workload.gradients
     if name is None:
@@ -158,6 +158,11 @@ def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: 
         raise UserError(
             f"{file}: workload.gradients = '{name}': covers {statistics.steps} steps, "
             f"but the run has {run.warmup_steps + run.steps} (run.warmup_steps + run.steps)"
+        )
+    if scenario.push.error_feedback and not statistics.feedback_thresholds:
+        raise UserError(
+            f"{file}: workload.gradients = '{name}': was taken without a look at error feedback, which "
+            "plan.push.error_feedback asks for; take it again with `gsreal gradients`"
         )
     names = {name for layer in unrolled(workload.model) for name in layer.parameter_names}
     missing = sorted({name for trace in statistics.traces for name in names - set(trace.tensors)})

@@ -18,7 +18,7 @@ import numpy as np
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.optimizers import VALUES_KEPT, implementation_on, optimizer_moved_values
-from gssim.plan import Plan, Policies
+from gssim.plan import Plan, Policies, resolved_push
 from gssim.scenario.rates import has_master_copy, master_bytes, value_bytes
 from gssim.topology import Wiring
 from gssim.units import PRECISION_BYTES, Floats, Ints, UserError
@@ -155,7 +155,7 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
     gradients = min(2 * plan.bucket_bytes, whole)
     if plan.micro_batches > 1 and policies.gradient_sync == "step":
         gradients = whole
-    residuals = model.elements * _residual_bytes(plan)
+    residuals = model.elements * _residual_bytes(workload, plan)
     replica = whole if policies.parameters == "replicated" else 0
     kept = activation_bytes(workload, plan, samples=micro_batch) + _input_bytes(workload, samples)
     return (
@@ -166,14 +166,16 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
 def owned_bytes(workload: Workload, plan: Plan, policies: Policies) -> float:
     """Return what owning all parameters takes: optimizer state, gradients, and a master copy or the parameters."""
     master = master_bytes(workload)
-    each = VALUES_KEPT[workload.optimizer] * master + master - _residual_bytes(plan)  # what is owned leaves no residual
+    each = VALUES_KEPT[workload.optimizer] * master + master
+    each -= _residual_bytes(workload, plan)  # what is owned leaves no residual
     each += master if has_master_copy(workload) else 0
     each += value_bytes(workload) if policies.parameters != "replicated" else 0
     return max(1.0, float(each * workload.model.elements))
 
 
-def _residual_bytes(plan: Plan) -> int:
-    return PRECISION_BYTES[plan.push.error_feedback_precision] if plan.push.error_feedback else 0
+def _residual_bytes(workload: Workload, plan: Plan) -> int:
+    push = resolved_push(plan.push, sgd=workload.optimizer.startswith("sgd"))
+    return PRECISION_BYTES[push.error_feedback_precision] if push.error_feedback else 0
 
 
 def activation_bytes(workload: Workload, plan: Plan, *, samples: int) -> float:

@@ -13,7 +13,7 @@ from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import TWO_LEVELS, Plan, Policies, Replanning, resolve
+from gssim.plan import TWO_LEVELS, Plan, Policies, Push, Replanning, resolve, resolved_push
 from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
@@ -80,6 +80,11 @@ class Scenario:
         devices, backend = self.cluster.devices, self.cluster.backend
         hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
         return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
+
+    @property
+    def push(self) -> Push:
+        """How gradients are pushed, with what follows from the optimizer filled in."""
+        return resolved_push(self.plan.push, sgd=self.workload.optimizer.startswith("sgd"))
 
     @property
     def ranks(self) -> int:
@@ -246,6 +251,7 @@ class Scenario:
                 del layer[key]  # follows from the module; files traced before it was kept ask the same question
         plan = _adapter(Plan).dump_python(self.plan, mode="json")
         del plan["exchange"]
+        plan["push"] = _adapter(Push).dump_python(self.push, mode="json")
         if self.policies.pp > 1:
             plan["stages"] = [len(stage) for stage in self.stages]
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
@@ -285,7 +291,7 @@ class Loaded:
     @property
     def statistics_needed(self) -> bool:
         """Whether messages depend on the data, so that a prediction needs gradient statistics."""
-        return bool(self.scenario.plan.push.threshold)
+        return self.scenario.push.selects
 
     @property
     def calibration_id(self) -> str:

@@ -1,0 +1,160 @@
+"""Gradient statistics by training for real: sketches of |g| as every rank would see them, and what thresholds send."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gsreal.machine import provenance
+from gsreal.statistics.books import Books
+from gsreal.statistics.training import Gradients, Replica, one_thread
+from gssim.gradients import GradientStatistics
+from gssim.plan import Push
+from gssim.result import write_text
+from gssim.scenario import Scenario
+from gssim.units import validated
+
+EVERY = 10
+BATCHES = 4
+TRAINED_RATIOS = (0.1, 0.01)
+"""Trained under, where no thresholds are given: those that this part of a densely trained run's gradients reaches."""
+
+
+def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
+    """Return the steps that are looked at: from the first to the last, evenly, `every` steps apart or a bit more.
+
+    >>> sampled_steps(45, first=5)
+    (5, 18, 31, 44)
+    """
+    first = min(first, steps - 1)
+    intervals = (steps - 1 - first) // every
+    return tuple(round(first + i * (steps - 1 - first) / max(1, intervals)) for i in range(intervals + 1))
+
+
+def take_statistics(
+    scenario: Scenario, thresholds: Sequence[float] | None = None, *, every: int = EVERY, batches: int = BATCHES
+) -> GradientStatistics:
+    """Return the statistics of training over the run's steps, warm-up included: densely, and under thresholds.
+
+    Every rank's gradient is computed in turn from its own rows. What reaches the owners trains the model: all of a
+    rank's own range, and what is at least the threshold of the others; with error feedback, what was not sent before is
+    added first. At each step that is looked at, gradients of several batches are: the noise of one is no property
+    of the training. `thresholds`: besides 0; absent: two, that send a tenth and a hundredth.
+    """
+    steps = scenario.run.warmup_steps + scenario.run.steps
+    sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
+    push = replace(scenario.plan.push, kind="absolute", threshold=None)
+    with one_thread():
+        push_grid, publish_grid = _grids(Replica(scenario, push))
+
+        def taken(policy: Push, publish: Sequence[float] = ()) -> Books:
+            looked_at = push_grid if policy.error_feedback or not policy.threshold else ()
+            return _trained(scenario, policy, sampled, batches, looked_at, publish)
+
+        dense = taken(push, publish_grid)
+        traces = dense.traces()
+        chosen = dense.thresholds(TRAINED_RATIOS) if thresholds is None else thresholds
+        for threshold in (each for each in chosen if each):
+            for feedback in (False, True):
+                traces += taken(replace(push, threshold=threshold, error_feedback=feedback)).traces()
+    data = _head(scenario) | {
+        "steps": steps,
+        "sampled_steps": sampled,
+        "feedback_thresholds": push_grid,
+        "publish_thresholds": publish_grid,
+        "traces": traces,
+        "changes": {name: book.trace() for name, book in dense.changes.items()},
+    }
+    return validated(GradientStatistics, data, file="gsreal gradients")
+
+
+def _trained(
+    scenario: Scenario,
+    push: Push,
+    sampled: Sequence[int],
+    batches: int,
+    push_grid: Sequence[float],
+    publish_grid: Sequence[float],
+) -> Books:
+    """Return the books of one training run."""
+    feedback = " with error feedback" if push.error_feedback else ""
+    how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
+    print(f"gsreal: training {how}", file=sys.stderr, flush=True)
+    steps = scenario.run.warmup_steps + scenario.run.steps
+    books = Books(Replica(scenario, push), sampled, push_grid=push_grid, publish_grid=publish_grid)
+    for step in range(steps):
+        books.train(step, [step + batch * steps for batch in range(1, batches)])
+        if (step + 1) % max(1, steps // 5) == 0:
+            print(f"gsreal: step {step + 1} of {steps}", file=sys.stderr, flush=True)
+    return books
+
+
+def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return thresholds, two a decade, at which feedback and publishing are looked at: far about what one step shows.
+
+    Gradients are often largest at first, and changes grow as they gather momentum.
+    """
+    gradients: Gradients = {}
+
+    def see(rank: int, found: Gradients) -> None:
+        gradients.update({name: gradient.detach().clone() for name, gradient in found.items()})
+
+    before = {name: master.detach().clone() for name, master in replica.masters().items()}
+    replica.step(0, see)
+    changes = {name: master - before[name] for name, master in replica.masters().items()}
+    return _half_decades(gradients, 1 / 50, 100), _half_decades(changes, 1 / 30, 300)
+
+
+def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, ...]:
+    """Return 10^(k/2) from `low` to `high` times the median magnitude of what is not 0."""
+    magnitudes = torch.cat([tensor.detach().abs().reshape(-1).double() for tensor in tensors.values()]).numpy()
+    middle = float(np.median(magnitudes[magnitudes > 0])) if magnitudes.any() else 1.0
+    first, last = (round(2 * math.log10(middle * factor)) for factor in (low, high))
+    return tuple(float(f"{10 ** (k / 2):.4g}") for k in range(first, last + 1))
+
+
+def _head(scenario: Scenario) -> dict[str, Any]:
+    workload = scenario.workload
+    made = provenance(torch.device("cpu"))
+    return {
+        "model": workload.model.name,
+        "precision": workload.precision,
+        "optimizer": workload.optimizer,
+        "learning_rate": workload.learning_rate,
+        "global_batch_size": workload.global_batch_size,
+        "sequence_length": workload.sequence_length,
+        "seed": scenario.run.seed,
+        "source": f"measured {made['date']} by gsreal gradients, torch {made['torch']}, {scenario.ranks} ranks",
+    }
+
+
+def write_statistics(path: Path, statistics: GradientStatistics) -> None:
+    """Write the statistics as JSON, a line for each parameter, or nothing."""
+    rows = asdict(statistics)
+    traces = [
+        "  " + _braced({name: value for name, value in trace.items() if name != "tensors"}, tensors=trace["tensors"])
+        for trace in rows.pop("traces")
+    ]
+    changes = rows.pop("changes")
+    lines = [f" {json.dumps(name)}: {_json(value)}" for name, value in rows.items()]
+    lines += [' "traces": [\n' + ",\n".join(traces) + "\n ]", ' "changes": ' + _lines(changes)]
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _braced(head: dict[str, Any], *, tensors: dict[str, Any]) -> str:
+    fields = [f"{json.dumps(name)}: {_json(value)}" for name, value in head.items()]
+    return "{" + ", ".join([*fields, f'"tensors": {_lines(tensors)}']) + "}"
+
+
+def _lines(tensors: dict[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"   {json.dumps(name)}: {_json(value)}" for name, value in tensors.items()) + "\n  }"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

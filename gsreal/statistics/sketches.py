@@ -1,0 +1,90 @@
+"""Sketches of tensors, taken block by block and added up."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gssim.gradients import SKETCH_EDGES
+
+BLOCKS = 12
+"""Blocks that a tensor is looked at in: query, key and value have four each, and so has every third."""
+PARTITIONS = (1, 2, 3, 4, 6, BLOCKS)
+ALIKE = 2.0
+"""Blocks whose mean magnitudes differ by no more than this factor are told as one."""
+SMALL = 0.01
+"""Tensors with no more than this part of the model's elements are told as one block."""
+NEARLY_ALL = 0.99
+"""Edges that more than this part of what is not 0 reaches are not told of."""
+
+
+class BlockSketches:
+    """What is found of the blocks of one tensor at one step, from all the gradients that are added."""
+
+    def __init__(self) -> None:
+        self.elements: Any = 0
+        self.sums: Any = 0
+        self.squares: Any = 0
+        self.reached: Any = 0
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient's elements."""
+        magnitudes = gradient.detach().abs().reshape(-1).double()
+        below = torch.bucketize(magnitudes, torch.tensor(SKETCH_EDGES, dtype=torch.float64), right=True)
+        counts = [torch.bincount(block, minlength=len(SKETCH_EDGES) + 1) for block in in_blocks(below)]
+        found = torch.stack(counts).flip(1).cumsum(1).flip(1).numpy()
+        self.elements, self.reached = self.elements + found[:, 0], self.reached + found[:, 1:]
+        self.sums, self.squares = self.sums + summed(magnitudes), self.squares + summed(magnitudes.square())
+
+    def sketch(self, blocks: slice) -> dict[str, Any]:
+        """Return the sketch of some of the blocks together."""
+        elements = max(1, int(self.elements[blocks].sum()))
+        ratios = self.reached[blocks].sum(0) / elements
+        first = max(0, int((ratios >= NEARLY_ALL * ratios[0]).sum()) - 1)
+        last = max(first + 1, int((ratios > 0).sum()))
+        return {
+            "mean": rounded(self.sums[blocks].sum() / elements),
+            "rms": rounded(math.sqrt(self.squares[blocks].sum() / elements)),
+            "first_edge": first,
+            "tail_ratios": [rounded(float(ratio), 3) for ratio in ratios[first:last]],
+        }
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean magnitude of every block."""
+        return np.asarray(self.sums / np.maximum(1, self.elements))
+
+
+def in_blocks(flat: Tensor) -> list[Tensor]:
+    """Return the blocks of a flat tensor: of equal size, or nearly."""
+    return list(flat.tensor_split([-(-len(flat) * i // BLOCKS) for i in range(1, BLOCKS)]))
+
+
+def summed(values: Tensor) -> np.ndarray:
+    """Return the sum of the values in each block."""
+    return np.array([float(block.sum()) for block in in_blocks(values)])
+
+
+def partition(means: Sequence[np.ndarray], *, small: bool) -> tuple[slice, ...]:
+    """Return the fewest parts of equal size of which each is of blocks alike; `means`: of every block at every step.
+
+    Which owner has which part of a small tensor matters little: it is one part.
+    """
+    for count in PARTITIONS[:1] if small else PARTITIONS:
+        size = BLOCKS // count
+        parts = [[each[i * size : (i + 1) * size] for each in means] for i in range(count)]
+        if all(_alike(part) for steps in parts for part in steps):
+            break
+    return tuple(slice(i * size, (i + 1) * size) for i in range(count))
+
+
+def _alike(means: np.ndarray) -> bool:
+    return bool(means.max() <= ALIKE * means.min())
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """Return the value to a few significant digits."""
+    return float(f"{value:.{digits}g}")

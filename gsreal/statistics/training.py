@@ -1,0 +1,142 @@
+"""Training as Gradient Sharding does it, every rank's gradient computed in turn on one device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.build import logits_of, loss_of
+from gsreal.master import MasterCopy, master_type
+from gsreal.measure import Timeline
+from gsreal.methods import make_optimizer
+from gsreal.worker import Feed, build
+from gssim.plan import Push, assign_buckets, bucket_limits
+from gssim.scenario import Scenario, single_device
+from gssim.shares import ranges
+from gssim.workload import gradient_order, unrolled
+
+Gradients = dict[str, Tensor]
+"""By parameter name."""
+
+
+class Replica:
+    """The scenario's model on one device, trained by what all ranks would send to the owners under a push policy."""
+
+    def __init__(self, scenario: Scenario, push: Push) -> None:
+        device = torch.device("cpu")
+        self.scenario, self.push = scenario, push
+        self.module = build(single_device(scenario), Timeline(0, device), device).module
+        self.parameters = dict(self.module.named_parameters())
+        self.optimizer = make_optimizer(scenario.workload, self.module.parameters(), device)
+        self.feeds = {
+            rank: Feed(scenario, rank, device) for rank in range(scenario.ranks) if scenario.batch_sizes[rank]
+        }
+        """Of the ranks that have samples: others have no gradient."""
+        self.owners = _owners(scenario, self.module) if push.threshold else {}
+        self.residuals: dict[tuple[int, str], Tensor] = {}
+        self.sent_elements = self.offered_elements = 0
+        """Of the latest step: what ranks sent of what others own, and all of that."""
+
+    def gradients(self, step: int, rank: int) -> tuple[Gradients, float]:
+        """Return one rank's mean gradient over its own rows of a step, and its weight in that step."""
+        inputs, targets, weights = self.feeds[rank].at(step)
+        self.module.zero_grad(set_to_none=True)
+        loss_of(logits_of(self.module(inputs)), targets).backward()
+        found = {}
+        for name, parameter in self.parameters.items():
+            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return found, weights.ranks[rank]
+
+    def step(self, step: int, see: Callable[[int, Gradients], None]) -> None:
+        """Train one step; `see` is shown every rank's gradients on the way."""
+        self.sent_elements = self.offered_elements = 0
+        contributions = []
+        for rank in self.feeds:
+            gradients, weight = self.gradients(step, rank)
+            see(rank, gradients)
+            if self.push.threshold:
+                gradients = {name: self._sent(step, rank, name, gradient) for name, gradient in gradients.items()}
+            contributions.append((rank, weight, gradients))
+        divides = self.push.aggregate == "received-weight"
+        for name, parameter in self.parameters.items():
+            found = [(rank, weight, gradients[name]) for rank, weight, gradients in contributions]
+            parameter.grad = self._added(name, found, divided=self._thresholds(step) and divides)
+        self.optimizer.step()
+
+    def _thresholds(self, step: int) -> bool:
+        return bool(self.push.threshold) and step >= self.push.warmup_steps
+
+    def _added(self, name: str, contributions: list[tuple[int, float, Tensor]], *, divided: bool) -> Tensor:
+        """Return what the owners make of all contributions: their own first, then the others' by rank."""
+        owners = self.owners.get(name)
+        if owners is None:
+            owners = torch.full_like(contributions[0][2], contributions[0][0])
+        total, received = torch.zeros_like(contributions[0][2]), torch.zeros_like(contributions[0][2])
+        for rank, weight, gradient in contributions:
+            own = owners == rank
+            total[own] = gradient[own] * weight
+            received[own] = weight
+        for rank, weight, gradient in contributions:
+            others = gradient * (owners != rank)
+            total.add_(others, alpha=weight)
+            received.add_((others != 0).to(received.dtype), alpha=weight)
+        return torch.where(received > 0, total / received, total) if divided else total
+
+    def _sent(self, step: int, rank: int, name: str, gradient: Tensor) -> Tensor:
+        """Return what a rank's gradient is to the owners: 0 where it is not sent, and its own range in any case."""
+        assert self.push.threshold is not None
+        if self.push.error_feedback and (rank, name) in self.residuals:
+            gradient = gradient + self.residuals[rank, name]
+        threshold = self.push.threshold if self._thresholds(step) else 0.0
+        reached, own = gradient.abs() >= threshold, self.owners[name] == rank
+        sent = own | reached
+        self.sent_elements += int((reached & ~own).sum())
+        self.offered_elements += int((~own).sum())
+        if self.push.error_feedback:
+            kept = torch.bfloat16 if self.push.error_feedback_precision == "bf16" else master_type(gradient.dtype)
+            self.residuals[rank, name] = (gradient * ~sent).to(kept)
+        return gradient * sent
+
+    def masters(self) -> Gradients:
+        """Return what the optimizer updates, by the name of the parameter."""
+        if isinstance(self.optimizer, MasterCopy):
+            of = {id(parameter): master for parameter, master in self.optimizer.pairs()}
+            return {name: of[id(parameter)] for name, parameter in self.parameters.items()}
+        return dict(self.parameters)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread while the context lasts.
+
+    How many threads share a sum decides its last digits, which training makes much of; MKL takes fewer of them where it
+    sees fit. So the same training gives the same statistics, on a machine of any size under any load.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _owners(scenario: Scenario, module: nn.Module) -> dict[str, Tensor]:
+    """Return the owning rank of every element, by parameter name."""
+    layers = unrolled(scenario.workload.model)
+    named = dict(module.named_parameters())
+    order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
+    first, cap = bucket_limits(scenario.plan, scenario.policies)
+    sizes = [named[name].numel() * named[name].element_size() for name in order]
+    found = {}
+    for members in assign_buckets(sizes, first_bytes=first, cap_bytes=cap):
+        elements = [named[order[i]].numel() for i in members]
+        flat = torch.cat(
+            [
+                torch.full((last - start,), float(rank))
+                for rank, (start, last) in enumerate(ranges(sum(elements), scenario.shard_shares))
+            ]
+        )
+        for i, part in zip(members, flat.split(elements), strict=True):
+            found[order[i]] = part.view(named[order[i]].shape)
+    return found

@@ -1,0 +1,144 @@
+"""What a push sends: bytes and entries of every message of a bucket, and what a rank keeps for it all the time."""
+
+from collections.abc import Sequence
+
+from gssim import density, encodings
+from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.units import PRECISION_BYTES
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+def is_thresholded(low: Lowering) -> bool:
+    """Return whether this step's pushes are thresholded: there is a threshold, and the dense steps are over."""
+    push = low.push
+    return push.threshold is not None and low.step >= push.warmup_steps
+
+
+def encoding_of(low: Lowering, elements: float, entries: float) -> str:
+    """Return how a thresholded message goes."""
+    kind = low.push.encoding
+    return encodings.chosen(kind, entries=entries, elements=elements, value_bytes=low.value_bytes)
+
+
+def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
+    """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
+    unique = low.push.selects
+    key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
+    if key not in low.found:
+        low.found[key] = _new_matrix(low, bucket, micro_batch, place)
+    found: tuple[Matrix, Matrix] = low.found[key]
+    return found
+
+
+def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
+    division = low.division(bucket)
+    if not is_thresholded(low):
+        owned = division.owned[place]
+        return _everybodys(owned, low.value_bytes), _everybodys(owned, 1)
+    sizes, entries = [], []
+    for sender in range(low.nodes):
+        row_sizes, row_entries = [], []
+        for owner, (first, last) in enumerate(division.ranges(place)):
+            elements = float(last - first) if owner != sender else 0.0
+            sent = _entries(low, bucket, micro_batch, sender, first, last) if elements else 0.0
+            encoding = encoding_of(low, elements, sent)
+            row_entries.append(sent)
+            row_sizes.append(
+                encodings.message_bytes(encoding, entries=sent, elements=elements, value_bytes=low.value_bytes)
+            )
+        sizes.append(tuple(row_sizes))
+        entries.append(tuple(row_entries))
+    return tuple(sizes), tuple(entries)
+
+
+def _everybodys(owned: Sequence[float], factor: int) -> Matrix:
+    """Return what each rank sends where all send all: every owner's part, but nothing to itself."""
+    row = tuple(float(factor * elements) for elements in owned)
+    return tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank in range(len(row)))
+
+
+def _entries(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, node: int, first: int, last: int) -> float:
+    """Return how many elements of the bucket's range [first, last) a node's rank sends; none without samples."""
+    push = low.push
+    samples, part = _samples(low, micro_batch, node)
+    if not samples:
+        return 0.0
+    if not push.selects:
+        return float(last - first)
+    assert low.statistics is not None  # loading demands them
+    sent = 0.0
+    start = 0
+    for instance, parameter in bucket.members:
+        end = start + parameter.elements
+        inside = min(end, last) - max(start, first)
+        if inside > 0:
+            sent += inside * density.push_density(
+                low.statistics,
+                push,
+                samples=samples,
+                tensor=parameter.name.replace("{}", instance.module),
+                step=low.step,
+                part=part,
+                first=(max(start, first) - start) / parameter.elements,
+                last=(min(end, last) - start) / parameter.elements,
+            )
+        start = end
+    return sent
+
+
+def _samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[int, float]:
+    """Return the samples that a node's gradient is a mean over, and which part of the node's mean that is.
+
+    Where every micro-batch is pushed, what is thresholded is its part of the mean over the whole step's samples.
+    """
+    ranks = low.group[node * low.places : (node + 1) * low.places]
+    whole = sum(low.batch_sizes[rank] for rank in ranks)
+    samples = sum(low.samples(rank, micro_batch) for rank in ranks) if micro_batch.left else whole
+    return samples, samples / whole if whole else 0.0
+
+
+def mean_density(low: Lowering) -> float:
+    """Return the fraction of elements owned on other nodes that all ranks send in this step."""
+    sent = offered = 0.0
+    for micro_batch in (each for each in low.micro_batches if each.leaves):
+        for bucket in low.buckets:
+            entries = [push_matrix(low, bucket, micro_batch, place)[1] for place in range(low.places)]
+            sent += sum(sum(map(sum, each)) for each in entries)
+            offered += (low.nodes - 1) * bucket.elements
+    return sent / offered if offered else 0.0
+
+
+# What a threshold takes all the time ---------------------------------------------------------------------------------
+
+
+def kept_elements(low: Lowering, bucket: Bucket, rank: int) -> int:
+    """Return the elements of a bucket for which a rank keeps what it has not sent: those that others own."""
+    if not low.push.error_feedback:
+        return 0
+    return low.division(bucket).places[low.place(rank)] - low.pushed_elements(bucket, rank)
+
+
+def kept_bytes(low: Lowering) -> int:
+    """Return the bytes of one element of what is kept."""
+    return PRECISION_BYTES[low.push.error_feedback_precision]
+
+
+def accumulates_in_kept(low: Lowering) -> bool:
+    """Return whether gradients are added to what was kept of earlier ones, so that their bucket is not needed longer.
+
+    Else it is added to them: sums are made in the more precise of the two.
+    """
+    return low.push.error_feedback is True and kept_bytes(low) >= low.value_bytes
+
+
+def held_for_thresholds(low: Lowering, rank: int) -> dict[str, float]:
+    """Return what a rank holds all the time to threshold its gradients: what it has not sent, and scratch."""
+    if low.policies.gradients != "push" or low.push.threshold is None:
+        return {}
+    owned = [low.division(bucket).owned[low.place(rank)] for bucket in low.buckets]
+    chunked = low.device(rank).kind == "cpu"
+    flags, magnitudes = encodings.scratch_elements(max(map(max, owned)), max(map(sum, owned)), chunked=chunked)
+    kept = sum(kept_elements(low, bucket, rank) for bucket in low.buckets)
+    scratch = flags + magnitudes * max(low.value_bytes, PRECISION_BYTES["fp32"])
+    return {"residuals": float(kept * kept_bytes(low)), "scratch": float(scratch)}
