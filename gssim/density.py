@@ -1,10 +1,10 @@
 """What a threshold makes of measured gradient statistics: the fraction of elements that reach it.
 
 Statistics are taken at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
-the fraction of elements that reach a threshold in units of that scale, both over the root of the step, for training
-changes gradients ever more slowly. What a threshold drops changes the training and
-with it later gradients, so statistics are taken under several thresholds, and the densities that they give are
-interpolated in the logarithm of the threshold.
+the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, for
+training changes gradients ever more slowly. What a threshold drops changes the training and with it later gradients, so
+statistics are taken under several thresholds, and the densities that they give are interpolated in the logarithm of the
+threshold.
 
 Without error feedback the density is the tail of |g|. With it, it is the rate at which elements come to reach the
 threshold with all that was not sent before; it is measured at a grid of thresholds, for it depends on how steadily each
@@ -66,7 +66,7 @@ def push_density(
     """
     if push.threshold is None or not push.selects or step < push.warmup_steps:
         return 1.0
-    if samples == 0 or part == 0:  # a gradient of zeros
+    if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
         return 0.0
     view = _View(statistics, samples, tensor, bool(push.error_feedback))
     threshold = _absolute(view, push, step, part)
@@ -82,6 +82,8 @@ def publish_density(
     """
     if not publish.threshold:
         return 1.0
+    if math.isinf(publish.threshold):
+        return 0.0
     moment, grid, threshold = _moment(statistics.sampled_steps, step), statistics.publish_thresholds, publish.threshold
     blocks = statistics.changes[tensor].blocks
     values = [moment.mixed([_on_grid(grid, row, threshold) for row in moment.of(block)]) for block in blocks]
@@ -182,7 +184,7 @@ def _moment(sampled_steps: Sequence[int], step: int) -> _Moment:
     if after == len(sampled_steps) or after == 0:
         only = min(after, len(sampled_steps) - 1)
         return _Moment(only, only, 0.0)
-    start, at, end = (math.sqrt(each) for each in (sampled_steps[after - 1], step, sampled_steps[after]))
+    start, at, end = (math.log1p(each) for each in (sampled_steps[after - 1], step, sampled_steps[after]))
     return _Moment(after - 1, after, (at - start) / (end - start))
 
 

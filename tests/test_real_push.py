@@ -108,7 +108,13 @@ def test_realised_densities_are_those_asked_for(everybodys: list[dict[str, Any]]
 
 # In training ---------------------------------------------------------------------------------------------------------
 
-GPT = ["plan.method=gs", "workload.sequence_length=8", "workload.global_batch_size=12"]
+GPT = [
+    "plan.method=gs",
+    "workload.sequence_length=8",
+    "workload.global_batch_size=12",
+    "run.steps=3",
+    "run.warmup_steps=2",
+]
 SGD = [*GPT, "workload.optimizer=sgd-momentum", "workload.learning_rate=0.05"]
 ADAMW64 = [*GPT, "workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 EACH = ["plan.micro_batches=2", "plan.gradient_sync=micro-batch"]

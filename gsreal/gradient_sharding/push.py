@@ -94,14 +94,6 @@ class Pusher:
                 precision = PRECISIONS[self.rules.error_feedback_precision]
                 self.residuals[bucket.index] = Residual(bucket.elements, bucket.own, precision, bucket.flat.device)
 
-    def owners_changed(self, buckets: Sequence[Bucket]) -> None:
-        """Go on where owners have other ranges: what is kept of others' gradients stays, of the own ones it goes."""
-        if self.rules.threshold is None:
-            return
-        self._take_scratch(buckets)
-        for bucket in buckets if self.rules.error_feedback else ():
-            self.residuals[bucket.index] = self.residuals[bucket.index].where_owned(bucket.own)
-
     def _take_scratch(self, buckets: Sequence[Bucket]) -> None:
         for dtype, scratch in scratches(buckets).items():
             self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)

@@ -36,20 +36,6 @@ class Residual:
         """What others own: half-open ranges before the own one and after it."""
         return (0, self.own.start), (self.own.stop, self.elements)
 
-    def where_owned(self, own: slice) -> "Residual":
-        """Return what is kept where the own range is another: nothing of what was owned before, or is now.
-
-        The latter is lost, once: less than the threshold of each element.
-        """
-        new = Residual(self.elements, own, self.values.dtype, self.values.device)
-        new.weight = self.weight
-        for first, last in self.places:
-            for start, end in new.places:
-                begin, stop = max(first, start), min(last, end)
-                if begin < stop:
-                    new.part(begin, stop).copy_(self.part(begin, stop))
-        return new
-
     def accumulates(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of a type are added to what is kept; else it to them, whichever is more precise."""
         return torch.promote_types(dtype, self.values.dtype) == self.values.dtype

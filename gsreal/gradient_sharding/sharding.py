@@ -191,15 +191,16 @@ class GradientSharding(torch.optim.Optimizer):
     def reshard(self, shard_shares: Sequence[float]) -> int:
         """Give each rank another share of the parameters, with their optimizer state; return the bytes sent.
 
-        By all ranks alike, between `step` and the next backward. Training goes on as it would have done. Of replicas
-        that all ranks push to one another alone.
+        By all ranks alike, between `step` and the next backward. Training goes on as it would have done; what
+        error feedback has kept for a range that is now the rank's own goes into its next gradient.
+        Only where every rank keeps a replica and pushes to all others.
         """
         if len(self.levels.ranks) != self.pusher.ranks or not all(bucket.is_replica for bucket in self.buckets):
             raise RuntimeError("shards change owners only where every rank keeps a replica and pushes to all others")
         self.finish()
         pusher = self.pusher
         sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
-        pusher.owners_changed(self.buckets)
+        pusher.reshard(self.buckets)
         self.publisher.owners_changed(self.buckets)
         return sent
 

@@ -35,6 +35,8 @@ class Replica:
         """Of the ranks that have samples: others have no gradient."""
         self.owners = _owners(scenario, self.module) if push.threshold else {}
         self.residuals: dict[tuple[int, str], Tensor] = {}
+        self.sent_elements = self.offered_elements = 0
+        """Of the latest step: what ranks sent of what others own, and all of that."""
 
     def gradients(self, step: int, rank: int) -> tuple[Gradients, float]:
         """Return one rank's mean gradient over its own rows of a step, and its weight in that step."""
@@ -48,35 +50,53 @@ class Replica:
 
     def step(self, step: int, see: Callable[[int, Gradients], None]) -> None:
         """Train one step; `see` is shown every rank's gradients on the way."""
-        total: Gradients = {}
-        received: Gradients = {}
-        normalised = bool(self.push.threshold) and self.push.aggregate == "received-weight"
+        self.sent_elements = self.offered_elements = 0
+        contributions = []
         for rank in self.feeds:
             gradients, weight = self.gradients(step, rank)
             see(rank, gradients)
-            for name, gradient in gradients.items():
-                if self.push.threshold:
-                    gradient, sent = self._sent(step, rank, name, gradient)
-                    if normalised:
-                        received[name] = received.get(name, 0) + weight * sent.to(gradient.dtype)
-                total[name] = total.get(name, 0) + weight * gradient
+            if self.push.threshold:
+                gradients = {name: self._sent(step, rank, name, gradient) for name, gradient in gradients.items()}
+            contributions.append((rank, weight, gradients))
+        divides = self.push.aggregate == "received-weight"
         for name, parameter in self.parameters.items():
-            if normalised:
-                total[name] = torch.where(received[name] > 0, total[name] / received[name], total[name])
-            parameter.grad = total[name]
+            found = [(rank, weight, gradients[name]) for rank, weight, gradients in contributions]
+            parameter.grad = self._added(name, found, divided=self._thresholds(step) and divides)
         self.optimizer.step()
 
-    def _sent(self, step: int, rank: int, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a rank's gradient is to the owners, and where it is sent: its own range is in any case."""
+    def _thresholds(self, step: int) -> bool:
+        return bool(self.push.threshold) and step >= self.push.warmup_steps
+
+    def _added(self, name: str, contributions: list[tuple[int, float, Tensor]], *, divided: bool) -> Tensor:
+        """Return what the owners make of all contributions: their own first, then the others' by rank."""
+        owners = self.owners.get(name)
+        if owners is None:
+            owners = torch.full_like(contributions[0][2], contributions[0][0])
+        total, received = torch.zeros_like(contributions[0][2]), torch.zeros_like(contributions[0][2])
+        for rank, weight, gradient in contributions:
+            own = owners == rank
+            total[own] = gradient[own] * weight
+            received[own] = weight
+        for rank, weight, gradient in contributions:
+            others = gradient * (owners != rank)
+            total.add_(others, alpha=weight)
+            received.add_((others != 0).to(received.dtype), alpha=weight)
+        return torch.where(received > 0, total / received, total) if divided else total
+
+    def _sent(self, step: int, rank: int, name: str, gradient: Tensor) -> Tensor:
+        """Return what a rank's gradient is to the owners: 0 where it is not sent, and its own range in any case."""
         assert self.push.threshold is not None
         if self.push.error_feedback and (rank, name) in self.residuals:
             gradient = gradient + self.residuals[rank, name]
-        everything = step < self.push.warmup_steps
-        sent = (self.owners[name] == rank) | (gradient.abs() >= (0.0 if everything else self.push.threshold))
+        threshold = self.push.threshold if self._thresholds(step) else 0.0
+        reached, own = gradient.abs() >= threshold, self.owners[name] == rank
+        sent = own | reached
+        self.sent_elements += int((reached & ~own).sum())
+        self.offered_elements += int((~own).sum())
         if self.push.error_feedback:
             kept = torch.bfloat16 if self.push.error_feedback_precision == "bf16" else master_type(gradient.dtype)
             self.residuals[rank, name] = (gradient * ~sent).to(kept)
-        return gradient * sent, sent
+        return gradient * sent
 
     def masters(self) -> Gradients:
         """Return what the optimizer updates, by the name of the parameter."""

@@ -173,8 +173,9 @@ def _exchange_events(
     if low.policies.point_to_point:
         came = [packed, *adding, Event(5, -received_bytes, "communication")]
         return [Event(0, received_bytes, "communication")], came
-    size = 2 * received_bytes + sent_bytes
-    return [Event(0, size, "communication"), packed], [*adding, Event(5, -size, "communication")]
+    copies = received_bytes + sent_bytes
+    came = [Event(0, -copies, "communication"), *adding, Event(5, -received_bytes, "communication")]
+    return [Event(0, copies + received_bytes, "communication"), packed], came
 
 
 def _adding_events(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch) -> list[Event]:

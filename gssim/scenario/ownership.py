@@ -166,9 +166,8 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
 def owned_bytes(workload: Workload, plan: Plan, policies: Policies) -> float:
     """Return what owning all parameters takes: optimizer state, gradients, and a master copy or the parameters."""
     master = master_bytes(workload)
-    each = (
-        VALUES_KEPT[workload.optimizer] * master + master - _residual_bytes(workload, plan)
-    )  # what is owned leaves no residual
+    each = VALUES_KEPT[workload.optimizer] * master + master
+    each -= _residual_bytes(workload, plan)  # what is owned leaves no residual
     each += master if has_master_copy(workload) else 0
     each += value_bytes(workload) if policies.parameters != "replicated" else 0
     return max(1.0, float(each * workload.model.elements))
