@@ -254,7 +254,7 @@ def scenario_of(
     return scenario
 
 
-FEEDBACK_GRID = (1e-5, 1e-4, 1e-3, 1e-2)
+FEEDBACK_GRID = tuple(10 ** (-5 + k / 2) for k in range(7))
 
 
 def exponential_tensor(*rms: float) -> TensorTrace:

@@ -4,75 +4,103 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import exponential_statistics
+from strategies import FEEDBACK_GRID, exponential_statistics, exponential_tensor
 
-from gssim.density import push_density, traces_of
-from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, RankTrace, TensorTrace
-from gssim.plan import Push
+from gssim.density import publish_density, push_density, traces_of, union_density, united
+from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
+from gssim.plan import Publish, Push
 
 TENSOR = "head.weight"
+RMS = 1e-3
+MEAN = RMS / math.sqrt(2)
 
 
-def density(statistics, threshold, *, samples=4, step=0):
-    return push_density(statistics, Push(threshold=threshold), samples=samples, tensor=TENSOR, step=step)
+def density(statistics, threshold, *, samples=4, step=0, part=1.0, first=0.0, last=1.0, **policy):
+    push = Push(threshold=threshold, **policy)
+    return push_density(statistics, push, samples=samples, tensor=TENSOR, step=step, part=part, first=first, last=last)
 
 
-def exponential(threshold: float, rms: float) -> float:
-    return math.exp(-math.sqrt(2) * threshold / rms)
+def statistics_of(*tensors, thresholds=(0.0,), steps=(0,), feedback=False):
+    """Return statistics of one tensor, trained under each of the thresholds."""
+    traces = tuple(
+        RankTrace(samples=4, threshold=threshold, error_feedback=feedback, tensors={TENSOR: tensor})
+        for threshold, tensor in zip(thresholds, tensors, strict=True)
+    )
+    looked_at = FEEDBACK_GRID if tensors[0].blocks[0].feedback else ()
+    changes = {"sampled_steps": steps, "steps": steps[-1] + 1, "feedback_thresholds": looked_at, "changes": {}}
+    return replace(exponential_statistics(), traces=traces, **changes)
 
 
-@given(st.floats(1e-4, 20), st.floats(1e-6, 1e3))
-def test_the_tail_of_an_exponential_distribution_is_found_to_interpolation_error(ratio, rms):
+def block(level: float) -> BlockTrace:
+    """Return a gradient of which the same fraction reaches any threshold up to 100."""
+    reached = tuple(level for edge in SKETCH_EDGES if edge <= 100)
+    return BlockTrace(sketches=(Sketch(mean=1.0, rms=1.0, tail_ratios=reached),))
+
+
+def flat(*levels: float) -> TensorTrace:
+    return TensorTrace(blocks=tuple(block(level) for level in levels))
+
+
+# Absolute thresholds --------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.02, 8), st.floats(1e-6, 1e2))
+def test_the_tail_of_an_exponential_distribution_is_found_between_the_edges(ratio, rms):
     found = density(exponential_statistics(rms=rms), ratio * rms)
-    # linear in x = log |g| between edges h apart: the error is at most h^2/8 * max |f''(x)|, and that is 0.31
-    bound = (math.log(10) / EDGES_PER_DECADE) ** 2 / 8 * 0.31
-    assert found == pytest.approx(exponential(ratio * rms, rms), abs=bound)
+    assert found == pytest.approx(math.exp(-math.sqrt(2) * ratio), rel=0.02, abs=1e-5)
 
 
-@pytest.mark.parametrize("edge", SKETCH_EDGES[::7])
+@pytest.mark.parametrize("threshold", [0.3, 1.0, 2.1, 3.3])
+def test_between_the_edges_a_normal_distribution_is_found_exactly(threshold):
+    sketch = Sketch(mean=0.8, rms=1.0, tail_ratios=tuple(math.erfc(edge / math.sqrt(2)) for edge in SKETCH_EDGES))
+    statistics = statistics_of(TensorTrace(blocks=(BlockTrace(sketches=(sketch,)),)))
+    assert density(statistics, threshold) == pytest.approx(math.erfc(threshold / math.sqrt(2)), rel=1e-4)
+
+
+@pytest.mark.parametrize("edge", [edge for edge in SKETCH_EDGES[::EDGES_PER_DECADE] if 1e-4 < edge < 10])
 def test_at_the_sketchs_edges_the_density_is_exact(edge):
-    assert density(exponential_statistics(rms=1.0), edge) == pytest.approx(exponential(edge, 1.0), rel=1e-9, abs=1e-12)
+    exact = math.exp(-math.sqrt(2) * edge)
+    assert density(exponential_statistics(rms=1.0), edge) == pytest.approx(exact, rel=1e-6, abs=1e-9)
 
 
-@given(st.floats(1e-9, 1e3), st.floats(1e-9, 1e3))
-def test_a_higher_threshold_never_sends_more(a, b):
+@given(st.floats(1e-9, 1e3), st.floats(1e-9, 1e3), st.booleans())
+def test_a_higher_threshold_never_sends_more(a, b, feedback):
     statistics = exponential_statistics(rms=0.1)
-    low, high = sorted((a, b))
-    assert 0 <= density(statistics, high) <= density(statistics, low) <= 1
+    low, high = (density(statistics, t, error_feedback=feedback) for t in sorted((a, b)))
+    assert 0 <= high <= low * (1 + 1e-9) <= 1 + 1e-9
 
 
-@given(st.floats(1e-6, 1e2), st.floats(1e-3, 1e3))
-def test_scaling_gradients_and_threshold_alike_changes_nothing(threshold, k):
-    one, scaled = exponential_statistics(rms=0.1), exponential_statistics(rms=0.1 * k)
-    assert density(scaled, threshold * k) == pytest.approx(density(one, threshold), rel=1e-6, abs=1e-12)
-
-
-def test_threshold_zero_sends_everything_and_zero_gradients_send_nothing():
+def test_threshold_zero_sends_everything_and_zero_gradients_and_infinite_thresholds_send_nothing():
     silent = exponential_statistics(rms=0.0)
-    assert density(silent, 0.0) == 1.0
+    assert density(silent, 0.0) == density(exponential_statistics(), 0.0) == 1.0
     assert density(silent, 1e-30) == 0.0
-    assert density(exponential_statistics(), 0.0) == 1.0
-
-
-def test_a_rank_without_samples_sends_nothing_over_a_threshold():
     assert density(exponential_statistics(), 1e-9, samples=0) == 0.0
+    assert push_density(silent, Push(), samples=4, tensor=TENSOR, step=0) == 1.0
 
 
-def test_the_scale_is_that_of_the_very_step_and_the_shape_lies_between_the_sampled_ones():
-    wide, narrow = (tuple(level if edge <= 1 else 0.0 for edge in SKETCH_EDGES) for level in (0.8, 0.4))
-    tensor = TensorTrace(rms=(1.0, 1.0, 1.0, 1.0, 1.0, 50.0), tail_ratios=(wide, narrow))
-    trace = RankTrace(samples=4, tensors={TENSOR: tensor})
-    statistics = replace(exponential_statistics(), sampled_steps=(0, 4), traces=(trace,))
-    assert [density(statistics, 0.5, step=step) for step in range(6)] == pytest.approx([0.8, 0.7, 0.6, 0.5, 0.4, 0.4])
-    assert density(statistics, 20.0, step=4) == 0.0
-    assert density(statistics, 20.0, step=5) == pytest.approx(0.4)
+def test_the_first_steps_are_dense_where_the_plan_says_so():
+    found = [density(exponential_statistics(), 1.0, step=step, warmup_steps=3) for step in (0, 2, 3)]
+    assert found == [1.0, 1.0, 0.0]
 
 
 def test_exact_zeros_are_never_sent():
-    half_zero = tuple(0.5 if edge <= 1 else 0.0 for edge in SKETCH_EDGES)
-    trace = RankTrace(samples=4, tensors={TENSOR: TensorTrace(rms=(1.0,), tail_ratios=(half_zero,))})
-    statistics = replace(exponential_statistics(), sampled_steps=(0,), traces=(trace,))
-    assert density(statistics, 1e-30) == 0.5
+    assert density(statistics_of(flat(0.5)), 1e-30) == 0.5
+
+
+def test_a_part_of_a_gradient_is_as_much_smaller():
+    statistics = exponential_statistics()
+    assert density(statistics, RMS, part=0.25) == pytest.approx(density(statistics, 4 * RMS), rel=1e-9)
+
+
+# Steps, samples, ranges -----------------------------------------------------------------------------------------------
+
+
+def test_between_two_sampled_steps_the_scale_goes_with_the_logarithm_of_the_step():
+    """Half the way from step 1 to step 49 is gone at step 9: (1 + 1) * (49 + 1) = (9 + 1)^2."""
+    statistics = statistics_of(exponential_tensor(1e-2, 1e-4), steps=(1, 49))
+    found = [density(statistics, 2e-3, step=step) for step in (0, 1, 9, 49)]
+    exact = [math.exp(-math.sqrt(2) * 2e-3 / rms) for rms in (1e-2, 1e-2, 1e-3, 1e-4)]
+    assert found == pytest.approx(exact, rel=0.02, abs=1e-9)
 
 
 @pytest.mark.parametrize(("samples", "nearest"), [(1, 1), (2, 1), (3, 4), (4, 4), (9, 16), (500, 16)])
@@ -81,17 +109,29 @@ def test_the_trace_nearest_in_ratio_is_used(samples, nearest):
     assert [trace.samples for trace in traces_of(statistics, samples)] == [nearest]
 
 
-def under(*thresholds_and_levels: tuple[float, float]):
-    """Return statistics of runs under thresholds, each with the same density wherever it is below 100 rms."""
-    traces = tuple(
-        RankTrace(samples=4, threshold=threshold, tensors={TENSOR: TensorTrace(rms=(1.0,), tail_ratios=(flat(level),))})
-        for threshold, level in thresholds_and_levels
-    )
-    return replace(exponential_statistics(), sampled_steps=(0,), traces=traces)
+@pytest.mark.parametrize(("correlation", "factor"), [(0.0, 2.0), (1.0, 1.0), (0.2, math.sqrt(0.2 + 0.8 * 4))])
+def test_over_a_fourth_of_the_samples_the_noise_is_twice_as_large_and_what_ranks_share_stays(correlation, factor):
+    tensor = replace(exponential_tensor(RMS), correlations=(correlation,))
+    statistics = statistics_of(tensor)
+    for feedback in (False, True):
+        whole = density(statistics, 2 * RMS / factor, error_feedback=feedback)
+        assert density(statistics, 2 * RMS, samples=1, error_feedback=feedback) == pytest.approx(whole, rel=1e-9)
 
 
-def flat(level: float) -> tuple[float, ...]:
-    return (level,) * len(SKETCH_EDGES)
+def test_an_owners_range_has_the_blocks_that_lie_in_it():
+    statistics = statistics_of(flat(0.0, 0.2, 0.8, 1.0))
+    ranges = [(0, 1), (0, 0.25), (0.25, 0.75), (0.5, 1), (0.2, 0.3), (0.3, 0.3)]
+    found = [density(statistics, 1.0, first=first, last=last) for first, last in ranges[:-1]]
+    assert found == pytest.approx([0.5, 0.0, 0.5, 0.9, 0.1])
+
+
+# Trained under thresholds ---------------------------------------------------------------------------------------------
+
+
+def under(*thresholds_and_levels, feedback=False):
+    """Return statistics of runs under thresholds, each with the same density wherever it is below 100."""
+    thresholds, levels = zip(*sorted(thresholds_and_levels), strict=True)
+    return statistics_of(*map(flat, levels), thresholds=thresholds, feedback=feedback)
 
 
 def test_under_a_threshold_that_was_trained_with_that_runs_density_counts():
@@ -100,8 +140,7 @@ def test_under_a_threshold_that_was_trained_with_that_runs_density_counts():
 
 
 def test_between_two_trained_thresholds_the_density_lies_halfway_in_logarithm():
-    statistics = under((0.01, 0.1), (1.0, 0.4))
-    assert density(statistics, 0.1) == pytest.approx(0.2)
+    assert density(under((0.01, 0.1), (1.0, 0.4)), 0.1) == pytest.approx(0.2)
     assert density(under((0.01, 0.0), (1.0, 0.4)), 0.1) == pytest.approx(0.2)
 
 
@@ -110,13 +149,123 @@ def test_dense_training_counts_as_a_decade_below_the_lowest_trained_threshold():
     assert [density(statistics, t) for t in (0.01, 0.1, 10**-0.5)] == pytest.approx([0.1, 0.1, 0.2])
 
 
+def test_runs_that_were_trained_with_error_feedback_are_for_pushes_with_it():
+    plain, kept = under((0.0, 0.1), (1.0, 0.4)), under((1.0, 0.7), feedback=True)
+    both = replace(plain, traces=(*plain.traces, *kept.traces))
+    assert density(both, 1.0) == pytest.approx(0.4)
+    assert [trace.threshold for trace in traces_of(both, 4, error_feedback=True)] == [0.0, 1.0]
+
+
+# Error feedback -------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(2e-5, 5e-3))
+def test_with_error_feedback_the_rate_of_reaching_the_threshold_counts(threshold):
+    found = density(exponential_statistics(rms=RMS), threshold, error_feedback=True)
+    assert found == pytest.approx(MEAN / (MEAN + threshold), rel=0.08)
+
+
+@pytest.mark.parametrize("threshold", FEEDBACK_GRID)
+def test_where_error_feedback_was_looked_at_its_density_is_exact(threshold):
+    found = density(exponential_statistics(rms=RMS), threshold, error_feedback=True)
+    assert found == pytest.approx(MEAN / (MEAN + threshold), rel=1e-9)
+
+
+def test_under_a_low_threshold_error_feedback_changes_nothing():
+    statistics = exponential_statistics(rms=RMS)
+    found = [density(statistics, 1e-9, error_feedback=feedback) for feedback in (True, False)]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+# Other kinds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 3.0])
+def test_a_relative_threshold_is_times_the_mean_magnitude_whatever_the_scale(ratio):
+    for rms in (1e-2, 1e-6):
+        found = density(exponential_statistics(rms=rms), ratio, kind="relative", part=0.5)
+        assert found == pytest.approx(math.exp(-ratio), rel=0.02)
+
+
+def test_a_relative_threshold_with_error_feedback_is_times_the_mean_of_what_has_gathered():
+    """The mean is m + t/2 at the threshold t, so that t = m at the ratio 2/3, and half of all is sent."""
+    rms = math.sqrt(2) * 1e-3
+    found = density(exponential_statistics(rms=rms), 2 / 3, kind="relative", error_feedback=True)
+    assert found == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_target_density_is_met_where_the_threshold_is_estimated_and_drifts_with_the_scale(feedback):
+    statistics = statistics_of(exponential_tensor(1e-3, 2e-3), steps=(2, 6))
+    policy = {"kind": "target-density", "reestimate_steps": 4, "warmup_steps": 2, "error_feedback": feedback}
+    found = [density(statistics, 0.05, step=step, **policy) for step in range(7)]
+    assert found[:2] == [1.0, 1.0]
+    assert found[2] == pytest.approx(0.05, rel=1e-3)
+    assert found[2] < found[3] < found[4] < found[5]
+    assert found[6] == pytest.approx(0.05, rel=1e-3)
+    assert density(statistics, 1.0, step=3, **policy) == 1.0
+
+
+# Publish --------------------------------------------------------------------------------------------------------------
+
+
+def published(threshold):
+    return publish_density(exponential_statistics(rms=RMS), Publish(threshold=threshold), tensor=TENSOR, step=2)
+
+
+def test_changes_are_published_as_often_as_they_reach_the_threshold():
+    assert published(None) == published(0.0) == 1.0
+    assert [published(t) for t in FEEDBACK_GRID] == pytest.approx([RMS / (RMS + t) for t in FEEDBACK_GRID])
+    assert published(3e-3) == pytest.approx(RMS / (RMS + 3e-3), rel=0.05)
+    assert published(1e-2) > published(3e-2) > published(1.0)
+
+
+# Union ----------------------------------------------------------------------------------------------------------------
+
+ONE_SCALE = math.sqrt(2 / math.pi)
+
+
+@given(st.floats(1e-3, 0.9), st.integers(1, 64))
+def test_ranks_with_nothing_in_common_send_independently(sent, ranks):
+    found = united(sent, ranks=ranks, mean_to_rms=ONE_SCALE, correlation=0.0)
+    assert found == pytest.approx(1 - (1 - sent) ** ranks, rel=1e-3)
+
+
+def test_equal_ranks_send_the_same():
+    assert united(0.1, ranks=8, mean_to_rms=0.5, correlation=1.0) == pytest.approx(0.1, rel=0.1)
+
+
+def test_the_wider_scales_differ_and_the_more_ranks_have_in_common_the_smaller_their_union():
+    by_width = [united(0.03, ranks=8, mean_to_rms=ratio, correlation=0.0) for ratio in (0.7, 0.4, 0.2)]
+    by_correlation = [united(0.03, ranks=8, mean_to_rms=0.4, correlation=each) for each in (0.0, 0.5, 0.9)]
+    for found in (by_width, by_correlation):
+        assert found == sorted(found, reverse=True)
+        assert all(0.03 < each < 0.24 for each in found)
+
+
+def test_the_union_of_measured_gradients_lies_between_one_ranks_and_all_independent_ones():
+    statistics = statistics_of(replace(exponential_tensor(RMS), correlations=(0.3,)))
+    push = Push(threshold=2 * RMS)
+    alone = density(statistics, 2 * RMS)
+    found = [union_density(statistics, push, ranks=n, samples=4, tensor=TENSOR, step=0) for n in (1, 2, 8)]
+    assert found[0] == alone
+    assert alone < found[1] < found[2] < 1 - (1 - alone) ** 8
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"traces": ()}, "traces: at least one"),
         ({"sampled_steps": ()}, "sampled_steps"),
         ({"sampled_steps": (4, 0)}, "must increase"),
-        ({"sampled_steps": (0,)}, r"tail_ratios of .*: 1 rows"),
+        ({"sampled_steps": (0, 8)}, "be less than steps"),
+        ({"sampled_steps": (0,)}, r"sketches of .*: 1 "),
+        ({"feedback_thresholds": (2.0, 1.0)}, "must increase"),
+        ({"feedback_thresholds": (1.0, 2.0)}, r"feedback of .*: 2 rows"),
+        ({"publish_thresholds": (1.0, 2.0)}, r"changes of .*: 2 rows"),
     ],
 )
 def test_statistics_with_holes_are_refused(changes, message):

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from real_runs import star as real_star
 from strategies import exponential_statistics, loaded_of, scenario_of, star
 
 from gssim import density
-from gssim.gradients import read_gradients
 from gssim.plan import Publish
 from gssim.program import Program, Task, lower
 from gssim.result import Result
@@ -365,11 +364,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict]]
     }
 
 
-@cache
-def statistics() -> Any:
-    return read_gradients(Path(scenario_file("gradients/gpt-byte-1m.json")))
-
-
 def prediction(ranks: int, name: str, monkeypatch: pytest.MonkeyPatch, published: float) -> Result:
     """Return the prediction of a case, given the density of what is published where a threshold decides on it."""
     case = case_of(ranks, name)
@@ -377,7 +371,7 @@ def prediction(ranks: int, name: str, monkeypatch: pytest.MonkeyPatch, published
         return predicted(case)
     monkeypatch.setattr(density, "publish_density", lambda *_statistics, **_where: published)
     loaded = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False)
-    return simulate(replace(loaded, gradients=statistics())).result
+    return simulate(replace(loaded, gradients=exponential_statistics())).result
 
 
 def realised(seen: dict[str, Any]) -> float:

@@ -23,6 +23,7 @@ ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.lear
 GRID = ["plan.method=gs_hier", "plan.dp_replicate=2", "plan.dp_shard=2", "plan.bucket_bytes=300000"]
 REST = ["plan.method=gs_z3"]
 COO = ["plan.push.threshold=0", 'plan.push.encoding="coo"']
+PUBLISHED = ["plan.publish.threshold=0", 'plan.publish.encoding="coo"']
 TWICE, LAST, EACH = ["plan.micro_batches=2"], ["plan.gradient_sync=step"], ["plan.gradient_sync=micro-batch"]
 UNEVEN = {3: [0.5, 0.3, 0.2], 4: [0.4, 0.3, 0.2, 0.1]}
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
@@ -46,6 +47,7 @@ def cases_for(ranks: int) -> dict[str, dict[str, Any]]:
         },
         4: {
             "grid-coo-uneven-adamw": ("demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *COO]),
+            "grid-published-adamw": ("demo.toml", [*GPT, *ADAMW64, *GRID, *uneven, *PUBLISHED]),
             "grid-last-bert-sgd": ("bert-byte.toml", [*GPT, *SGD, *GRID, *uneven, *TWICE, *LAST]),
             "grid-each-bf16": ("demo.toml", [*GPT, *SGD, *GRID, *TWICE, *EACH, "workload.precision=bf16"]),
             "rest-slices-uneven-sgd": ("demo.toml", [*GPT, *SGD, *REST, *slices]),

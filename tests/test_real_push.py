@@ -140,6 +140,11 @@ TRAINED: dict[str, tuple[list[str], float, list[str]]] = {
         0.3,
         ["threshold=0.3", *TARGET, "error_feedback_precision=bf16", "encoding=dense"],
     ),
+    "some-received-bfloat16-backend": (
+        [*SGD, "workload.precision=bf16", "plan.exchange=backend"],
+        0.3,
+        ["threshold=0.3", *TARGET, "aggregate=received-weight", "encoding=coo"],
+    ),
     "none-relative": (SGD, 0, ["threshold=1e9", "kind=relative"]),
 }
 ON_THREE = ("all-received-coo-each", "some-kept-bitmap-each")

@@ -51,16 +51,20 @@ class Publisher:
         self.rank, self.ranks = pusher.rank, pusher.ranks
         self.sent = Sent()
         self.encodings: dict[torch.dtype, Encoding] = {}
-        if rules.threshold is not None:
-            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratches(buckets)
-            self.encodings = {dtype: Encoding(rules.encoding, dtype, each) for dtype, each in scratch.items()}
+        self.reshard(pusher, buckets)
         self._arrivals: dict[Bucket, Callable[[], None]] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def owners_changed(self, buckets: Sequence[Bucket]) -> None:
-        """Go on where owners have other ranges: the buffers of messages are of other sizes."""
+    def reshard(self, pusher: Pusher, buckets: Sequence[Bucket]) -> None:
+        """Take what thresholding needs all the time, the push's where that has it; anew once owners have changed."""
         if self.rules.threshold is not None:
-            self.encodings = {d: Encoding(self.rules.encoding, d, each) for d, each in scratches(buckets).items()}
+            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratches(buckets)
+            self.encodings = {dtype: Encoding(self.rules.encoding, dtype, each) for dtype, each in scratch.items()}
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What is used from step to step."""
+        return [each for e in self.encodings.values() for each in (e.scratch.flags, e.scratch.magnitudes)]
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """Bring what the owner updated to its own replica; with a threshold, `publish` does that."""
@@ -117,18 +121,19 @@ class Publisher:
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
         """Send a whole bucket round; return what ends that."""
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
-            exchange = all_gather_v if self.point_to_point else broadcast_parts
             if not self._posts(bucket):
+                exchange = all_gather_v if self.point_to_point else broadcast_parts
                 if self.ranks > 1 or self.inside is None:
                     exchange(bucket.flat, bucket.ranges, group=self.group)
-                return partial(self._gather_in_node, bucket, exchange)
+                return partial(self._gather_in_node, bucket)
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
             pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes)
         return partial(self._awaited, bucket, pending, _nothing)
 
-    def _gather_in_node(self, bucket: Bucket, exchange: Callable[..., None]) -> None:
-        """Bring the node's ranks one another's places."""
+    def _gather_in_node(self, bucket: Bucket) -> None:
+        """Bring the node's ranks one another's places, densely."""
         if self.inside is not None:
+            exchange = all_gather_v if self.point_to_point else broadcast_parts
             with self.observe(f"publish bucket {bucket.index} in the node", "exposed_communication"):
                 exchange(bucket.whole, bucket.node_ranges, group=self.inside)
 
@@ -180,6 +185,7 @@ class Publisher:
             with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
                 for i in come:
                     encoding.put(parts[i], messages[i], entries[i])
+            self._gather_in_node(bucket)
 
         size = bucket.flat.nbytes
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):

@@ -201,7 +201,7 @@ class GradientSharding(torch.optim.Optimizer):
         pusher = self.pusher
         sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
         pusher.reshard(self.buckets)
-        self.publisher.owners_changed(self.buckets)
+        self.publisher.reshard(pusher, self.buckets)
         return sent
 
     @torch.no_grad()
@@ -404,7 +404,7 @@ def shard_gradients(
     """
     levels = levels_of(mesh, group)
     publish = publish or Publish()
-    _check_options(levels, parameters, units, publish, param_groups)
+    _check_options(parameters, units, publish, param_groups)
     shares = _checked_shares(shard_shares, len(levels.ranks), scaler)
     trained = trained_parameters(model, parameter_order)
     buckets: Sequence[Bucket]
@@ -448,7 +448,6 @@ def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, shares: 
 
 
 def _check_options(
-    levels: Levels,
     parameters: str,
     units: Sequence[nn.Module],
     publish: Publish,
@@ -461,8 +460,6 @@ def _check_options(
         raise ValueError(f"parameters = '{parameters}': nothing is published, so that nothing can be thresholded")
     if parameters != "replicated" and groups is not None:
         raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
-    if levels.inside is not None and publish.threshold is not None:
-        raise ValueError("publish.threshold: is not carried out yet where nodes are a level of their own")
 
 
 def _checked_shares(
