@@ -186,6 +186,8 @@ def _unsaved(scenario: Scenario) -> str | None:
         return f"plan.method = '{method}': its optimizer state, dealt out by tensor, is not saved yet"
     if policies.parameters == "replicated" and policies.gradients != "push" and has_master_copy(scenario.workload):
         return f"plan.method = '{method}' in {scenario.workload.precision}: its master copy is not saved yet"
+    if scenario.plan.shares.replan:
+        return "plan.shares.replan = True: how the batch was divided at run time is not saved yet"
     return None
 
 

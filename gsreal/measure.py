@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsreal.exchanges import Logical, observers
-from gssim.result import Collective, Span, merge_collectives
+from gssim.result import PHASES, Collective, Span, merge_collectives, phases_of
 
 # Time ----------------------------------------------------------------------------------------------------------------
 
@@ -37,6 +37,8 @@ class Timeline:
         self._marks: list[tuple[str, str, str, Any, Any]] = []
         self._ends: list[Any] = []
         self._pauses: list[tuple[Any, Any]] = []
+        self.step_mark = 0
+        """How many spans there were when the step began: what `phases_since` takes."""
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -62,7 +64,7 @@ class Timeline:
 
     def restart(self) -> None:
         """Forget all spans; the first step that counts begins now."""
-        self._marks, self._ends, self._pauses = [], [self._now()], []
+        self._marks, self._ends, self._pauses, self.step_mark = [], [self._now()], [], 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -75,6 +77,27 @@ class Timeline:
     def end_step(self) -> None:
         """Note the end of a step."""
         self._ends.append(self._now())
+        self.step_mark = len(self._marks)
+
+    @property
+    def spans_so_far(self) -> int:
+        """How many spans have ended: what `phases_since` takes."""
+        return len(self._marks)
+
+    def phases_since(self, mark: int) -> dict[str, float]:
+        """Return the seconds of each phase in the spans that have ended since there were `mark`; waits for a GPU."""
+        marks = self._marks[mark:]
+        if self.cuda:
+            torch.cuda.synchronize()
+        if not marks:
+            return dict.fromkeys(PHASES, 0.0)
+        zero = marks[0][3]
+        times = [(self._since(zero, began), self._since(zero, ended)) for _, _, _, began, ended in marks]
+        spans = [
+            Span(self.rank, stream, label, phase, began_s, ended_s)
+            for (stream, label, phase, _, _), (began_s, ended_s) in zip(marks, times, strict=True)
+        ]
+        return phases_of(spans, start_s=min(began for began, _ in times), end_s=max(ended for _, ended in times))
 
     def read(self) -> tuple[list[Span], list[float]]:
         """Return all spans and ends of steps since `restart`, in seconds from it; the first end is its own."""

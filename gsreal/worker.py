@@ -27,7 +27,17 @@ from gsreal.machine import device_name, join, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
 from gssim import shares
-from gssim.result import Density, Evaluation, RankClass, Result, Span, chrome_trace, typical_phases, write_text
+from gssim.result import (
+    Density,
+    Division,
+    Evaluation,
+    RankClass,
+    Result,
+    Span,
+    chrome_trace,
+    typical_phases,
+    write_text,
+)
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
 
@@ -50,6 +60,7 @@ class RankReport:
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     seen: list[Seen]
+    divisions: tuple[Division, ...]
     pushed: tuple[int, int]
     """Entries sent and offered in the timed steps."""
     published: tuple[int, int]
@@ -130,6 +141,7 @@ def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Ch
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         seen=seen,
+        divisions=training.follower.following.divisions if training.follower else (),
         pushed=pushed,
         published=published,
         memory_counter=counter.method,
@@ -166,11 +178,8 @@ class Feed:
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.scenario, self.rank, self.device = scenario, rank, device
-        sizes, policies = scenario.data_batch_sizes, scenario.policies
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        # the ranks that hold parts of one replica take the same rows
-        self.rows = [parts[policies.data_rank(each)] for each in range(scenario.ranks)]
+        policies = scenario.policies
+        self.divide(scenario.data_batch_sizes)
         places = [policies.mesh.place(i).pp for i in range(scenario.ranks)]
         self.counts = [place == policies.pp - 1 for place in places]
         """Which ranks compute a loss: in a pipeline, those of the last stage."""
@@ -178,6 +187,13 @@ class Feed:
         self.copies = scenario.ranks // policies.pp // policies.data_ranks
         """Ranks that compute the same loss: those that hold slices of one replica, or make parts of its gradients."""
         self.source = data.open_source(scenario.workload)
+
+    def divide(self, sizes: Sequence[int]) -> None:
+        """Let the parts of the batch have so many rows from now on; together they are the same."""
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        # the ranks that hold parts of one replica take the same rows
+        self.rows = [parts[self.scenario.policies.data_rank(each)] for each in range(self.scenario.ranks)]
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: range) -> None:
@@ -253,7 +269,9 @@ def _timed_steps(
             if sharding:
                 sharding.reset_counts()
         inputs, targets, weights = feed.at(step)
+        training.slow_down(run.slowed(step - run.warmup_steps).get(rank, 1.0))
         loss = training.step(inputs, targets, weights, rank)
+        _follow(training, feed, step - run.warmup_steps)
         if step >= run.warmup_steps:
             own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
@@ -262,6 +280,7 @@ def _timed_steps(
             checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
         if rank == 0:
             _progress(step + 1, steps.stop)
+    training.slow_down(1.0)
     return [float(loss) for loss in losses]
 
 
@@ -269,6 +288,20 @@ def losses_so_far(begun: Progress, losses: Sequence[Tensor], rank: int) -> list[
     """Return this rank's part of all losses; those from before it was resumed are the first rank's."""
     before = begun.losses if rank == 0 else (0.0,) * len(begun.losses)
     return [*before, *(float(loss) for loss in losses)]
+
+
+def _follow(training: Training, feed: Feed, step: int) -> None:
+    """Divide batch and shards anew after a step, where they follow the ranks' pace and that has changed."""
+    if training.follower is None:
+        return
+    owned = training.follower.following.shard_shares
+    division = training.follower.follow(step)
+    if division is None:
+        return
+    feed.divide(division.samples)
+    sharding = _sharding(training)
+    if sharding and division.shard_shares != owned:
+        sharding.reshard(division.shard_shares)
 
 
 def _progress(done: int, total: int) -> None:
@@ -352,7 +385,9 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
     rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
     times = [fmean(step) for step in zip(*rank_times, strict=True)]
     step_time_s = median(times)
-    total = scenario.workload.global_batch_size
+    total, divisions = scenario.workload.global_batch_size, reports[0].divisions
+    samples = divisions[-1].samples if divisions else scenario.batch_sizes
+    shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares
     ranks = tuple(
         RankClass(
             ranks=(rank,),
@@ -362,8 +397,8 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             peak_reserved_bytes=report.peak_reserved_bytes,
             peak_by_category_bytes={},
             phases_s=report.phases_s,
-            batch_share=scenario.batch_sizes[rank] / total,
-            shard_share=scenario.shard_shares[rank],
+            batch_share=samples[rank] / total,
+            shard_share=shard_shares[rank],
         )
         for rank, report in enumerate(reports)
     )
@@ -394,6 +429,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         ranks=ranks,
         loss=loss,
         evaluation=tuple(reports[0].evaluations),
+        divisions=divisions,
         provenance={
             **provenance(device),
             "backend": scenario.cluster.backend,

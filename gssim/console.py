@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -33,10 +34,27 @@ def print_result(result: Result) -> None:
             f"largest at the peak: {fit.category}",
             style="bold",
         )
+    if result.divisions:
+        console.print(_division_table(result))
     console.print(_rank_table(result))
     console.print(_collective_table(result))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
+
+
+def _division_table(result: Result) -> Table:
+    """Return how the batch and the shards were divided in the course of the run, and how long steps then took."""
+    table = Table("from step", "samples", "shard shares", "median step", title="divided anew")
+    counted = [division for division in result.divisions if division.first_step > 0]
+    ends = [*(division.first_step for division in counted), len(result.step_times_s)]
+    rows = [("0", "as planned", "as planned")] if len(counted) == len(result.divisions) else []
+    shown = result.divisions[-1:] if not counted else result.divisions[-len(counted) - (not rows) :]
+    for each in shown:
+        samples, owned = (", ".join(f"{n:.3g}" for n in parts) for parts in (each.samples, each.shard_shares))
+        rows.append((str(max(0, each.first_step)), samples, owned))
+    for row, first, end in zip(rows, [0, *ends[:-1]], ends, strict=True):
+        table.add_row(*row, human_seconds(median(result.step_times_s[first:end])) if end > first else "")
+    return table
 
 
 def _rank_table(result: Result) -> Table:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gssim.mesh import Mesh
-from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveInt, Threshold, UserError, spec
+from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, PositiveInt, Threshold, UserError, spec
 
 Method = Literal[
     "single",
@@ -191,13 +191,30 @@ def absolute_threshold(publish: Publish, learning_rate: float) -> float | None:
 
 
 @spec
+class Replanning:
+    """When the batch is divided anew at run time; how these work together: `gssim.shares.replanning`."""
+
+    ewma_weight: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of the newest observation of a rank's pace, in its running mean."""
+    drift_ratio: Annotated[float, Field(gt=1)] = 1.25
+    """Changes of a rank's pace by less than this are noise."""
+    drift_limit: PositiveFloat = 1.0
+    """Sum of what a rank's pace changed beyond that, as natural logarithms, one a step, from which on it counts."""
+    hysteresis_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Of the slowest rank's time: what a new division must be expected to gain."""
+    minimum_steps: PositiveInt = 5
+    """Between two divisions, and before the first."""
+
+
+@spec
 class ShareRules:
     """Who gets how much: of the batch, and of the parameters that are sharded."""
 
     batch: Literal["even", "throughput"] | Shares = "even"
     shards: Literal["even", "compute", "memory", "cost"] | Shares = "even"
     replan: bool = False
-    """Change shares at run time as measured speeds change."""
+    """Change batch shares at run time as measured speeds change."""
+    replanning: Replanning = field(default_factory=Replanning)
 
 
 @spec
@@ -394,12 +411,6 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
     _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
-    _refuse_unless_default(plan.shares, today.shares, "replan", "plan.shares.replan", file)
-    if plan.shares.shards in ("memory", "cost"):
-        raise UserError(
-            f"{file}: plan.shares.shards = '{plan.shares.shards}': cannot run yet; "
-            "allowed today: even, compute, or one share per rank"
-        )
 
 
 def _refuse_unless_default(table: Any, default: Any, key: str, path: str, file: str) -> None:

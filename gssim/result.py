@@ -34,6 +34,10 @@ CATEGORIES = {
 """Categories of memory, and what is booked under each."""
 
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
+COMPUTE_PHASES = ("forward", "backward")
+"""In proportion to a rank's samples: what tells its pace."""
+UPDATE_PHASES = ("optimizer",)
+"""In proportion to what it owns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,18 @@ class Evaluation:
 
 
 @spec
+class Division:
+    """How batch and shards were divided anew at run time."""
+
+    first_step: int
+    """In which it was so, of the steps that count; negative in the warm-up."""
+    samples: tuple[int, ...]
+    """Of each rank."""
+    shard_shares: tuple[float, ...]
+    """Of each rank."""
+
+
+@spec
 class Result:
     """The answer to a scenario, predicted or measured."""
 
@@ -192,7 +208,7 @@ class Result:
     """Median over the run's steps."""
     step_time_p10_s: float
     step_times_s: tuple[float, ...] = ()
-    """Every timed step (measured)."""
+    """Every timed step (simulated: where they are not all alike)."""
     phases_s: dict[str, float]
     """Mean over ranks; sums to a step."""
     fits: bool
@@ -206,6 +222,8 @@ class Result:
     """Mean over each timed step's batch, before its update (measured)."""
     evaluation: tuple[Evaluation, ...] = ()
     """As often as `run.evaluate_every_steps` asks, and after the last timed step; outside of all step times."""
+    divisions: tuple[Division, ...] = ()
+    """New divisions of batch and shards at run time; the ranks' shares are those of the last one."""
     cost_usd_per_step: float | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 

@@ -3,9 +3,9 @@
 import gc
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from statistics import fmean, median
@@ -17,6 +17,8 @@ from gssim.machine import Machine, RankClass, is_jittery
 from gssim.program import Program, lower
 from gssim.result import (
     CATEGORIES,
+    COMPUTE_PHASES,
+    UPDATE_PHASES,
     Collective,
     Density,
     Fit,
@@ -28,6 +30,7 @@ from gssim.result import (
 )
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
+from gssim.segments import Segment, Told, walk
 from gssim.units import Floats, Ints
 
 STEADY_STEPS = 2
@@ -42,6 +45,18 @@ class Simulated:
 
     result: Result
     spans: tuple[Span, ...]
+    paces: "Paces"
+
+
+@dataclass(frozen=True)
+class Paces:
+    """How long steady steps took, and each rank's own work in them: what it tells the others where shares follow."""
+
+    step_times_s: tuple[float, ...]
+    compute_s: Floats
+    """By step and rank."""
+    update_s: Floats
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,15 @@ def _no_collection() -> Iterator[None]:
 
 def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
     scenario = loaded.scenario
-    programs = _programs(loaded, unfolded)
+    if scenario.run.slowdowns or scenario.plan.shares.replan:
+        return _walked(loaded, unfolded)
+    return _steady(loaded, unfolded)
+
+
+def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None = None) -> Simulated:
+    """Return the prediction where all steps are alike; `slowed`: ranks that are slower than their devices."""
+    scenario = loaded.scenario
+    programs = _programs(loaded, unfolded, slowed)
     steady = programs[_first_steady(scenario) :]
     ordered = sorted(steady, key=_payload_bytes)
     typical = _run(scenario, ordered[(len(ordered) - 1) // 2], unfolded)
@@ -101,7 +124,9 @@ def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
         if span.end_s > start_s and span.start_s < end_s
     )
     first = _run(scenario, programs[0], unfolded) if len(steady) < len(programs) else typical
-    return Simulated(_result(loaded, typical, lightest, programs, first), spans)
+    ranks = scenario.ranks
+    paces = Paces(typical.times_s, _times_in(typical, COMPUTE_PHASES, ranks), _times_in(typical, UPDATE_PHASES, ranks))
+    return Simulated(_result(loaded, typical, lightest, programs, first), spans, paces)
 
 
 def _first_steady(scenario: Scenario) -> int:
@@ -109,13 +134,56 @@ def _first_steady(scenario: Scenario) -> int:
     return max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
 
 
-def _programs(loaded: Loaded, unfolded: bool) -> list[Program]:
+def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
+    """Return the prediction where steps differ: what is by rank is that of the end, phases are of a median step."""
+    scenario = loaded.scenario
+    found: dict[Segment, Simulated] = {}
+
+    def steady(segment: Segment) -> Simulated:
+        if segment not in found:
+            divided = replace(loaded, scenario=scenario.with_shares(segment.samples, segment.shard_shares))
+            found[segment] = _steady(divided, unfolded, dict(segment.slowed))
+        return found[segment]
+
+    def measure(segment: Segment, step: int) -> Told:
+        paces = steady(segment).paces
+        turn = step % len(paces.step_times_s)
+        compute_s, update_s = paces.compute_s[turn].tolist(), paces.update_s[turn].tolist()
+        return Told(paces.step_times_s[turn], tuple(compute_s), tuple(update_s))
+
+    run = walk(scenario, measure)
+    times_s = tuple(step.time_s for step in run.steps)
+    typical, last = steady(run.typical.segment), steady(run.last)
+    step_time_s = median(times_s)
+    scale = step_time_s / typical.result.step_time_s
+    misfits = [each.result.does_not_fit for each in found.values() if each.result.does_not_fit]
+    return Simulated(
+        replace(
+            last.result,
+            scenario_id=scenario.scenario_id,
+            scenario=scenario.resolved(),
+            step_time_s=step_time_s,
+            step_time_p10_s=sorted(times_s)[len(times_s) // 10],
+            step_times_s=times_s,
+            phases_s={name: value * scale for name, value in typical.result.phases_s.items()},
+            fits=not misfits,
+            does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
+            throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
+            divisions=run.divisions,
+            cost_usd_per_step=_cost_usd(scenario, step_time_s),
+        ),
+        typical.spans,
+        typical.paces,
+    )
+
+
+def _programs(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None) -> list[Program]:
     """Return the distinct programs of the run's steps: one, or one a step where messages depend on the data."""
     run = loaded.scenario.run
     if loaded.statistics_needed:
         steps = range(run.warmup_steps, run.warmup_steps + run.steps)
-        return [lower(loaded.scenario, loaded.gradients, step=step, unfolded=unfolded) for step in steps]
-    return [lower(loaded.scenario, step=run.warmup_steps + run.steps - 1, unfolded=unfolded)]
+        return [lower(loaded.scenario, loaded.gradients, step=step, unfolded=unfolded, slowed=slowed) for step in steps]
+    return [lower(loaded.scenario, step=run.warmup_steps + run.steps - 1, unfolded=unfolded, slowed=slowed)]
 
 
 def _payload_bytes(program: Program) -> float:
@@ -186,6 +254,23 @@ def _phases(step: _Steady) -> list[dict[str, float]]:
         spans[span.rank].append(span)
     ends_s = step.machine.ends_s
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
+
+
+def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
+    """Return how long each rank was in some phases, by steady step."""
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in step.machine.spans:
+        if span.phase in phases and span.stream == "compute":
+            spans[span.rank].append(span)
+    found = np.zeros((len(step.times_s), ranks))
+    for each in step.machine.classes:
+        ends_s = np.array(step.machine.ends_s[each.index])
+        own = spans[each.representative]
+        which = np.searchsorted(ends_s, [span.end_s for span in own], side="left") - 1
+        lengths_s = np.array([span.end_s - span.start_s for span in own])
+        for number in range(len(found)):
+            found[number, each.members] = lengths_s[which == number].sum()
+    return found
 
 
 def _misfit(machine: Machine) -> Fit | None:

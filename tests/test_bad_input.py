@@ -199,9 +199,13 @@ NOT_YET = [
     (("plan.tp=2", "plan.dp_replicate=1"), "workload.model: does not say how its blocks are cut among 2 ranks"),
     (("plan.parameters=gathered",), "cannot run yet"),
     (("plan.method=gs_wgrad", "plan.publish.threshold=1e-3"), "plan.publish.threshold = 0.001: cannot run yet with method 'gs_wgrad'"),
-    ((*GS, "plan.shares.replan=true"), "plan.shares.replan = True: cannot run yet"),
-    ((*GS, "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet"),
-    ((*GS, "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet"),
+    (("plan.method=single", "plan.shares.replan=true"), "plan.shares.replan = True: method 'single' with plan.tp = 1 and plan.pp = 1 does not divide the batch among all ranks; allowed: ddp,"),
+    (("plan.method=gs", "plan.shares.replan=true", "plan.shares.batch=[1,0]"), "plan.shares.replan = True: rank 1 has no samples that would tell its pace"),
+    (("run.slowdowns=[{rank=2,first_step=0,compute_ratio=2}]",), "run.slowdowns[0].rank = 2: the plan has 2 ranks; allowed: a lower number"),
+    (("run.slowdowns=[{rank=1,first_step=4,compute_ratio=2}]",), "run.slowdowns[0].first_step = 4: the run has 4 steps (run.steps); allowed: a lower number"),
+    (("run.slowdowns=[{rank=1,first_step=0,compute_ratio=0.5}]",), "run.slowdowns[0].compute_ratio = 0.5: input should be greater than or equal to 1"),
+    (("plan.method=gs_hier", "plan.dp_shard=1", "plan.dp_replicate=2", "plan.shares.shards=cost"), "plan.shares.shards = 'cost': cannot run yet with method 'gs_hier'"),
+    (("plan.method=gs_wgrad", "plan.shares.shards=memory"), "plan.shares.shards = 'memory': cannot run yet with method 'gs_wgrad'"),
 ]  # fmt: skip
 
 

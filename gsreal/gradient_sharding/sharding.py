@@ -17,6 +17,7 @@ from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
 from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.frozen import frozen_kept
 from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
+from gsreal.gradient_sharding.migration import migrate
 from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.options import check_options, checked_shares, shards_in_groups, unowned
 from gsreal.gradient_sharding.publish import Publisher
@@ -185,6 +186,24 @@ class GradientSharding(torch.optim.Optimizer):
             self._collecting = True
 
     # Between backward and step ----------------------------------------------------------------------------------------
+
+    # Owners -----------------------------------------------------------------------------------------------------------
+
+    def reshard(self, shard_shares: Sequence[float]) -> int:
+        """Give each rank another share of the parameters, with their optimizer state; return the bytes sent.
+
+        By all ranks alike, between `step` and the next backward. Training goes on as it would have done; what
+        error feedback has kept for a range that is now the rank's own goes into its next gradient.
+        Only where every rank keeps a replica and pushes to all others.
+        """
+        if len(self.levels.ranks) != self.pusher.ranks or not all(bucket.is_replica for bucket in self.buckets):
+            raise RuntimeError("shards change owners only where every rank keeps a replica and pushes to all others")
+        self.finish()
+        pusher = self.pusher
+        sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
+        pusher.reshard(self.buckets)
+        self.publisher.reshard(pusher, self.buckets)
+        return sent
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

@@ -17,6 +17,7 @@ from gsreal.methods.replicated import all_reduce_gradients, train_alone
 from gsreal.methods.tensor import slice_blocks
 from gsreal.methods.training import Training, Weights
 from gsreal.methods.weight_gradient import train_owned_layers
+from gsreal.paces import Follower, SlowDevice
 from gsreal.tensor_slices import whole_parameter
 from gssim.scenario import Scenario
 
@@ -47,7 +48,12 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
     apply = APPLY[policies.parameters, policies.gradients]
     if policies.partition == "weight-gradient":
         apply = train_owned_layers
-    return apply(scenario, module, timeline, device)
+    training = apply(scenario, module, timeline, device)
+    if scenario.plan.shares.replan:
+        training.follower = Follower(scenario, device)
+    if scenario.run.slowdowns:
+        training.slow = SlowDevice(timeline, device)
+    return training
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:

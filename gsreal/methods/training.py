@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gsreal.build import logits_of, loss_of
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import Timeline
+from gsreal.paces import Follower, SlowDevice
 from gssim import shares
 
 
@@ -44,6 +45,10 @@ class Training:
     """Whether gradients leave the device in every micro-batch, or in the last one only."""
     syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
     """What a micro-batch's forward and backward run in, where gradients leave in it (True) or stay (False)."""
+    slow: SlowDevice | None = None
+    """What makes this rank slower than its device for a while, where the run says so."""
+    follower: Follower | None = None
+    """Lets shares follow the ranks' paces, where the plan says so."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
@@ -54,7 +59,10 @@ class Training:
         for leaves, part, targets_part, weight in self._micro_batches(inputs, targets, weights.micro_batches):
             with self.syncing(leaves):
                 losses.append(weight * self._forward_backward(part, targets_part, scale * weight))
-        self._update()
+        with self._phase("optimizer"):
+            self._update()
+        if self.follower is not None:
+            self.follower.share(self.timeline)
         self.timeline.end_step()
         return torch.stack(losses).sum()
 
@@ -74,13 +82,22 @@ class Training:
     def _forward_backward(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
         timeline = self.timeline
         self.last_gradient.clear()
-        with timeline.span("forward", "forward"):
+        with self._phase("forward", len(inputs)), timeline.span("forward", "forward"):
             loss = loss_of(logits_of(self.module(inputs)), targets)
-        with timeline.span("backward", "backward"):
-            (loss if factor == 1 else loss * factor).backward()
-        if self.last_gradient:
-            timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
+        with self._phase("backward", len(inputs)):
+            with timeline.span("backward", "backward"):
+                (loss if factor == 1 else loss * factor).backward()
+            if self.last_gradient:
+                timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
         return loss.detach()
+
+    def slow_down(self, ratio: float) -> None:
+        """Let this rank be slower than its device from now on, by `ratio`; 1: no more (where a run slows ranks)."""
+        if self.slow is not None:
+            self.slow.ratio = ratio
+
+    def _phase(self, phase: str, units: int = 1) -> AbstractContextManager[None]:
+        return nullcontext() if self.slow is None else self.slow.phase(phase, units)
 
     def _update(self) -> None:
         if isinstance(self.optimizer, GradientSharding):

@@ -4,7 +4,7 @@ Tasks are known by their label, unique within a rank and the same as in a real r
 stream runs after the one before it; `after` names tasks of other streams that it waits for as well.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_tw
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.messages import mean_density
 from gssim.program.optimizer import optimize, persistent
+from gssim.program.paces import share_compute_times, slowed_down
 from gssim.program.pipeline import held_by_stages, pipeline
 from gssim.program.published import published_density
 from gssim.program.push import push_gradients
@@ -58,18 +59,24 @@ HOLD: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] 
 
 
 def lower(
-    scenario: Scenario, statistics: GradientStatistics | None = None, *, step: int = 0, unfolded: bool = False
+    scenario: Scenario,
+    statistics: GradientStatistics | None = None,
+    *,
+    step: int = 0,
+    unfolded: bool = False,
+    slowed: Mapping[int, float] | None = None,
 ) -> Program:
     """Return the program of one training step; `step` (from the first) matters where push or publish are thresholded.
 
-    `unfolded`: every rank has a role of its own.
+    `unfolded`: every rank has a role of its own. `slowed`: by rank, how much longer it computes and updates.
     """
+    slowed = slowed or {}
     communications: dict[str, Communication] = {}
     tasks: list[tuple[Task, ...]] = []
     held: list[dict[str, float]] = []
     roles = np.zeros(scenario.ranks, np.int64)
-    copies = scenario.policies.tp if not unfolded and _slices_are_alike(scenario) else 1
-    parts = list(_parts_of_the_model(scenario, statistics, step, scenario.policies.tp // copies))
+    copies = scenario.policies.tp if not unfolded and not slowed and _slices_are_alike(scenario) else 1
+    parts = list(_parts_of_the_model(scenario, statistics, step, scenario.policies.tp // copies, slowed))
     for low in parts:
         found, representatives = low.roles(unfolded=unfolded)
         for copy in range(copies):
@@ -98,7 +105,7 @@ def _slices_are_alike(scenario: Scenario) -> bool:
 
 
 def _parts_of_the_model(
-    scenario: Scenario, statistics: GradientStatistics | None, step: int, slices: int
+    scenario: Scenario, statistics: GradientStatistics | None, step: int, slices: int, slowed: Mapping[int, float]
 ) -> Iterator[Lowering]:
     """Give a lowering for each part of the model: the ranks that hold the same part share one. Of slices, the first."""
     mesh = scenario.policies.mesh
@@ -114,6 +121,7 @@ def _parts_of_the_model(
                 stages=stages[place :: mesh.pp],
                 all_stages=stages,
                 tensor_part=part,
+                slowed=slowed,
             )
 
 
@@ -125,7 +133,8 @@ def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]
     if kind not in alike:
         found = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
         alike[kind] = [task for tasks in found for task in tasks]
-    return optimize(low, rank, alike[kind])
+    tasks = slowed_down(optimize(low, rank, alike[kind]), low.slowed.get(rank, 1.0))
+    return [*tasks, *share_compute_times(low)]
 
 
 def _kind(low: Lowering, rank: int) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """What every pass needs: the scenario unrolled, its gradient buckets, and the collectives found so far."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -108,6 +108,8 @@ class Lowering:
     """What passes work out once for all ranks."""
     tensor_part: int = 0
     """Which part of each block they hold: their coordinate on the axis tp."""
+    slowed: Mapping[int, float] = field(default_factory=dict)
+    """By rank, where one is slower than its device: time of its forward, backward and update over the device's."""
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
@@ -350,6 +352,9 @@ class Lowering:
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes
         columns = [np.array([names[device] for device in devices]), np.array([sizes[rank] for rank in self.group])]
+        if self.slowed:
+            ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
+            columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))
         if policies.gradients == "push":
             columns += [column for bucket in self.buckets for column in self._divided(bucket)]
         if self.deals_out_tensors:

@@ -1,6 +1,7 @@
 """The question: Cluster x Workload x Plan and a run's length, loaded from one TOML file and checked whole."""
 
 from gssim.scenario.checks import check
+from gssim.scenario.following import Following, after_step, begin
 from gssim.scenario.loading import load_cluster, load_model, load_scenario, read_toml
 from gssim.scenario.question import Loaded, Run, Scenario, single_device
 from gssim.scenario.rates import (
@@ -15,9 +16,12 @@ from gssim.scenario.rates import (
 from gssim.scenario.stages import schedule_of, stages_per_rank
 
 __all__ = [
+    "Following",
     "Loaded",
     "Run",
     "Scenario",
+    "after_step",
+    "begin",
     "check",
     "has_master_copy",
     "layer_profile",

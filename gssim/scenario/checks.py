@@ -29,6 +29,36 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_dealt_out_layers(scenario, policies, file)
     if scenario.network:
         _check_conditions(scenario, file)
+    _check_slow_downs(scenario, policies, file)
+    if scenario.plan.shares.replan:
+        _check_replanning(scenario, policies, file)
+
+
+def _check_slow_downs(scenario: Scenario, policies: Policies, file: str) -> None:
+    for number, each in enumerate(scenario.run.slowdowns):
+        where = f"{file}: run.slowdowns[{number}]"
+        if each.rank >= policies.ranks:
+            raise UserError(f"{where}.rank = {each.rank}: the plan has {policies.ranks} ranks; allowed: a lower number")
+        if each.first_step >= scenario.run.steps:
+            raise UserError(
+                f"{where}.first_step = {each.first_step}: the run has {scenario.run.steps} steps (run.steps); "
+                "allowed: a lower number"
+            )
+        if policies.pp > 1:
+            raise UserError(f"{where}: ranks of a pipeline cannot be slowed down yet; leave it out, or plan.pp")
+
+
+def _check_replanning(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse to divide the batch anew where ranks have no samples of their own, or one has none at all."""
+    where = f"{file}: plan.shares.replan = True"
+    if policies.data_ranks != policies.ranks or policies.ranks == 1:
+        raise UserError(
+            f"{where}: method '{scenario.plan.method}' with plan.tp = {policies.tp} and plan.pp = {policies.pp} does "
+            "not divide the batch among all ranks; allowed: ddp, zero1, zero2, zero3, gs, gs_z3, gs_hier on several"
+        )
+    if min(scenario.batch_sizes) == 0:
+        rank = scenario.batch_sizes.index(0)
+        raise UserError(f"{where}: rank {rank} has no samples that would tell its pace; give each rank at least one")
 
 
 def _check_conditions(scenario: Scenario, file: str) -> None:
@@ -257,7 +287,25 @@ def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
         if abs(sum(wanted) - 1) > 1e-6:
             raise UserError(f"{file}: plan.shares.{name} = {list(wanted)}: sums to {sum(wanted):.6g}, must sum to 1")
     _check_batch(rules.batch, total, policies.data_ranks, file)
+    if rules.shards in ("memory", "cost"):
+        _check_owners(scenario, policies, file)
     _check_micro_batches(scenario, file)
+
+
+def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse shares by memory or cost where owners are not all ranks, pushed to directly; or where they do not fit."""
+    wanted = scenario.plan.shares.shards
+    one_level = policies.push_axis == "dp_shard"
+    if policies.gradients != "push" or policies.tp > 1 or not (one_level or wanted == "memory"):
+        raise UserError(
+            f"{file}: plan.shares.shards = {wanted!r}: cannot run yet with method '{scenario.plan.method}' and plan.tp "
+            f"= {policies.tp}; allowed today: even, compute, or one share per rank (memory: gs, gs_z3, gs_hier; cost: "
+            "gs, gs_z3)"
+        )
+    try:
+        _ = scenario.shard_shares
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -2,17 +2,19 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import TWO_LEVELS, Plan, Policies, Publish, Push, resolve, resolved_push
+from gssim.plan import TWO_LEVELS, Plan, Policies, Publish, Push, Replanning, resolve, resolved_push
+from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.topology import structure_of
@@ -21,6 +23,23 @@ from gssim.workload import LayerInstance, Workload, unrolled
 
 FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "untrained_buffers", "frozen", "deepest")
 """Of a layer: files traced before these were kept ask the same question."""
+
+
+@spec
+class SlowDown:
+    """A rank that computes slower than its device for a while."""
+
+    rank: Count
+    first_step: Count
+    """Of the steps that count, from 0."""
+    steps: PositiveInt | None = None
+    """How many; absent: to the end of the run."""
+    compute_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    """Time of its forwards, backwards and updates over that without. (In a real run it does as much more work.)"""
+
+    def covers(self, step: int) -> bool:
+        """Return whether the rank is slow in a step."""
+        return self.first_step <= step and (self.steps is None or step < self.first_step + self.steps)
 
 
 @spec
@@ -34,6 +53,15 @@ class Run:
     evaluate_every_steps: PositiveInt | None = None
     """How often, counted from the warm-up's end, the model is evaluated on held-out data, and after the last step
     (real runs); absent: never."""
+    slowdowns: tuple[SlowDown, ...] = ()
+
+    def slowed(self, step: int) -> dict[int, float]:
+        """Return the ranks that are slow in a step (of those that count, from 0), and by how much."""
+        found: dict[int, float] = {}
+        for each in self.slowdowns:
+            if each.covers(step):
+                found[each.rank] = found.get(each.rank, 1.0) * each.compute_ratio
+        return found
 
 
 @spec
@@ -85,6 +113,40 @@ class Scenario:
             return shares.balance_batch(total, sample_s=[c[1] for c in slowest], fixed_s=[c[0] for c in slowest])
         return shares.split(total, shares.even(policies.data_ranks) if isinstance(wanted, str) else wanted)
 
+    def with_shares(self, samples: Sequence[int], shards: Sequence[float]) -> "Scenario":
+        """Return the same with the batch divided so, sample by sample, and shards of these shares."""
+        total, rules = self.workload.global_batch_size, self.plan.shares
+        kept = rules.shards if rules.shards == "even" else tuple(shards)
+        rules = replace(rules, batch=tuple(n / total for n in samples), shards=kept)
+        return replace(self, plan=replace(self.plan, shares=rules))
+
+    def moved_shards(
+        self, *, samples: Sequence[int], owned: Sequence[float], update_s: Sequence[float | None], steps: int
+    ) -> tuple[float, ...] | None:
+        """Return the shard shares to change to in the middle of a run, or None; see `shares_worth_moving_to`.
+
+        Parameters that are sharded at rest stay with their owners: only of replicas nothing but states must move.
+        """
+        if self.plan.shares.shards != "cost" or self.policies.parameters != "replicated":
+            return None
+        return shares_worth_moving_to(
+            self.cluster,
+            self.workload,
+            self.plan,
+            self.policies,
+            batch_sizes=samples,
+            owned=owned,
+            update_s=update_s,
+            steps=steps,
+        )
+
+    @property
+    def most_samples(self) -> tuple[int, ...]:
+        """How many samples each rank may be given at run time: as its memory allows, and no fewer than it has."""
+        sizes = self.batch_sizes
+        room = sample_room(self.cluster, self.workload, self.plan, self.policies, self.shard_shares)
+        return tuple(map(max, sizes, room))
+
     @property
     def shard_shares(self) -> tuple[float, ...]:
         """Fraction of the sharded state that each rank owns, among those that hold the same part of the model.
@@ -126,6 +188,8 @@ class Scenario:
         if wanted == "compute":
             costs = self._sample_costs()
             return shares.proportional([1 / each for _, each in costs])
+        if wanted in ("memory", "cost"):
+            return owned_shares(self.cluster, self.workload, self.plan, self.policies, self.batch_sizes)
         if isinstance(wanted, str):
             return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
         found = shares.proportional(wanted)
@@ -167,6 +231,10 @@ class Scenario:
             del data["network"]
         if self.run.evaluate_every_steps is None:
             del data["run"]["evaluate_every_steps"]
+        if not self.run.slowdowns:
+            del data["run"]["slowdowns"]
+        if not self.plan.shares.replan:
+            del data["plan"]["shares"]["replanning"]
         return data
 
     @property
@@ -193,20 +261,28 @@ class Scenario:
         plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
         if self.policies.partition == "weight-gradient":
             plan["shares"]["layers"] = self.owned_layers
-        run = _adapter(Run).dump_python(self.run, mode="json")
-        del run["evaluate_every_steps"]  # it changes neither the steps nor what they cost
         question = {
             "workload": workload,
             "plan": plan,
             "policies": repr(self.policies),
             "cluster": _structure(self.cluster, self.ranks),
-            "run": run,
+            "run": self._run_identity(),
         }
         if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
             question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
         if self.network:
             question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
         return _digest(question)
+
+    def _run_identity(self) -> dict[str, Any]:
+        """Return the run, and what decides on shares in it; what is not there makes no other question."""
+        run: dict[str, Any] = _adapter(Run).dump_python(self.run, mode="json")
+        del run["evaluate_every_steps"]  # it changes neither the steps nor what they cost
+        if not self.run.slowdowns:
+            del run["slowdowns"]
+        if self.plan.shares.replan:
+            run["replanning"] = _adapter(Replanning).dump_python(self.plan.shares.replanning, mode="json")
+        return run
 
 
 @spec

@@ -1,4 +1,4 @@
-"""Who gets how much: pure solvers over given numbers, used alike by the simulator and the real backend."""
+"""Dividing a batch, elements, tensors or layers among ranks."""
 
 import heapq
 import math
@@ -53,21 +53,31 @@ def ranges(total: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
-def balance_batch(total: int, *, sample_s: Sequence[float], fixed_s: Sequence[float]) -> tuple[int, ...]:
+def balance_batch(
+    total: int,
+    *,
+    sample_s: Sequence[float],
+    fixed_s: Sequence[float],
+    least: int = 0,
+    most: Sequence[int] | None = None,
+) -> tuple[int, ...]:
     """Return samples per rank that minimise the slowest rank's `fixed_s + samples * sample_s`.
 
-    Greedy: each sample goes where it makes the smallest time, which is optimal for non-decreasing convex times.
+    Greedy: each sample goes where it makes the smallest time, which is optimal for non-decreasing convex times. Every
+    rank gets `least` samples at least and `most[i]` at most, which must leave room for the total.
 
     >>> balance_batch(6, sample_s=[1.0, 2.0], fixed_s=[0.0, 0.0])
     (4, 2)
     """
-    samples = [0] * len(sample_s)
-    heap = [(fixed + each, rank) for rank, (fixed, each) in enumerate(zip(fixed_s, sample_s, strict=True))]
+    samples = [least] * len(sample_s)
+    open_ranks = [rank for rank in range(len(samples)) if most is None or least < most[rank]]
+    heap = [(fixed_s[rank] + (least + 1) * sample_s[rank], rank) for rank in open_ranks]
     heapq.heapify(heap)
-    for _ in range(total):
+    for _ in range(total - sum(samples)):
         _, rank = heapq.heappop(heap)
         samples[rank] += 1
-        heapq.heappush(heap, (fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank))
+        if most is None or samples[rank] < most[rank]:
+            heapq.heappush(heap, (fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank))
     return tuple(samples)
 
 

@@ -1,0 +1,190 @@
+"""How much of the sharded state each rank owns: as its memory allows, or as it costs the step least.
+
+[Note: owners] In data-parallel Gradient Sharding a rank's share of the parameters decides what it must hold and update,
+and what crosses its links; it does not decide how much it computes, which is its share of the batch
+(gradient-sharding.md C.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gssim.units import Floats, Ints
+
+DIGITS = 9
+"""Of shares: solvers of other versions may differ in those behind."""
+
+
+class InfeasibleError(ValueError):
+    """The shares do not fit: `excess_bytes` too many on `rank`, or on all together where that is None."""
+
+    def __init__(self, rank: int | None, excess_bytes: float) -> None:
+        super().__init__(f"{excess_bytes:.0f} bytes too many on {'all ranks' if rank is None else f'rank {rank}'}")
+        self.rank, self.excess_bytes = rank, excess_bytes
+
+
+def memory_shares(
+    *, capacity_bytes: Sequence[float], held_bytes: Sequence[float], whole_bytes: float
+) -> tuple[float, ...]:
+    """Return the shares that leave the fullest rank least full: all ranks as full, in proportion to their capacity.
+
+    `held_bytes`: what each rank holds whatever its share; `whole_bytes`: what a share of 1 takes (above 0). Minimises
+
+        max over i of (held_i + s_i * whole) / capacity_i,   where s_i >= 0 and the shares sum to 1
+
+    by filling: at a level of fullness y a rank takes max(0, y * capacity_i - held_i), and y is where these sum to the
+    whole. Ranks that are fuller from the start take nothing. Raises InfeasibleError where the level exceeds 1.
+
+    >>> memory_shares(capacity_bytes=[80, 40], held_bytes=[10, 10], whole_bytes=40)
+    (0.75, 0.25)
+    """
+    capacity, held = np.array(capacity_bytes, float), np.array(held_bytes, float)
+    _refuse_overfull(capacity, held, whole_bytes)
+    order = np.argsort(held / capacity, kind="stable")  # in which they begin to take
+    levels = (whole_bytes + np.cumsum(held[order])) / np.cumsum(capacity[order])  # if the first ones share it all
+    taking = int(np.argmin(levels))  # a further one would have to give back
+    taken = np.zeros(len(capacity))
+    first = order[: taking + 1]
+    taken[first] = levels[taking] * capacity[first] - held[first]
+    return _normalised(taken)
+
+
+def _refuse_overfull(capacity: Floats, held: Floats, whole_bytes: float) -> None:
+    """Raise InfeasibleError where a rank is too full without any share, or all have too little left for the whole."""
+    fullest = int(np.argmax(held - capacity))
+    if held[fullest] > capacity[fullest]:
+        raise InfeasibleError(fullest, float(held[fullest] - capacity[fullest]))
+    excess = whole_bytes - float(np.sum(capacity - held))
+    if excess > 0:
+        raise InfeasibleError(None, excess)
+
+
+@dataclass(frozen=True)
+class OwnerTimes:
+    """What all of the parameters would take on each rank, in seconds: a share of them takes its share of that."""
+
+    push_out_s: tuple[float, ...]
+    """To send all gradients, over the rank's way out."""
+    push_in_s: tuple[float, ...]
+    """To receive all gradients of one other rank, over its way in."""
+    update_s: tuple[float, ...]
+    """To update all parameters."""
+    publish_out_s: tuple[float, ...]
+    """To send all parameters to the next rank of the ring, over the rank's way out."""
+    publish_in_s: tuple[float, ...]
+    """To receive them from the one before, over its way in."""
+
+
+@lru_cache(maxsize=64)
+def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the shares with the least `owner_time_s`, of which rank i's is at most `most[i]`: what its memory allows.
+
+    A linear programme: minimise P + U + G, each at least every term of its maximum, where 0 <= s_i <= most_i and the
+    shares sum to 1. Where many shares are as good, those that differ least from even ones are taken (a second one).
+    Assumes that a rank's memory grows in proportion to its share, and that the parts of a step do not overlap. Raises
+    InfeasibleError (in shares, not bytes) where `most` sums to less than 1.
+    """
+    from scipy.sparse import block_array, csr_array, hstack, identity  # here: `import gssim` must stay quick
+
+    limits = np.clip(np.array(most, float), 0.0, 1.0)
+    if limits.sum() < 1:
+        raise InfeasibleError(None, float(1 - limits.sum()))
+    terms = _terms(times)
+    scale = float(max(terms.constant.max(), np.abs(terms.slope).max())) or 1.0  # any unit of time
+    rows, ranks = np.arange(len(terms.rank)), len(limits)
+    above = csr_array((terms.slope / scale, (rows, terms.rank)), shape=(len(rows), ranks))
+    parts = csr_array((-np.ones(len(rows)), (rows, terms.part)), shape=(len(rows), PARTS))
+    below = -terms.constant / scale
+    each = [(0.0, float(limit)) for limit in limits]
+    objective = np.array([0.0] * ranks + [1.0] * PARTS)
+    bounds = [*each, *[(0.0, None)] * PARTS]
+    best = float(objective @ _solved(objective, hstack([above, parts]), below, bounds, ranks=ranks))
+    # then as near to even as that allows: one more variable, the largest difference
+    itself, one = identity(ranks), csr_array(np.ones((ranks, 1)))
+    rows_of: list[list[Any]] = [
+        [above, parts, None],
+        [itself, None, -one],
+        [-itself, None, -one],
+        [None, csr_array(np.ones((1, PARTS))), csr_array((1, 1))],
+    ]
+    nearest: Any = block_array(rows_of)
+    below = np.concatenate([below, np.full(ranks, 1 / ranks), np.full(ranks, -1 / ranks), [best * (1 + 1e-9) + 1e-12]])
+    objective = np.array([0.0] * (ranks + PARTS) + [1.0])
+    return _normalised(_solved(objective, nearest, below, [*bounds, (0.0, None)], ranks=ranks)[:ranks])
+
+
+def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
+    """Return what of a step depends on the shares: the longest push, then update, then publication of any rank.
+
+    Of M ranks, whose links carry both directions at once, with s_i their shares:
+
+        P = max of (1 - s_i) * push_out_i          all but its own part goes out
+                   s_i * (M - 1) * push_in_i       its part comes from each of the others
+        U = max of s_i * update_i
+        G = max of (1 - s_i+1) * publish_out_i     round a ring all parts but the next one's own go out,
+                   (1 - s_i) * publish_in_i        all but its own come in,
+                   s_i * (sum of the hops but the one to i)    and a part is handed on M - 1 times
+
+    where a hop takes the longer of its sender's way out and its receiver's way in. Source: gradient-sharding.md A.3.
+
+    >>> even = OwnerTimes(*[(1.0, 1.0)] * 5)
+    >>> owner_time_s(even, [0.5, 0.5]), owner_time_s(even, [0.75, 0.25])
+    (1.5, 2.25)
+    """
+    terms = _terms(times)
+    values = terms.slope * np.array(shares, float)[terms.rank] + terms.constant
+    return float(sum(values[terms.part == part].max() for part in range(PARTS)))
+
+
+PARTS = 3
+"""Push, update and publication."""
+
+
+class _Terms(NamedTuple):
+    """The terms of the maxima, each of one rank's share: `slope * share + constant`."""
+
+    rank: Ints
+    slope: Floats
+    constant: Floats
+    part: Ints
+    """Which maximum it belongs to."""
+
+
+def _terms(times: OwnerTimes) -> _Terms:
+    out, come, update = (np.array(each, float) for each in (times.push_out_s, times.push_in_s, times.update_s))
+    sends, receives = np.array(times.publish_out_s, float), np.array(times.publish_in_s, float)
+    ranks, none = np.arange(len(out)), np.zeros(len(out))
+    hop_to = np.maximum(np.roll(sends, 1), receives)  # the hop that ends at a rank
+    handed_on = hop_to.sum() - hop_to if len(out) > 1 else none
+    found = [
+        (ranks, -out, out, 0),
+        (ranks, (len(out) - 1) * come, none, 0),
+        (ranks, update, none, 1),
+        (np.roll(ranks, -1), -sends, sends, 2),
+        (ranks, -receives, receives, 2),
+        (ranks, handed_on, none, 2),
+    ]
+    rank, slope, constant = (np.concatenate([each[column] for each in found]) for column in range(3))
+    part = np.repeat(np.array([each[3] for each in found]), len(out))
+    return _Terms(rank.astype(np.int64), slope, constant, part)
+
+
+def _solved(objective: Floats, above: Any, below: Floats, bounds: Sequence[Any], *, ranks: int) -> Floats:
+    """Return where an objective is least under `above @ x <= below`, the first variables, the shares, summing to 1."""
+    from scipy.optimize import linprog
+
+    whole = np.zeros((1, len(objective)))
+    whole[0, :ranks] = 1.0
+    found = linprog(objective, A_ub=above, b_ub=below, A_eq=whole, b_eq=[1.0], bounds=bounds, method="highs")
+    if found.x is None:
+        raise RuntimeError(f"the shares' linear programme failed: {found.message}")
+    return np.asarray(found.x, dtype=np.float64)
+
+
+def _normalised(parts: Floats) -> tuple[float, ...]:
+    """Return parts as shares, rounded."""
+    rounded = np.round(np.maximum(parts, 0.0) / np.maximum(parts, 0.0).sum(), DIGITS)
+    return tuple((rounded / rounded.sum()).tolist())
