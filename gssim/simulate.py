@@ -64,6 +64,8 @@ class _Steady:
     """A simulated run in its steady state."""
 
     machine: Machine
+    ends_s: tuple[tuple[float, ...], ...]
+    """By class of ranks: when the steps that count ended."""
     times_s: tuple[float, ...]
     """Of every steady step."""
 
@@ -76,7 +78,7 @@ class _Steady:
     def start_s(self) -> float:
         """When a step of median length begins, on the last rank to begin it."""
         ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
-        return max(ends[ordered[(len(ordered) - 1) // 2]] for ends in self.machine.ends_s)
+        return max(ends[ordered[(len(ordered) - 1) // 2]] for ends in self.ends_s)
 
 
 def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
@@ -193,9 +195,12 @@ def _payload_bytes(program: Program) -> float:
 def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
     seed = scenario.run.seed
     machine = Machine(scenario.cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded)
-    machine.run(JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS)
-    latest = [max(ends) for ends in zip(*machine.ends_s, strict=True)]
-    return _Steady(machine, tuple(end - start for start, end in pairwise(latest)))
+    steps = JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS
+    # what is published meets the next step's work, which the last step of all does not have
+    machine.run(steps + scenario.policies.publish_overlaps)
+    ends_s = tuple(tuple(ends[:steps]) for ends in machine.ends_s)
+    latest = [max(ends) for ends in zip(*ends_s, strict=True)]
+    return _Steady(machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
 
 
 def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady) -> Result:
@@ -252,7 +257,7 @@ def _phases(step: _Steady) -> list[dict[str, float]]:
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in step.machine.spans:
         spans[span.rank].append(span)
-    ends_s = step.machine.ends_s
+    ends_s = step.ends_s
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
@@ -264,7 +269,7 @@ def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
             spans[span.rank].append(span)
     found = np.zeros((len(step.times_s), ranks))
     for each in step.machine.classes:
-        ends_s = np.array(step.machine.ends_s[each.index])
+        ends_s = np.array(step.ends_s[each.index])
         own = spans[each.representative]
         which = np.searchsorted(ends_s, [span.end_s for span in own], side="left") - 1
         lengths_s = np.array([span.end_s - span.start_s for span in own])

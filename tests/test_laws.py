@@ -196,9 +196,9 @@ def test_phases_sum_to_the_step_on_every_rank(scenario):
 
 @given(scenarios())
 def test_the_second_simulated_step_is_like_every_later_one(scenario):
-    machine, _ = machine_of(scenario, steps=5)
+    machine, _ = machine_of(scenario, steps=6)
     for ends in machine.ends_s:
-        lengths = [b - a for a, b in pairwise(ends)]
+        lengths = [b - a for a, b in pairwise(ends[:5])]  # what the last step publishes meets no further step
         assert lengths == pytest.approx([lengths[0]] * len(lengths), rel=1e-9)
 
 
