@@ -7,11 +7,11 @@ SCENARIO := scenarios/demo.toml
 
 # name of each row of the demo, and what it overrides in the scenario
 ROWS := single checkpointing accumulation ddp zero1 zero2 fsdp pipeline tensor \
-	gs gs-3e-4 gs-3e-3 gs-uneven gs-wgrad gs-tp
+	gs gs-3e-4 gs-3e-3 gs-uneven gs-z3 gs-wgrad gs-tp
 # a shared machine drifts by minutes: layers are measured before, between and after the real runs
 RUNS := single.run checkpointing.run accumulation.run ddp.run zero1.run again-1 \
 	zero2.run fsdp.run pipeline.run tensor.run gs.run again-2 \
-	gs-3e-4.run gs-3e-3.run gs-uneven.run gs-wgrad.run gs-tp.run again-3
+	gs-3e-4.run gs-3e-3.run gs-uneven.run gs-z3.run gs-wgrad.run gs-tp.run again-3
 CALIBRATE = $(BIN)/gsreal calibrate scenarios/models/gpt-byte-1m.toml --ranks 2 --batch-sizes 4,8,16 \
 	--sequence-length 128 --out $(DEMO)/cluster.toml
 SET_single := --set plan.method=single
@@ -27,6 +27,7 @@ SET_gs := --set plan.method=gs
 SET_gs-3e-4 := --set plan.push.threshold=3e-4
 SET_gs-3e-3 := --set plan.push.threshold=3e-3
 SET_gs-uneven := --set plan.shares.shards=[0.7,0.3] --set plan.shares.batch=[0.625,0.375]
+SET_gs-z3 := --set plan.method=gs_z3
 SET_gs-wgrad := --set plan.method=gs_wgrad
 SET_gs-tp := --set plan.method=gs_tp --set plan.shares.shards=[0.75,0.25]
 FILES := --set run.steps=30 --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
@@ -46,8 +47,8 @@ study: $(VENV)/.demo ## what thresholds cost in quality and gain in bytes and ti
 	@$(BIN)/python -m analysis convergence scenarios/studies/gpt-byte.toml --out out/study/gpt-byte
 	@$(BIN)/python -m analysis convergence scenarios/studies/resnet-digits.toml --out out/study/resnet-digits
 
-test: $(VENV)/.test ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+test: $(VENV)/.test ## all tests but the slow ones, two files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.test ## the slow real runs
 	$(BIN)/python -m pytest -m slow

@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import TypeAdapter
 
 from gssim.gradients import (
@@ -29,6 +30,14 @@ TESTS = Path(__file__).resolve().parent
 def scenario_file(name: str) -> str:
     """Return the path of a scenario that ships."""
     return str(TESTS.parent / "scenarios" / name)
+
+
+def slow_where(ranks: int, *values: Any, slow: Sequence[int]) -> Any:
+    """Return a test's parameters, marked slow where there are as many ranks as `slow` says: `make test-slow` runs them.
+
+    A machine of two cores takes longest where ranks are more than cores, and shows there what two or four show too.
+    """
+    return pytest.param(ranks, *values, marks=[pytest.mark.slow] if ranks in slow else [])
 
 
 def star(ranks: int) -> str:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gsreal.checkpoint import Progress
+from gsreal.course import Course
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
 from gsreal.methods import Training, full_parameters
@@ -51,7 +52,8 @@ def everybodys(value: Any) -> list[Any]:
 def paces(case: dict[str, Any]) -> dict[str, Any]:
     """Train a whole run; return its losses, step times and divisions of the batch."""
     scenario, training, feed = made(case)
-    losses = _timed_steps(scenario, training, feed, dist.get_rank(), Progress(), None)
+    course = Course(scenario, training, dist.get_rank(), CPU)
+    losses = _timed_steps(scenario, training, feed, dist.get_rank(), course, Progress(), None)
     spans, ends_s = training.timeline.read()
     divisions = training.follower.following.divisions if training.follower else ()
     inputs, targets, weights = feed.at(scenario.run.steps)

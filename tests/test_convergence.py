@@ -482,6 +482,7 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_a_study_trains_compares_and_draws_for_real_and_a_second_time_only_reads(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
     file = write_study(tmp_path)

@@ -101,7 +101,7 @@ def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path):
         "run.warmup_steps=1",
     ]
     out = tmp_path / "measured.json"
-    launch("gsreal.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), ""], ranks=2)
+    launch("gsreal.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2)
     measured = json.loads(out.read_text())
     found = realised(loaded("demo.toml", *overrides))
     assert measured["density"]["push"] == pytest.approx(fmean(found), rel=1e-12)

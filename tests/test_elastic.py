@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 import torch
-from real_runs import star
+from real_runs import slow_where, star
 
 from gsreal.checkpoint import Checkpoints, check_checkpoints, identity, latest, read_progress
 from gsreal.launch import launch
@@ -75,7 +75,7 @@ def saved_by_four(tmp_path_factory) -> Path:
     return folder / "saved"
 
 
-@pytest.mark.parametrize("ranks", [3, 2])
+@pytest.mark.parametrize("ranks", [3, slow_where(2, slow=[2])])
 def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturbed, tmp_path: Path, ranks: int):
     shutil.copytree(saved_by_four, tmp_path / "saved")
     losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, "plan.method=gs")

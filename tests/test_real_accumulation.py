@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from real_runs import predicted, run_once, scenario_file, star
+from real_runs import predicted, run_once, scenario_file, slow_where, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -59,7 +59,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request.param, cases_for, tmp_path_factory.mktemp)
 
 
-PAIRS = [(ranks, name) for ranks in (2, 3) for name in cases_for(ranks)]
+PAIRS = [slow_where(ranks, name, slow=[3]) for ranks in (2, 3) for name in cases_for(ranks)]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 
 

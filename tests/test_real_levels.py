@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import predicted, run_once, scenario_file, star
+from real_runs import predicted, run_once, scenario_file, slow_where, star
 from strategies import scenario_of
 from strategies import star as small_star
 
@@ -87,7 +87,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request.param, cases_for, tmp_path_factory.mktemp)
 
 
-PAIRS = [(ranks, name) for ranks in UNEVEN for name in cases_for(ranks)]
+PAIRS = [slow_where(ranks, name, slow=[3]) for ranks in UNEVEN for name in cases_for(ranks)]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 
 

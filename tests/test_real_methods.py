@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from real_runs import predicted, run_once, scenario_file, star
+from real_runs import predicted, run_once, scenario_file, slow_where, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -88,7 +88,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request.param, cases_for, tmp_path_factory.mktemp)
 
 
-PAIRS = [(ranks, name) for ranks in (2, 3, 4) for name in cases_for(ranks) if not name.startswith("planted")]
+NAMES = {ranks: [name for name in cases_for(ranks) if not name.startswith("planted")] for ranks in (2, 3, 4)}
+PAIRS = [slow_where(ranks, name, slow=[3]) for ranks, names in NAMES.items() for name in names]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 
 

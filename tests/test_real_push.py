@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import TESTS, Cases, planted, predicted, run_once, scenario_file, star
+from real_runs import TESTS, Cases, planted, predicted, run_once, scenario_file, slow_where, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -172,7 +172,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_once(WORLDS, request.param, cases, tmp_path_factory.mktemp)
 
 
-PAIRS = [(ranks, name) for ranks in (2, 3) for name in TRAINED if ranks == 2 or name in ON_THREE]
+PAIRS = [slow_where(r, name, slow=[3]) for r in (2, 3) for name in TRAINED if r == 2 or name in ON_THREE]
 each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"])
 
 

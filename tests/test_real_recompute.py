@@ -84,7 +84,7 @@ def trained_alone(recompute: str, model: str) -> tuple[float, list]:
     return peaks[-1], [parameter.detach() for parameter in training.module.parameters()]
 
 
-@pytest.mark.parametrize("model", ["gpt", "bert"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
 def test_one_device_learns_the_very_same_and_needs_less_memory_as_predicted(model) -> None:
     peaks, parameters = zip(*(trained_alone(each, model) for each in ("none", "selective", "full")), strict=True)
     assert peaks[0] > peaks[1] > peaks[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import predicted, run_module, scenario_file, star
+from real_runs import predicted, run_module, scenario_file, slow_where, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -127,7 +127,9 @@ def test_the_collective_that_tells_the_times_is_predicted_and_seen(tmp_path, met
     assert sorted(seen, key=str) == sorted((entry for entry in entries if entry[0] != "all-to-all-v"), key=str)
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(ranks, kind) for ranks, kinds in KINDS.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [slow_where(ranks, kind, slow=[3]) for ranks, kinds in KINDS.items() for kind in kinds]
+)
 def test_training_goes_on_over_changed_owners_as_if_they_had_stayed(tmp_path, ranks, kind):
     _, found = world(ranks, tmp_path)
     moved, stayed = found[f"{kind} moved"], found[f"{kind} stayed"]

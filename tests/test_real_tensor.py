@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, run_cases, scenario_file, star
+from real_runs import predicted, run_cases, scenario_file, slow_where, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -74,7 +74,7 @@ def on_four_ranks() -> dict[str, list[str]]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, slow_where(4, slow=[4])])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")

@@ -185,8 +185,6 @@ class GradientSharding(torch.optim.Optimizer):
         finally:
             self._collecting = True
 
-    # Between backward and step ----------------------------------------------------------------------------------------
-
     # Owners -----------------------------------------------------------------------------------------------------------
 
     def reshard(self, shard_shares: Sequence[float]) -> int:
@@ -204,6 +202,8 @@ class GradientSharding(torch.optim.Optimizer):
         pusher.reshard(self.buckets)
         self.publisher.reshard(pusher, self.buckets)
         return sent
+
+    # Between backward and step ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
