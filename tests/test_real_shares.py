@@ -66,7 +66,7 @@ def world(ranks: int, folder: Path) -> tuple[dict, dict]:
     return WORLDS[ranks]
 
 
-@pytest.mark.parametrize("method", ["ddp", "gs"])
+@pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs"])
 def test_a_slow_rank_and_its_end_are_answered_in_time_on_every_rank(tmp_path, method):
     _, found = world(2, tmp_path)
     seen = found[method]
@@ -81,7 +81,7 @@ def test_a_slow_rank_and_its_end_are_answered_in_time_on_every_rank(tmp_path, me
     assert seen["emulated"] == [0, 3 * SLOW_STEPS]  # forward, backward and update
 
 
-@pytest.mark.parametrize("method", ["ddp", "gs"])
+@pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs"])
 def test_the_step_recovers_with_the_answer_and_with_the_end_of_the_slow_down(tmp_path, method):
     _, found = world(2, tmp_path)
     seen = found[method]
@@ -108,7 +108,7 @@ def test_the_prediction_answers_in_as_many_steps_and_says_how_far_it_recovers(tm
     assert before < mended < slow
 
 
-@pytest.mark.parametrize("method", ["ddp", "gs"])
+@pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs"])
 def test_how_the_batch_is_divided_changes_the_loss_by_rounding_alone(tmp_path, method):
     _, found = world(2, tmp_path)
     assert found["plain"]["divisions"] == [[], []]
@@ -116,7 +116,7 @@ def test_how_the_batch_is_divided_changes_the_loss_by_rounding_alone(tmp_path, m
     assert found["plain"]["losses"][-1] < 0.9 * found["plain"]["losses"][0]
 
 
-@pytest.mark.parametrize("method", ["ddp", "gs", "plain"])
+@pytest.mark.parametrize("method", [pytest.param("ddp", marks=pytest.mark.slow), "gs", "plain"])
 def test_the_collective_that_tells_the_times_is_predicted_and_seen(tmp_path, method):
     cases, found = world(2, tmp_path)
     entries = [
