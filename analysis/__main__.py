@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gssim.ending import run_command_line
 from gssim.result import write_text
 from gssim.units import UserError, human_bytes, human_seconds
 
@@ -23,8 +24,6 @@ EXTRA = frozenset({"polars", "matplotlib", "networkx"})
 """What `pip install 'gssim[analysis]'` brings; imported inside commands, so that a missing one can be named."""
 PIPE_WIDTH = 120
 DIFFERENCES_SHOWN = 4
-INTERRUPTED = 130
-"""Exit code that typer makes of the user's interrupt."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -261,19 +260,7 @@ def _shown(quantity: str) -> str:
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2."""
     try:
-        app()
-    except UserError as error:
-        print(f"analysis: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        if type(error).__name__ != "RunFailedError":
-            raise
-        print(f"analysis: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:
-            print("analysis: interrupted; what is finished is kept: the same command goes on from it", file=sys.stderr)
-        raise
+        run_command_line(app, "analysis", interrupted="what is finished is kept: the same command goes on from it")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:

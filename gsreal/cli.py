@@ -11,12 +11,10 @@ from typing import Annotated
 
 import typer
 
+from gssim.ending import run_command_line
 from gssim.units import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-INTERRUPTED = 130
-"""Exit code that typer makes of the user's interrupt."""
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 
@@ -219,19 +217,4 @@ def trace_command(
 
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
-    from gssim.units import UserError
-
-    try:
-        app()
-    except UserError as error:
-        print(f"gsreal: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        if type(error).__name__ != "RunFailedError":
-            raise
-        print(f"gsreal: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:
-            print("gsreal: interrupted; all ranks are stopped", file=sys.stderr)
-        raise
+    run_command_line(app, "gsreal", interrupted="all ranks are stopped")

@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gsreal.machine import ENVIRONMENT, die_with_parent
+from gssim.units import RunFailedError
 
 GRACE_S = 15.0
 """How long ranks get to end after an interrupt, before they are killed."""
-
-
-class RunFailedError(RuntimeError):
-    """A rank died: which, and why, in one line."""
 
 
 def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0) -> None:

@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from gssim.console import print_result
-from gssim.machine import DeadlockError
+from gssim.ending import run_command_line
 from gssim.result import chrome_trace, write_text
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
-from gssim.units import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -63,11 +62,4 @@ def run_command(
 
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
-    try:
-        app()
-    except UserError as error:
-        print(f"gssim: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except DeadlockError as error:
-        print(f"gssim: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    run_command_line(app, "gssim")

@@ -57,6 +57,10 @@ class UserError(ValueError):
     """Something the user can mend: one line that names the file, the key, the value and what is allowed."""
 
 
+class RunFailedError(RuntimeError):
+    """A run that cannot end well through no fault of the user's: one line that names the rank or command, and why."""
+
+
 def parse_quantity(value: object, kind: str) -> float:
     """Return `value` in the base unit of `kind` (a key of `UNITS`); numbers are taken to be in that unit already.
 

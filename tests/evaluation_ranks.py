@@ -5,17 +5,16 @@ Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE}} a
 
 import gc
 import json
-import os
-import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from on_ranks import run_on_rank
 
 from gsreal.evaluation import HeldOut
 from gsreal.measure import CollectiveRecorder, Timeline
-from gsreal.worker import Feed, build, note_failure
+from gsreal.worker import Feed, build
 from gssim.scenario import load_scenario
 
 
@@ -60,11 +59,4 @@ def run_case(case):
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        note_failure(error)
-        raise
-    finally:
-        sys.stdout.flush()
-        os.environ.pop("GSREAL_REPORTS", None)
+    run_on_rank(main)

@@ -4,7 +4,6 @@ Argument: the file to write.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import run_on_rank
 
 from gsreal import exchanges
 from gsreal.measure import CollectiveRecorder, MemoryCounter, collectives_of
-from gsreal.worker import note_failure
 
 LARGE = 300_000
 """Elements of a part that goes in halves."""
@@ -113,8 +112,4 @@ def seen() -> list[list[Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        note_failure(error)
-        raise
+    run_on_rank(main)

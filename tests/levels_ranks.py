@@ -5,7 +5,6 @@ Arguments: a JSON file of cases as in `ranks`, and the file to write: what these
 
 import gc
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import run_on_rank
 from ranks import run_case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from gsreal.gradient_sharding import GradientSharding, Push, shard_gradients
 from gsreal.gradient_sharding.at_rest import units_of
 from gsreal.measure import MemoryCounter
-from gsreal.worker import note_failure
 
 NODES, PLACES, RANKS = 2, 2, 4
 BATCHES = (1, 2, 2, 3)
@@ -290,8 +289,4 @@ def main(cases_file: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        note_failure(error)
-        raise
+    run_on_rank(main)

@@ -6,17 +6,16 @@ A parameter's gradient is whatever it is multiplied by in the loss, so that all 
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import run_on_rank
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding import Push, shard_gradients
 from gsreal.gradient_sharding.residuals import PRECISIONS
-from gsreal.worker import note_failure
 
 STEPS = 5
 SHAPES = ((40, 30), (30,), (300, 7), (2,), (1,))
@@ -191,8 +190,4 @@ def main(cases_file: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        note_failure(error)
-        raise
+    run_on_rank(main)

@@ -5,18 +5,17 @@ Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE, "p
 
 import gc
 import json
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import run_on_rank
 
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
 from gsreal.methods import full_parameters
-from gsreal.worker import Feed, build, note_failure
+from gsreal.worker import Feed, build
 from gssim.scenario import load_scenario, single_device
 
 STEPS = 5
@@ -125,11 +124,4 @@ def all_agree(mine: bool) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        note_failure(error)
-        raise
-    finally:
-        sys.stdout.flush()
-        os.environ.pop("GSREAL_REPORTS", None)
+    run_on_rank(main)

@@ -7,19 +7,19 @@ import gc
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import run_on_rank
 
 from gsreal.checkpoint import Progress
 from gsreal.course import Course
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
 from gsreal.methods import Training, full_parameters
-from gsreal.worker import Feed, _timed_steps, build, note_failure
+from gsreal.worker import Feed, _timed_steps, build
 from gssim.scenario import Scenario, load_scenario
 
 CPU = torch.device("cpu")
@@ -117,8 +117,4 @@ def digest(parameters: dict[str, torch.Tensor]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        note_failure(error)
-        raise
+    run_on_rank(main)

@@ -14,17 +14,13 @@ from analysis.convergence.study import LoadedStudy, Variant, as_overrides, on_ne
 from gssim.result import Result, read_result, write_text
 from gssim.scenario import Loaded, read_toml
 from gssim.simulate import simulate
-from gssim.units import UserError, human_seconds
+from gssim.units import RunFailedError, UserError, human_seconds
 
 GRACE_S = 30.0
 """How long a command gets to end after an interrupt: it stops its ranks first."""
 KEPT_PARTS = ("workload", "plan", "run", "network")
 """Parts of a scenario that must be the same for a kept Result to stand for it; the rest is in its identity."""
 HERE = "this machine"
-
-
-class RunFailedError(RuntimeError):
-    """A command of a study failed through no fault of the user's."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gssim.machine.schedule import Scheduled
 from gssim.network import Router
 from gssim.program import Program, Task
 from gssim.result import Span
-from gssim.units import Floats
+from gssim.units import Floats, RunFailedError
 
 STREAMS = ("compute", "communication", "replication")
 """Of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of their own
@@ -27,7 +27,7 @@ SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
 
-class DeadlockError(RuntimeError):
+class DeadlockError(RunFailedError):
     """The program can never end: it names the ranks that wait, and for what."""
 
 
