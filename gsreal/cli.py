@@ -48,6 +48,7 @@ def run_command(
     from gsreal.evaluation import check_evaluation
     from gsreal.launch import launch
     from gsreal.machine import check_machine
+    from gsreal.rank import leave
     from gsreal.stages import check_stages
     from gssim.result import read_result, write_text
     from gssim.scenario import load_scenario
@@ -68,7 +69,8 @@ def run_command(
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
-            worker.main(arguments)
+            worker.main(*arguments)
+            leave()
             if os.environ["RANK"] != "0":
                 return
         else:

@@ -97,9 +97,16 @@ def _reason(reports: Path, log: str, code: int) -> str:
     if dead is not None:
         rank, exit_code = dead
         cause = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
-        return f"rank {rank} died ({cause})"
+        said = _last_words(log)
+        return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
     last = [line for line in log.splitlines() if line.strip()]
     return f"torchrun failed (exit code {code}): {last[-1] if last else 'no output'}"
+
+
+def _last_words(log: str) -> str:
+    """Return what C++ or Python's interpreter said as it gave up, or nothing: a signal alone tells nobody why."""
+    words = re.compile(r"terminate called|what\(\):|Fatal Python error|malloc\(\)|free\(\)|double free|corrupt")
+    return "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]
 
 
 def _dead_rank(log: str) -> tuple[int, int] | None:

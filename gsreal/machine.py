@@ -62,25 +62,6 @@ def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
         raise UserError(f"{where}: cluster.backend = 'nccl': {ranks} ranks need a GPU each; gloo can share one")
 
 
-def join(backend: str) -> None:
-    """Make the process group of all ranks.
-
-    torchrun's static rendezvous keeps one store for all attempts: ranks that are started again would find there where
-    those listened that are gone (torch 2.13, distributed/rendezvous.py, _create_c10d_store).
-    """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    import torch.distributed as dist
-
-    if not attempt:
-        dist.init_process_group(backend)
-        return
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, ranks = next(iter(rendezvous("env://")))
-    dist.init_process_group(backend, store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=ranks)
-
-
 def settle(cluster: Cluster, local_rank: int) -> torch.device:
     """Pin this rank's main thread and return its device; the rank dies with its launcher.
 

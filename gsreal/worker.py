@@ -1,10 +1,8 @@
 """One rank of a real run: builds, trains, measures; rank 0 writes the Result. Started by torchrun."""
 
-import gc
 import json
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +21,10 @@ from gsreal.build import DTYPES, build_module
 from gsreal.checkpoint import Checkpoints, Progress
 from gsreal.course import Course, density_by_step, refuse_divergence
 from gsreal.gradient_sharding import GradientSharding, Sent
-from gsreal.machine import device_name, join, provenance, settle
+from gsreal.machine import device_name, provenance, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
 from gsreal.methods import Training, Weights, prepare
+from gsreal.rank import join, run_on_rank
 from gssim import shares
 from gssim.result import (
     Density,
@@ -67,28 +66,15 @@ class RankReport:
     memory_counter: str
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run one rank: SCENARIO OVERRIDES-JSON OUT-FILE TRACE-FILE-or-empty CHECKPOINT-FOLDER-or-empty EVERY-STEPS."""
+def main(scenario_file: str, overrides: str, out: str, trace: str, folder: str, every: str) -> None:
+    """Run one rank.
+
+    `overrides`: a JSON list; `trace`, `folder`: empty, where no spans or checkpoints are to be written.
+    """
     warnings.filterwarnings("ignore")
-    scenario_file, overrides, out, trace, folder, every = arguments
-    try:
-        loaded = load_scenario(Path(scenario_file), json.loads(overrides), gradients_needed=False)
-        checkpoints = Checkpoints(Path(folder), int(every)) if folder else None
-        run(loaded, out=Path(out), trace=Path(trace) if trace else None, checkpoints=checkpoints)
-    except Exception as error:
-        note_failure(error)
-        raise
-
-
-def note_failure(error: Exception) -> None:
-    """Write why this rank failed to where the launcher looks."""
-    folder = os.environ.get("GSREAL_REPORTS")
-    if folder:
-        kind = "user" if isinstance(error, UserError) else "bug"
-        message = str(error) if kind == "user" else f"{type(error).__name__}: {error}"
-        report = {"rank": int(os.environ.get("RANK", "0")), "kind": kind, "message": message}
-        report["traceback"] = traceback.format_exc()
-        Path(folder, f"rank-{report['rank']}.json").write_text(json.dumps(report), encoding="utf-8")
+    loaded = load_scenario(Path(scenario_file), json.loads(overrides), gradients_needed=False)
+    checkpoints = Checkpoints(Path(folder), int(every)) if folder else None
+    run(loaded, out=Path(out), trace=Path(trace) if trace else None, checkpoints=checkpoints)
 
 
 def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoints | None = None) -> None:
@@ -100,18 +86,13 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
-    try:
-        report = measure(scenario, rank, device, checkpoints)
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
-        if rank == 0:
-            write_text(out, result_of(loaded, reports, device).to_json())
-            if trace is not None:
-                write_text(trace, chrome_trace([span for each in reports for span in each.spans]))
-    finally:
-        # wrappers and the group refer to each other; gloo aborts where its threads outlive the group at exit
-        gc.collect()
-        dist.destroy_process_group()
+    report = measure(scenario, rank, device, checkpoints)
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    if rank == 0:
+        write_text(out, result_of(loaded, reports, device).to_json())
+        if trace is not None:
+            write_text(trace, chrome_trace([span for each in reports for span in each.spans]))
 
 
 def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Checkpoints | None = None) -> RankReport:
@@ -446,4 +427,4 @@ def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_on_rank(main, sys.argv[1:])

@@ -3,17 +3,17 @@
 Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE}} and the file to write.
 """
 
-import gc
 import json
+import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from on_ranks import run_on_rank
 
 from gsreal.evaluation import HeldOut
 from gsreal.measure import CollectiveRecorder, Timeline
+from gsreal.rank import run_on_rank
 from gsreal.worker import Feed, build
 from gssim.scenario import load_scenario
 
@@ -27,8 +27,6 @@ def main(cases_file: str, out: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def run_case(case):
@@ -59,4 +57,4 @@ def run_case(case):
 
 
 if __name__ == "__main__":
-    run_on_rank(main)
+    run_on_rank(main, sys.argv[1:])

@@ -4,6 +4,7 @@ Argument: the file to write.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_ranks import run_on_rank
 
 from gsreal import exchanges
 from gsreal.measure import CollectiveRecorder, MemoryCounter, collectives_of
+from gsreal.rank import run_on_rank
 
 LARGE = 300_000
 """Elements of a part that goes in halves."""
@@ -29,7 +30,6 @@ def main(out: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def compared() -> Iterator[tuple[str, float]]:
@@ -112,4 +112,4 @@ def seen() -> list[list[Any]]:
 
 
 if __name__ == "__main__":
-    run_on_rank(main)
+    run_on_rank(main, sys.argv[1:])

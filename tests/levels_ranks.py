@@ -3,8 +3,8 @@
 Arguments: a JSON file of cases as in `ranks`, and the file to write: what these showed, and what every rank saw.
 """
 
-import gc
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_ranks import run_on_rank
 from ranks import run_case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from gsreal.gradient_sharding import GradientSharding, Push, shard_gradients
 from gsreal.gradient_sharding.at_rest import units_of
 from gsreal.measure import MemoryCounter
+from gsreal.rank import run_on_rank
 
 NODES, PLACES, RANKS = 2, 2, 4
 BATCHES = (1, 2, 2, 3)
@@ -284,9 +284,7 @@ def main(cases_file: str, out: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps({"cases": shown, "by_hand": everybodys}), encoding="utf-8")
     dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_on_rank(main)
+    run_on_rank(main, sys.argv[1:])

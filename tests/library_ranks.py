@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gsreal.gradient_sharding import Push, shard_gradients
+from gsreal.rank import run_on_rank
 
 ROWS = 12
 SMALL = {"first_bucket_bytes": 2000, "bucket_bytes": 8000}
@@ -615,8 +616,7 @@ def main(*arguments):
         failed = {name: each[name] for each in every for name in each if each[name] != "ok"}
         Path(out).write_text(json.dumps(dict.fromkeys(names or CHECKS, "not run") | found | failed), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_on_rank(main, sys.argv[1:])

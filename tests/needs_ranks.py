@@ -12,6 +12,7 @@ from torch import nn
 
 from gsreal.gradient_sharding import Push, memory_and_traffic, shard_gradients
 from gsreal.measure import CollectiveRecorder, MemoryCounter
+from gsreal.rank import run_on_rank
 
 SHARES = [0.7, 0.3]
 BUCKETS = {"first_bucket_bytes": 300_000, "bucket_bytes": 700_000}
@@ -87,8 +88,7 @@ def main(out):
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps({"ranks": every, "counter": counter.method}), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_on_rank(main, sys.argv[1:])

@@ -6,16 +6,17 @@ A parameter's gradient is whatever it is multiplied by in the loss, so that all 
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_ranks import run_on_rank
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding import Push, shard_gradients
 from gsreal.gradient_sharding.residuals import PRECISIONS
+from gsreal.rank import run_on_rank
 
 STEPS = 5
 SHAPES = ((40, 30), (30,), (300, 7), (2,), (1,))
@@ -186,8 +187,7 @@ def main(cases_file: str, out: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(everybodys), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_on_rank(main)
+    run_on_rank(main, sys.argv[1:])

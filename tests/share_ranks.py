@@ -3,22 +3,22 @@
 Arguments: a JSON file of what to do, and the file for what it showed.
 """
 
-import gc
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_ranks import run_on_rank
 
 from gsreal.checkpoint import Progress
 from gsreal.course import Course
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
 from gsreal.methods import Training, full_parameters
+from gsreal.rank import run_on_rank
 from gsreal.worker import Feed, _timed_steps, build
 from gssim.scenario import Scenario, load_scenario
 
@@ -33,8 +33,6 @@ def main(cases_file: str, out: str) -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def made(case: dict[str, Any]) -> tuple[Scenario, Training, Feed]:
@@ -117,4 +115,4 @@ def digest(parameters: dict[str, torch.Tensor]) -> str:
 
 
 if __name__ == "__main__":
-    run_on_rank(main)
+    run_on_rank(main, sys.argv[1:])

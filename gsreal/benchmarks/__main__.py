@@ -3,7 +3,6 @@
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,19 @@ from gsreal.benchmarks.profile import profile_model, trained_between
 from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance
 from gsreal.measure import MemoryCounter
-from gsreal.worker import note_failure
+from gsreal.rank import run_on_rank
 from gssim.result import write_text
 from gssim.scenario import load_model
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run on one rank: SETTINGS-JSON OUT-FILE."""
-    asked: dict[str, Any] = json.loads(arguments[0])
+def main(settings: str, out: str) -> None:
+    """Measure on one rank; `settings` is JSON, and rank 0 writes what was found to the file `out`."""
+    asked: dict[str, Any] = json.loads(settings)
     for key in ("models", "batch_sizes"):
         asked[key] = tuple(asked[key])
-    settings = Settings(**asked)
-    try:
-        measured = run(settings)
-        if dist.get_rank() == 0:
-            write_text(Path(arguments[1]), json.dumps(measured))
-    except Exception as error:
-        note_failure(error)
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    measured = run(Settings(**asked))
+    if dist.get_rank() == 0:
+        write_text(Path(out), json.dumps(measured))
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -108,4 +99,4 @@ def _communication_costs(bench: Bench) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_on_rank(main, sys.argv[1:])
