@@ -13,6 +13,7 @@ from pydantic import Field
 
 from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, UserError, spec, validated
 
+SCHEMA: Literal["gssim.gradients/3"] = "gssim.gradients/3"
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Correlation = Annotated[float, Field(ge=-1, le=1)]
 
@@ -44,14 +45,29 @@ class Sketch:
             raise ValueError(f"tail_ratios: there are {len(SKETCH_EDGES)} edges, and first_edge is {self.first_edge}")
 
 
+HELD_LEVELS = (0.25, 0.5, 2.0)
+"""Parts of a threshold at which the tail is taken of what is held against it."""
+
+
 @spec
 class FeedbackDensity:
-    """What error feedback makes of a threshold at one step: each gradient has what was not sent before added to it."""
+    """What error feedback makes of thresholds at one step: each gradient has what was not sent before added to it."""
 
     sent_ratios: tuple[Ratio, ...]
     """Fraction of elements that are sent, for each of the statistics' `feedback_thresholds`."""
-    means: tuple[NonNegativeFloat, ...]
-    """Mean magnitude of gradient plus residual, before anything is sent, for each of them."""
+    held_ratios: tuple[tuple[Ratio, ...], ...]
+    """For each of them, the fraction of elements whose gradient plus residual reaches each of `HELD_LEVELS` times
+    it."""
+
+
+@spec
+class RelativeDensity:
+    """What relative thresholds send at one step."""
+
+    sent_ratios: tuple[Ratio, ...]
+    """Fraction of elements that reach each of the statistics' `multiples` of the tensor's mean magnitude."""
+    feedback_ratios: tuple[Ratio, ...]
+    """The same with error feedback: of what was not sent before with the gradient added, and of the mean of that."""
 
 
 @spec
@@ -62,6 +78,11 @@ class BlockTrace:
     """Of |g|, for each of `sampled_steps`."""
     feedback: tuple[FeedbackDensity, ...] = ()
     """For each of `sampled_steps`; none where error feedback was not looked at."""
+    relative: tuple[RelativeDensity, ...] = ()
+    """For each of `sampled_steps`; in dense training alone, for what they send depends little on how large gradients
+    are."""
+    first: Sketch | None = None
+    """Of |g| at `first_step`, where it was looked at."""
 
 
 @spec
@@ -98,7 +119,7 @@ class ChangeTrace:
 class GradientStatistics:
     """What a training run's gradients looked like."""
 
-    schema: Literal["gssim.gradients/2"] = "gssim.gradients/2"
+    schema: Literal["gssim.gradients/3"] = SCHEMA
     model: str
     precision: str
     optimizer: str
@@ -109,8 +130,12 @@ class GradientStatistics:
     steps: PositiveInt
     """Number of steps covered, from the first."""
     sampled_steps: tuple[Count, ...]
+    first_step: Count = 0
+    """From which on error feedback was looked at: what is pushed before is pushed densely."""
     feedback_thresholds: tuple[PositiveFloat, ...] = ()
     """Thresholds, rising, at which error feedback was looked at."""
+    multiples: tuple[PositiveFloat, ...] = ()
+    """Multiples of a tensor's mean magnitude, rising, at which relative thresholds were looked at."""
     publish_thresholds: tuple[PositiveFloat, ...] = ()
     """Thresholds, rising, at which publishing was looked at."""
     traces: tuple[RankTrace, ...]
@@ -123,28 +148,42 @@ class GradientStatistics:
         steps = self.sampled_steps
         if not steps or any(b <= a for a, b in pairwise(steps)) or steps[-1] >= self.steps:
             raise ValueError("sampled_steps: at least one is needed, they must increase, and be less than steps")
-        if any(b <= a for each in (self.feedback_thresholds, self.publish_thresholds) for a, b in pairwise(each)):
-            raise ValueError("feedback_thresholds, publish_thresholds: must increase")
+        grids = (self.feedback_thresholds, self.publish_thresholds, self.multiples)
+        if any(b <= a for grid in grids for a, b in pairwise(grid)):
+            raise ValueError("feedback_thresholds, publish_thresholds, multiples: must increase")
         if not self.traces or any(not trace.tensors for trace in self.traces):
             raise ValueError("traces: at least one is needed, of at least one tensor")
         for trace in self.traces:
             for name, tensor in trace.tensors.items():
-                self._check_tensor(name, tensor, with_feedback=trace.error_feedback or not trace.threshold)
+                self._check_tensor(name, tensor)
+                for block in tensor.blocks:
+                    self._check_feedback(name, block, needed=trace.error_feedback or not trace.threshold)
+                    self._check_relative(name, block, needed=not trace.threshold)
         for name, change in self.changes.items():
             rows = [len(self.publish_thresholds)] * len(steps)
             if not change.blocks or any([len(row) for row in block] != rows for block in change.blocks):
                 raise ValueError(f"changes of {name}: {len(steps)} rows (sampled_steps) of {rows[0]} are needed")
 
-    def _check_tensor(self, name: str, tensor: TensorTrace, *, with_feedback: bool) -> None:
-        count, thresholds = len(self.sampled_steps), len(self.feedback_thresholds)
+    def _check_tensor(self, name: str, tensor: TensorTrace) -> None:
+        count = len(self.sampled_steps)
         if not tensor.blocks or any(len(block.sketches) != count for block in tensor.blocks):
             raise ValueError(f"sketches of {name}: {count} (sampled_steps) are needed")
         if len(tensor.correlations) not in (0, count):
             raise ValueError(f"correlations of {name}: {count} (sampled_steps) are needed, or none")
-        for block in tensor.blocks:
-            rows = [len(each) for row in block.feedback for each in (row.sent_ratios, row.means)]
-            if (rows or with_feedback) and thresholds and rows != [thresholds] * (2 * count):
-                raise ValueError(f"feedback of {name}: {count} rows (sampled_steps) of {thresholds} are needed")
+
+    def _check_feedback(self, name: str, block: BlockTrace, *, needed: bool) -> None:
+        count, thresholds = len(self.sampled_steps), len(self.feedback_thresholds)
+        rows = [(len(row.sent_ratios), len(row.held_ratios)) for row in block.feedback]
+        if (rows or needed) and thresholds and rows != [(thresholds, thresholds)] * count:
+            raise ValueError(f"feedback of {name}: {count} rows (sampled_steps) of {thresholds} are needed")
+        if any(len(each) != len(HELD_LEVELS) for row in block.feedback for each in row.held_ratios):
+            raise ValueError(f"feedback of {name}: {len(HELD_LEVELS)} held_ratios for a threshold are needed")
+
+    def _check_relative(self, name: str, block: BlockTrace, *, needed: bool) -> None:
+        count, multiples = len(self.sampled_steps), len(self.multiples)
+        rows = [(len(row.sent_ratios), len(row.feedback_ratios)) for row in block.relative]
+        if (rows or needed) and multiples and rows != [(multiples, multiples)] * count:
+            raise ValueError(f"relative of {name}: {count} rows (sampled_steps) of {multiples} are needed")
 
 
 def read_gradients(path: Path) -> GradientStatistics:
@@ -155,4 +194,9 @@ def read_gradients(path: Path) -> GradientStatistics:
         raise UserError(f"{path}: no such file; write it with `gsreal gradients SCENARIO --out {path}`") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a JSON file: {error}") from None
+    if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
+        raise UserError(
+            f"{path}: schema: {data['schema']!r} is not {SCHEMA!r}; take the statistics again, with "
+            f"`gsreal gradients SCENARIO --out {path}`"
+        )
     return validated(GradientStatistics, data, file=str(path))

@@ -11,11 +11,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from gssim.gradients import (
+    HELD_LEVELS,
     SKETCH_EDGES,
     BlockTrace,
     FeedbackDensity,
     GradientStatistics,
     RankTrace,
+    RelativeDensity,
     Sketch,
     TensorTrace,
 )
@@ -110,8 +112,10 @@ def planted(folder: Path, scenario: str, overrides: list[str], density: float, *
     loaded = load_scenario(Path(scenario), overrides, gradients_needed=False).scenario
     workload, steps = loaded.workload, loaded.run.warmup_steps + loaded.run.steps
     sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=(density,) * len(SKETCH_EDGES))
-    kept = FeedbackDensity(sent_ratios=(density, density), means=(1.0, 1.0))
-    tensor = TensorTrace(blocks=(BlockTrace(sketches=(sketch,), feedback=(kept,)),))
+    held = ((density,) * len(HELD_LEVELS),) * 2
+    kept = FeedbackDensity(sent_ratios=(density, density), held_ratios=held)
+    relative = RelativeDensity(sent_ratios=(density, density), feedback_ratios=(density, density))
+    tensor = TensorTrace(blocks=(BlockTrace(sketches=(sketch,), feedback=(kept,), relative=(relative,)),))
     names = [name for layer in unrolled(workload.model) for name in layer.parameter_names]
     statistics = GradientStatistics(
         model=workload.model.name,
@@ -124,6 +128,7 @@ def planted(folder: Path, scenario: str, overrides: list[str], density: float, *
         steps=steps,
         sampled_steps=(0,),
         feedback_thresholds=(1e-6, 1e6),
+        multiples=(1e-6, 1e6),
         traces=(RankTrace(samples=4, tensors=dict.fromkeys(names, tensor)),),
         source="planted",
     )

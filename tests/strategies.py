@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from gssim.cluster import Cluster
 from gssim.collectives import ALGORITHMS, KINDS, Communication, Stage, algorithms_for
 from gssim.gradients import (
+    HELD_LEVELS,
     SKETCH_EDGES,
     BlockTrace,
     ChangeTrace,
     FeedbackDensity,
     GradientStatistics,
     RankTrace,
+    RelativeDensity,
     Sketch,
     TensorTrace,
 )
@@ -255,12 +257,14 @@ def scenario_of(
 
 
 FEEDBACK_GRID = tuple(10 ** (-5 + k / 2) for k in range(7))
+MULTIPLES = tuple(2 ** (k / 2) for k in range(-3, 5))
 
 
 def exponential_tensor(*rms: float) -> TensorTrace:
     """Return a gradient with P(|g| >= t) = exp(-sqrt(2) t / rms), by sampled step.
 
-    Under error feedback an element gathers mean magnitudes until they reach the threshold: 1 / (1 + t / mean) are sent.
+    Under error feedback an element gathers mean magnitudes until they reach the threshold: 1 / (1 + t / mean) are sent,
+    and as many where another threshold was until then; 1 / (1 + a) reach the multiple a of the mean.
     """
     means = [each / math.sqrt(2) for each in rms]
     sketches = tuple(
@@ -270,11 +274,16 @@ def exponential_tensor(*rms: float) -> TensorTrace:
     feedback = tuple(
         FeedbackDensity(
             sent_ratios=tuple(mean / (mean + t) for t in FEEDBACK_GRID),
-            means=tuple(mean + t / 2 for t in FEEDBACK_GRID),
+            held_ratios=tuple(tuple(mean / (mean + level * t) for level in HELD_LEVELS) for t in FEEDBACK_GRID),
         )
         for mean in means
     )
-    return TensorTrace(blocks=(BlockTrace(sketches=sketches, feedback=feedback),))
+    shares = RelativeDensity(
+        sent_ratios=tuple(math.exp(-multiple) for multiple in MULTIPLES),
+        feedback_ratios=tuple(1 / (1 + multiple) for multiple in MULTIPLES),
+    )
+    relative = (shares,) * len(rms)
+    return TensorTrace(blocks=(BlockTrace(sketches=sketches, feedback=feedback, relative=relative),))
 
 
 def exponential_statistics(
@@ -297,6 +306,7 @@ def exponential_statistics(
         "steps": steps,
         "sampled_steps": (0, 4),
         "feedback_thresholds": FEEDBACK_GRID,
+        "multiples": MULTIPLES,
         "publish_thresholds": FEEDBACK_GRID,
         "traces": tuple(RankTrace(samples=n, tensors=dict.fromkeys(PARAMETERS, tensor)) for n in samples),
         "changes": dict.fromkeys(PARAMETERS, ChangeTrace(blocks=((published, published),))),

@@ -316,6 +316,15 @@ def test_statistics_with_holes(refusal, tmp_path, damage, message):
     assert message in line
 
 
+def test_statistics_of_another_version(refusal, tmp_path):
+    path = write_files(tmp_path)
+    data = json.loads((tmp_path / "tiny.json").read_text())
+    (tmp_path / "tiny.json").write_text(json.dumps(data | {"schema": "gssim.gradients/2"}))
+    line = refusal(path, *GS)
+    assert f"{tmp_path / 'tiny.json'}: schema: 'gssim.gradients/2' is not 'gssim.gradients/3'" in line
+    assert "gsreal gradients SCENARIO" in line
+
+
 def test_statistics_that_are_no_json(refusal, tmp_path):
     path = write_files(tmp_path)
     (tmp_path / "tiny.json").write_text("{")

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import FEEDBACK_GRID, exponential_statistics, exponential_tensor
+from strategies import FEEDBACK_GRID, MULTIPLES, exponential_statistics, exponential_tensor
 
 from gssim.density import publish_density, push_density, traces_of, union_density, united
 from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
@@ -26,8 +26,10 @@ def statistics_of(*tensors, thresholds=(0.0,), steps=(0,), feedback=False):
         RankTrace(samples=4, threshold=threshold, error_feedback=feedback, tensors={TENSOR: tensor})
         for threshold, tensor in zip(thresholds, tensors, strict=True)
     )
-    looked_at = FEEDBACK_GRID if tensors[0].blocks[0].feedback else ()
-    changes = {"sampled_steps": steps, "steps": steps[-1] + 1, "feedback_thresholds": looked_at, "changes": {}}
+    looked_at = tensors[0].blocks[0].feedback
+    grids = {"feedback_thresholds": FEEDBACK_GRID, "multiples": MULTIPLES} if looked_at else {}
+    none = {"feedback_thresholds": (), "multiples": ()}
+    changes = {"sampled_steps": steps, "steps": steps[-1] + 1, "changes": {}} | none | grids
     return replace(exponential_statistics(), traces=traces, **changes)
 
 
@@ -187,11 +189,11 @@ def test_a_relative_threshold_is_times_the_mean_magnitude_whatever_the_scale(rat
         assert found == pytest.approx(math.exp(-ratio), rel=0.02)
 
 
-def test_a_relative_threshold_with_error_feedback_is_times_the_mean_of_what_has_gathered():
-    """The mean is m + t/2 at the threshold t, so that t = m at the ratio 2/3, and half of all is sent."""
-    rms = math.sqrt(2) * 1e-3
-    found = density(exponential_statistics(rms=rms), 2 / 3, kind="relative", error_feedback=True)
-    assert found == pytest.approx(0.5, rel=0.1)
+@pytest.mark.parametrize("multiple", MULTIPLES)
+def test_where_error_feedback_was_looked_at_under_a_relative_threshold_its_density_is_exact(multiple):
+    for rms in (1e-2, 1e-6):
+        found = density(exponential_statistics(rms=rms), multiple, kind="relative", error_feedback=True, part=0.5)
+        assert found == pytest.approx(1 / (1 + multiple), rel=1e-9)
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -204,6 +206,24 @@ def test_a_target_density_is_met_where_the_threshold_is_estimated_and_drifts_wit
     assert found[2] < found[3] < found[4] < found[5]
     assert found[6] == pytest.approx(0.05, rel=1e-3)
     assert density(statistics, 1.0, step=3, **policy) == 1.0
+
+
+def test_with_error_feedback_a_first_estimate_is_of_gradients_alone_and_later_ones_of_what_has_gathered():
+    """A gradient has exp(-t / mean) above t, what has gathered 1 / (1 + t / mean): a threshold far above sends that."""
+    policy = {"kind": "target-density", "reestimate_steps": 4, "error_feedback": True}
+    found = [density(exponential_statistics(rms=RMS), 0.3, step=step, **policy) for step in range(7)]
+    first = -math.log(0.3)
+    assert [found[0], found[4]] == pytest.approx([0.3] * 2, rel=1e-3)
+    assert found[1:4] == pytest.approx([1 / (1 + first)] * 3, rel=0.08)
+    assert found[5:] == pytest.approx([0.3] * 2, rel=0.1)
+
+
+def test_a_first_estimate_is_of_the_gradients_at_the_first_step():
+    """They are ten times as large as those that were sampled: the threshold that is kept is as much too high."""
+    large, small = exponential_tensor(10 * RMS).blocks[0], exponential_tensor(RMS).blocks[0]
+    statistics = statistics_of(TensorTrace(blocks=(replace(small, first=large.sketches[0]),)), steps=(5,))
+    found = [density(statistics, 0.5, step=step, kind="target-density") for step in (0, 5, 9)]
+    assert found == pytest.approx([0.5, 0.5**10, 0.5**10], rel=0.05)
 
 
 # Publish --------------------------------------------------------------------------------------------------------------
@@ -265,6 +285,7 @@ def test_the_union_of_measured_gradients_lies_between_one_ranks_and_all_independ
         ({"sampled_steps": (0,)}, r"sketches of .*: 1 "),
         ({"feedback_thresholds": (2.0, 1.0)}, "must increase"),
         ({"feedback_thresholds": (1.0, 2.0)}, r"feedback of .*: 2 rows"),
+        ({"multiples": (1.0, 2.0)}, r"relative of .*: 2 rows"),
         ({"publish_thresholds": (1.0, 2.0)}, r"changes of .*: 2 rows"),
     ],
 )

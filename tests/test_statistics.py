@@ -114,24 +114,41 @@ def test_a_tensor_is_told_in_as_few_blocks_as_are_alike():
 
 def test_what_is_not_sent_adds_up_until_it_is():
     """A steady gradient g reaches the threshold t every t/g-th step."""
-    feedback = Feedback([0.5, 1.0, 2.5])
-    sent = []
+    feedback, sent, held = Feedback([0.5, 1.0, 2.5]), [], []
     for _ in range(10):
-        reached, magnitudes = feedback.reached(torch.full((24,), 0.5))
-        sent.append(reached.sum(1) / 24)
+        reached = feedback.reached(torch.full((24,), 0.5))
+        sent.append(reached.sent.sum(1) / 24)
+        held.append(reached.held.sum(2)[2] / 24)
         feedback.add(torch.full((24,), 0.5))
     assert [list(each) for each in np.array(sent).T] == [[1.0] * 10, [0.0, 1.0] * 5, [0.0, 0.0, 0.0, 0.0, 1.0] * 2]
-    assert magnitudes.sum(1) / 24 == pytest.approx([0.5, 1.0, 2.5])
+    quarter, half, twice = np.array(held).T  # of 2.5, by what gathers in steps of 0.5
+    assert list(quarter[:5]) == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert list(half[:5]) == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert not twice.any()
+
+
+def test_a_relative_threshold_is_of_the_mean_of_what_has_gathered():
+    """Three in four elements gather steps of 1 and the rest of 5; what is twice the mean is sent.
+
+    The means are (3 + 5) / 4, then (3 * 2 + 5) / 4, of which 5 is less than twice, then (3 * 3 + 10) / 4.
+    """
+    feedback, sent = Feedback([], [2.0]), []
+    for _ in range(3):
+        values = torch.tensor([1.0, 1.0, 1.0, 5.0]).repeat(12)
+        sent.append(feedback.reached(values).relative.sum(2)[:, 0] / 48)
+        feedback.add(values)
+    plain, kept = np.array(sent).T
+    assert list(plain) == [0.25] * 3
+    assert list(kept) == [0.25, 0.0, 0.25]
 
 
 @pytest.mark.parametrize("every", [10, 15])
 @pytest.mark.parametrize("steps", [1, 2, 11, 45, 50, 1000])
-def test_steps_are_sampled_evenly_from_the_first_after_warm_up_to_the_last(steps, every):
+def test_steps_are_sampled_from_the_first_after_warm_up(steps, every):
     found = sampled_steps(steps, first=5, every=every)
     assert found[0] == min(5, steps - 1)
-    assert found[-1] == steps - 1 or steps - 1 - found[-1] < every
-    gaps = [b - a for a, b in pairwise(found)]
-    assert all(every <= gap < 2 * every for gap in gaps)
+    assert found[-1] + every >= steps
+    assert all(b - a == every for a, b in pairwise(found))
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -248,6 +265,26 @@ def test_dropping_gradients_changes_later_ones(taken):
     assert by_run[0.0, False] != by_run[THRESHOLD, False] != by_run[THRESHOLD, True]
 
 
+def test_looking_at_other_courses_leaves_the_training_as_it_is():
+    """What is published comes of the training alone; gradients are looked at in all courses."""
+    one, several = (take_statistics(scenario_of(), [], every=2, batches=batches) for batches in (1, 3))
+    assert one.changes == several.changes
+    assert one.traces != several.traces
+
+
+def test_a_training_that_is_taken_back_goes_the_same_way_again():
+    replica, ends = Replica(scenario_of(), Push(threshold=THRESHOLD, error_feedback=True)), []
+    replica.step(0, lambda rank, gradients: None)
+    back = replica.saved()
+    for batch in (0, 7, 0):
+        back()
+        for step in (1, 2):
+            replica.step(step, lambda rank, gradients: None, batch=step + batch)
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in replica.module.parameters()]))
+    assert torch.equal(ends[0], ends[2])
+    assert not torch.allclose(ends[0], ends[1], atol=1e-6)
+
+
 # What the owners get --------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +313,28 @@ def test_what_is_not_sent_is_added_to_the_next_gradient():
         total = total + seen[1]
     expected = torch.where(replica.owners["head.weight"] == 1, torch.zeros(()), total)
     assert torch.allclose(replica.residuals[1, "head.weight"], expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_target_density_is_what_every_tensor_sends_when_its_threshold_is_estimated(feedback):
+    push = Push(kind="target-density", threshold=0.1, reestimate_steps=2, error_feedback=feedback)
+    replica, sent = Replica(scenario_of(batch=(6, 6)), push), []
+    for step in range(3):
+        replica.step(step, lambda rank, gradients: None)
+        sent.append(replica.sent_elements / replica.offered_elements)
+    assert [sent[0], sent[2]] == pytest.approx([0.1] * 2, rel=0.1)
+    assert sent[1] != pytest.approx(0.1, rel=0.1)
+
+
+def test_a_relative_threshold_sends_what_reaches_a_multiple_of_the_tensors_mean():
+    replica, shown = Replica(scenario_of(), Push(kind="relative", threshold=2.0)), {}
+    replica.step(0, lambda rank, gradients: shown.update({rank: {n: g.clone() for n, g in gradients.items()}}))
+    expected = 0
+    for rank, gradients in shown.items():
+        for name, gradient in gradients.items():
+            reached = gradient.abs() >= 2 * gradient.abs().mean()
+            expected += int((reached & (replica.owners[name] != rank)).sum())
+    assert replica.sent_elements == pytest.approx(expected, abs=3)
 
 
 def test_weight_that_was_not_received_counts_for_nothing():

@@ -1,5 +1,6 @@
 """Which magnitude an element must have to be sent: given, or found for each tensor from what a rank has accumulated."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -72,14 +73,13 @@ def quantile(pieces: Sequence[Tensor], density: float, scratch: Scratch) -> floa
     """Return the magnitude that the fraction `density` of a tensor reaches, and at least one of its elements.
 
     Of a large tensor, it is estimated from elements at equal distances, wherever the tensor is cut in pieces; their
-    number S gives the fraction a relative standard error of sqrt((1 - density) / (density * S)). An odd distance, so
-    that it is no part of the usual lengths of rows.
+    number S gives the fraction a relative standard error of sqrt((1 - density) / (density * S)).
     """
     if density >= 1:
         return 0.0
     elements = sum(piece.numel() for piece in pieces)
     room = min(SAMPLE_ELEMENTS, scratch.magnitudes.numel())
-    distance = math.ceil(elements / room) | 1 if elements > room else 1
+    distance = _distance(math.ceil(elements / room)) if elements > room else 1
     start = taken = 0
     for piece in pieces:
         picked = piece[(-start) % distance :: distance]
@@ -87,6 +87,14 @@ def quantile(pieces: Sequence[Tensor], density: float, scratch: Scratch) -> floa
         start, taken = start + piece.numel(), taken + picked.numel()
     sample = scratch.magnitudes[:taken].abs_()
     return _no_zeros(_kth_largest(sample, max(1, round(density * taken)))) if taken else math.inf
+
+
+def _distance(least: int) -> int:
+    """Return the least number from `least` on that has no factor in common with the usual lengths of rows.
+
+    Every third element of kernels of 3 x 3 would be of the same column, which may be the one with the smallest.
+    """
+    return next(distance for distance in itertools.count(least) if math.gcd(distance, 2 * 3 * 5 * 7) == 1)
 
 
 def _kth_largest(sample: Tensor, k: int) -> float:

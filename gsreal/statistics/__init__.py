@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gsreal.machine import provenance
-from gsreal.statistics.books import Books
+from gsreal.statistics.books import MULTIPLES, Books
 from gsreal.statistics.training import Gradients, Replica, one_thread
 from gssim.gradients import GradientStatistics
 from gssim.plan import Push
@@ -27,14 +27,12 @@ TRAINED_RATIOS = (0.1, 0.01)
 
 
 def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
-    """Return the steps that are looked at: from the first to the last, evenly, `every` steps apart or a bit more.
+    """Return the steps that are looked at: from the first one on, `every` steps apart.
 
     >>> sampled_steps(45, first=5)
-    (5, 18, 31, 44)
+    (5, 15, 25, 35)
     """
-    first = min(first, steps - 1)
-    intervals = (steps - 1 - first) // every
-    return tuple(round(first + i * (steps - 1 - first) / max(1, intervals)) for i in range(intervals + 1))
+    return tuple(range(min(first, steps - 1), steps, every))
 
 
 def take_statistics(
@@ -66,7 +64,9 @@ def take_statistics(
     data = _head(scenario) | {
         "steps": steps,
         "sampled_steps": sampled,
+        "first_step": min(push.warmup_steps, steps - 1),
         "feedback_thresholds": push_grid,
+        "multiples": MULTIPLES,
         "publish_thresholds": publish_grid,
         "traces": traces,
         "changes": {name: book.trace() for name, book in dense.changes.items()},
@@ -87,9 +87,9 @@ def _trained(
     how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
     print(f"gsreal: training {how}", file=sys.stderr, flush=True)
     steps = scenario.run.warmup_steps + scenario.run.steps
-    books = Books(Replica(scenario, push), sampled, push_grid=push_grid, publish_grid=publish_grid)
+    books = Books(Replica(scenario, push), sampled, courses=batches, push_grid=push_grid, publish_grid=publish_grid)
     for step in range(steps):
-        books.train(step, [step + batch * steps for batch in range(1, batches)])
+        books.train(step)
         if (step + 1) % max(1, steps // 5) == 0:
             print(f"gsreal: step {step + 1} of {steps}", file=sys.stderr, flush=True)
     return books

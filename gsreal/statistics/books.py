@@ -1,36 +1,49 @@
 """What is written down of one training run: sketches of gradients and changes, at the steps that are looked at."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gsreal.statistics.feedback import Feedback
+from gsreal.statistics.feedback import Feedback, Reached
 from gsreal.statistics.sketches import BLOCKS, SMALL, BlockSketches, partition, rounded
 from gsreal.statistics.training import Gradients, Replica
 from gssim.gradients import SKETCH_EDGES
+
+RETRAINED = 5
+"""Steps before one that is looked at that are trained with other batches as well."""
+MULTIPLES = tuple(float(f"{2 ** (k / 2):.4g}") for k in range(-2, 10))
+"""Of a tensor's mean magnitude: relative thresholds that are looked at. With error feedback the mean keeps up with a
+threshold to about twice it; beyond, the fewest elements send: so they are close together."""
 
 
 class GradientBook:
     """One parameter's gradient, as ranks with the same number of samples see it."""
 
-    def __init__(self, thresholds: Sequence[float], *, small: bool) -> None:
-        self.feedback, self.small = Feedback(thresholds), small
+    def __init__(self, thresholds: Sequence[float], multiples: Sequence[float], *, small: bool) -> None:
+        self.feedback, self.small = Feedback(thresholds, multiples), small
+        self.first: BlockSketches | None = None
         self.pages: list[_Page] = []
 
     def begin(self) -> None:
         """Begin the page of a step."""
         self.pages.append(_Page())
 
+    def see_first(self, gradient: Tensor) -> None:
+        """Add a gradient of the first step."""
+        self.first = self.first or BlockSketches()
+        self.first.add(gradient)
+
     def see(self, gradient: Tensor) -> None:
         """Add a gradient to the page."""
         page = self.pages[-1]
         page.sketches.add(gradient)
-        sent, sums = self.feedback.reached(gradient)
-        page.sent, page.sums = page.sent + sent, page.sums + sums
+        if self.feedback.thresholds or self.feedback.multiples:
+            reached = self.feedback.reached(gradient)
+            page.reached = page.reached + reached if page.reached else reached
         page.total = page.total + gradient.detach().double()
         page.square += float(gradient.double().square().sum())
         page.count += 1
@@ -38,15 +51,18 @@ class GradientBook:
     def trace(self) -> dict[str, Any]:
         """Return the book as a TensorTrace."""
         parts = partition([page.sketches.means for page in self.pages], small=self.small)
-        blocks = [
-            {
-                "sketches": [page.sketches.sketch(part) for page in self.pages],
-                "feedback": [page.feedback(part) for page in self.pages] if self.feedback.thresholds else [],
-            }
-            for part in parts
-        ]
         seen = all(page.count > 1 for page in self.pages)
-        return {"correlations": [page.correlation() for page in self.pages] if seen else [], "blocks": blocks}
+        correlations = [page.correlation() for page in self.pages] if seen else []
+        return {"correlations": correlations, "blocks": [self._block(part) for part in parts]}
+
+    def _block(self, part: slice) -> dict[str, Any]:
+        """Return what is told of some of the blocks together, as a BlockTrace."""
+        found: dict[str, Any] = {"sketches": [page.sketches.sketch(part) for page in self.pages]}
+        if self.feedback.thresholds:
+            found["feedback"] = [page.feedback(part) for page in self.pages]
+        if self.feedback.multiples:
+            found["relative"] = [page.relative(part) for page in self.pages]
+        return found | ({"first": self.first.sketch(part)} if self.first else {})
 
 
 class _Page:
@@ -54,17 +70,25 @@ class _Page:
 
     def __init__(self) -> None:
         self.sketches = BlockSketches()
-        self.sent: Any = 0
-        self.sums: Any = 0
+        self.reached: Reached | None = None
         self.total: Any = 0
         self.square, self.count = 0.0, 0
 
     def feedback(self, blocks: slice) -> dict[str, Any]:
+        """Return what error feedback sends of some of the blocks, as a FeedbackDensity."""
+        assert self.reached is not None
+        held = [self._ratios(levels, blocks, digits=2) for levels in self.reached.held]
+        return {"sent_ratios": self._ratios(self.reached.sent, blocks), "held_ratios": held}
+
+    def relative(self, blocks: slice) -> dict[str, Any]:
+        """Return what relative thresholds send of some of the blocks, as a RelativeDensity."""
+        assert self.reached is not None
+        plain, kept = (self._ratios(rows, blocks) for rows in self.reached.relative)
+        return {"sent_ratios": plain, "feedback_ratios": kept}
+
+    def _ratios(self, rows: np.ndarray, blocks: slice, digits: int = 3) -> list[float]:
         elements = max(1, int(self.sketches.elements[blocks].sum()))
-        return {
-            "sent_ratios": [rounded(float(row[blocks].sum()) / elements, 3) for row in self.sent],
-            "means": [rounded(float(row[blocks].sum()) / elements, 3) for row in self.sums],
-        }
+        return [rounded(float(row[blocks].sum()) / elements, digits) for row in rows]
 
     def correlation(self) -> float:
         """Return the mean cosine of two of the gradients, of which there are several, by the length of their sum."""
@@ -83,7 +107,7 @@ class ChangeBook:
     def add(self, change: Tensor, *, look: bool) -> None:
         """Add a step's change; `look`: and write down what of it is sent."""
         if look:
-            self.pages.append(self.feedback.reached(change)[0])
+            self.pages.append(self.feedback.reached(change).sent)
             self.elements = np.bincount(np.arange(change.numel()) * BLOCKS // change.numel(), minlength=BLOCKS)
         self.feedback.add(change)
 
@@ -98,49 +122,95 @@ class Books:
     """All that is written down of one training run."""
 
     def __init__(
-        self, replica: Replica, sampled: Sequence[int], *, push_grid: Sequence[float], publish_grid: Sequence[float]
+        self,
+        replica: Replica,
+        sampled: Sequence[int],
+        *,
+        courses: int,
+        push_grid: Sequence[float],
+        publish_grid: Sequence[float],
     ) -> None:
-        self.replica, self.sampled = replica, frozenset(sampled)
+        self.replica, self.sampled, self.courses = replica, frozenset(sampled), courses
+        self.steps = replica.scenario.run.warmup_steps + replica.scenario.run.steps
+        self.turns: dict[int, Callable[[], None]] = {}
+        """Where other courses turn off, by the step at which they are looked at."""
         self.samples = {rank: replica.scenario.batch_sizes[rank] for rank in replica.feeds}
         whole = sum(parameter.numel() for parameter in replica.parameters.values())
         small = {name: parameter.numel() <= SMALL * whole for name, parameter in replica.parameters.items()}
-        self.gradients: dict[int, dict[str, GradientBook]] = defaultdict(
-            lambda: {name: GradientBook(push_grid, small=each) for name, each in small.items()}
-        )
+        multiples = () if replica.push.threshold else MULTIPLES
+        self.gradients = {
+            samples: {name: GradientBook(push_grid, multiples, small=each) for name, each in small.items()}
+            for samples in set(self.samples.values())
+        }
+        """By the number of samples."""
         self.changes = {name: ChangeBook(publish_grid, small=each) for name, each in small.items() if publish_grid}
         self.keeping = {samples: rank for rank, samples in self.samples.items()}
         """Whose gradients add up under error feedback: the last rank's of those with the same number of samples."""
 
-    def train(self, step: int, more: Sequence[int]) -> None:
-        """Train one step and write down what is to be seen; `more`: steps whose batches are looked at besides."""
-        looking = step in self.sampled
-        if looking:
-            for samples in set(self.samples.values()):
-                for book in self.gradients[samples].values():
+    def train(self, step: int) -> None:
+        """Train one step and write down what is to be seen."""
+        self.turns |= {look: self._saved() for look in self.sampled if step == max(0, look - RETRAINED)}
+        if step in self.sampled:
+            for books in self.gradients.values():
+                for book in books.values():
                     book.begin()
-            with torch.random.fork_rng(devices=[]):
-                for other in more:
-                    for rank in self.samples:
-                        self._see(rank, self.replica.gradients(other, rank)[0])
+            self._look_at_other_courses(step)
         before = self._masters()
-        self.replica.step(step, lambda rank, gradients: self._shown(rank, gradients, look=looking))
+        self.replica.step(step, lambda rank, gradients: self._shown(step, rank, gradients))
         for name, master in self._masters().items():
-            self.changes[name].add(master - before[name], look=looking)
+            self.changes[name].add(master - before[name], look=step in self.sampled)
+
+    def _look_at_other_courses(self, step: int) -> None:
+        """Train the latest steps with other batches, and write down what is then to be seen at this one."""
+        now, turn = self._saved(), self.turns.pop(step)
+        with torch.random.fork_rng(devices=[]):
+            for course in range(1, self.courses):
+                turn()
+                for earlier in range(max(0, step - RETRAINED), step):
+                    self.replica.step(earlier, partial(self._keep, earlier), batch=earlier + course * self.steps)
+                for rank in self.samples:
+                    self._see(step, rank, self.replica.gradients(step + course * self.steps, rank)[0])
+        now()
+
+    def _saved(self) -> Callable[[], None]:
+        """Return a function that takes the training and what was not sent back to where they are now."""
+        if self.courses == 1:
+            return lambda: None
+        training = self.replica.saved()
+        kept = [
+            (book.feedback, book.feedback.residuals) for books in self.gradients.values() for book in books.values()
+        ]
+
+        def restore() -> None:
+            training()
+            for feedback, residuals in kept:
+                feedback.residuals = residuals
+
+        return restore
+
+    def _is_first(self, step: int) -> bool:
+        return step == self.replica.push.warmup_steps and not self.replica.push.threshold
 
     def _masters(self) -> Gradients:
         masters = self.replica.masters() if self.changes else {}
         return {name: master.detach().clone() for name, master in masters.items()}
 
-    def _shown(self, rank: int, gradients: Gradients, *, look: bool) -> None:
-        if look:
-            self._see(rank, gradients)
-        if self.keeping[self.samples[rank]] == rank:
+    def _shown(self, step: int, rank: int, gradients: Gradients) -> None:
+        self._see(step, rank, gradients)
+        self._keep(step, rank, gradients)
+
+    def _keep(self, step: int, rank: int, gradients: Gradients) -> None:
+        if self.keeping[self.samples[rank]] == rank and step >= self.replica.push.warmup_steps:
             for name, gradient in gradients.items():
                 self.gradients[self.samples[rank]][name].feedback.add(gradient)
 
-    def _see(self, rank: int, gradients: Gradients) -> None:
+    def _see(self, step: int, rank: int, gradients: Gradients) -> None:
         for name, gradient in gradients.items():
-            self.gradients[self.samples[rank]][name].see(gradient)
+            book = self.gradients[self.samples[rank]][name]
+            if step in self.sampled:
+                book.see(gradient)
+            if self._is_first(step):
+                book.see_first(gradient)
 
     def traces(self) -> list[dict[str, Any]]:
         """Return the books of gradients as RankTraces."""

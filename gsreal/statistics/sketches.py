@@ -58,14 +58,22 @@ class BlockSketches:
         return np.asarray(self.sums / np.maximum(1, self.elements))
 
 
+def starts(elements: int) -> list[int]:
+    """Return where each block of so many elements begins: they are of equal size, or nearly."""
+    return [-(-elements * i // BLOCKS) for i in range(BLOCKS)]
+
+
 def in_blocks(flat: Tensor) -> list[Tensor]:
-    """Return the blocks of a flat tensor: of equal size, or nearly."""
-    return list(flat.tensor_split([-(-len(flat) * i // BLOCKS) for i in range(1, BLOCKS)]))
+    """Return the blocks of a flat tensor."""
+    return list(flat.tensor_split(starts(len(flat))[1:]))
 
 
 def summed(values: Tensor) -> np.ndarray:
-    """Return the sum of the values in each block."""
-    return np.array([float(block.sum()) for block in in_blocks(values)])
+    """Return the sum of the values in each block, or how many of them are true."""
+    if len(values) < BLOCKS:  # some blocks are empty
+        return np.array([float(block.sum()) for block in in_blocks(values)])
+    kind = np.int64 if values.dtype == torch.bool else np.float64
+    return np.add.reduceat(values.numpy(), starts(len(values)), dtype=kind).astype(np.float64)
 
 
 def partition(means: Sequence[np.ndarray], *, small: bool) -> tuple[slice, ...]:

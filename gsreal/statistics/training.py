@@ -1,12 +1,16 @@
 """Training as Gradient Sharding does it, every rank's gradient computed in turn on one device."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from gsreal.build import logits_of, loss_of
+from gsreal.gradient_sharding.scratch import Scratch
+from gsreal.gradient_sharding.thresholds import Thresholds
 from gsreal.master import MasterCopy, master_type
 from gsreal.measure import Timeline
 from gsreal.methods import make_optimizer
@@ -35,12 +39,15 @@ class Replica:
         """Of the ranks that have samples: others have no gradient."""
         self.owners = _owners(scenario, self.module)
         self.residuals: dict[tuple[int, str], Tensor] = {}
+        self.thresholds: dict[tuple[int, str], Thresholds] = {}
+        largest = max(parameter.numel() for parameter in self.parameters.values())
+        self.scratch = Scratch(0, largest, torch.float32, device)
         self.sent_elements = self.offered_elements = 0
         """Of the latest step: what ranks sent of what others own, and all of that."""
 
-    def gradients(self, step: int, rank: int) -> tuple[Gradients, float]:
-        """Return one rank's mean gradient over its own rows of a step, and its weight in that step."""
-        inputs, targets, weights = self.feeds[rank].at(step)
+    def gradients(self, batch: int, rank: int) -> tuple[Gradients, float]:
+        """Return one rank's mean gradient over its own rows of a step's batch, and its weight in that step."""
+        inputs, targets, weights = self.feeds[rank].at(batch)
         self.module.zero_grad(set_to_none=True)
         loss_of(logits_of(self.module(inputs)), targets).backward()
         found = {}
@@ -48,12 +55,12 @@ class Replica:
             found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return found, weights.ranks[rank]
 
-    def step(self, step: int, see: Callable[[int, Gradients], None]) -> None:
-        """Train one step; `see` is shown every rank's gradients on the way."""
+    def step(self, step: int, see: Callable[[int, Gradients], None], *, batch: int | None = None) -> None:
+        """Train one step; `see` is shown every rank's gradients on the way; `batch`: the step whose batch is taken."""
         self.sent_elements = self.offered_elements = 0
         contributions = []
         for rank in self.feeds:
-            gradients, weight = self.gradients(step, rank)
+            gradients, weight = self.gradients(step if batch is None else batch, rank)
             see(rank, gradients)
             if self.push.threshold:
                 gradients = {name: self._sent(step, rank, name, gradient) for name, gradient in gradients.items()}
@@ -86,7 +93,7 @@ class Replica:
         assert self.push.threshold is not None
         if self.push.error_feedback and (rank, name) in self.residuals:
             gradient = gradient + self.residuals[rank, name]
-        threshold = self.push.threshold if self._thresholds(step) else 0.0
+        threshold = self._threshold(step, rank, name, gradient) if self._thresholds(step) else 0.0
         reached, own = gradient.abs() >= threshold, self.owners[name] == rank
         sent = own | reached
         self.sent_elements += int((reached & ~own).sum())
@@ -95,6 +102,39 @@ class Replica:
             kept = torch.bfloat16 if self.push.error_feedback_precision == "bf16" else master_type(gradient.dtype)
             self.residuals[rank, name] = (gradient * ~sent).to(kept)
         return gradient * sent
+
+    def _threshold(self, step: int, rank: int, name: str, accumulated: Tensor) -> float:
+        """Return what a rank's accumulated gradient of a tensor is held against, found as the library finds it."""
+        flat, owners = accumulated.reshape(-1), self.owners[name].reshape(-1)
+        own = slice(*(int(torch.searchsorted(owners, float(rank), side=side)) for side in ("left", "right")))
+
+        def pieces(first: int, last: int) -> list[Tensor]:
+            cuts = sorted({first, last, own.start, own.stop})
+            return [flat[a:b] for a, b in pairwise(cuts)]
+
+        if (rank, name) not in self.thresholds:
+            self.thresholds[rank, name] = Thresholds(self.push, [slice(0, len(flat))])
+        ((_, found),) = self.thresholds[rank, name].find(pieces, self.scratch, step=step - self.push.warmup_steps)
+        return found
+
+    def saved(self) -> Callable[[], None]:
+        """Return a function that takes the training back to where it is now, as often as it is called."""
+        changed = [*self.module.parameters(), *self.module.buffers(), *self.masters().values()]
+        values = [tensor.detach().clone() for tensor in changed]
+        states = {parameter: copy.deepcopy(state) for parameter, state in self.optimizer.state.items()}
+        residuals, estimates = dict(self.residuals), {key: each.estimated for key, each in self.thresholds.items()}
+
+        @torch.no_grad()
+        def restore() -> None:
+            for tensor, value in zip(changed, values, strict=True):
+                tensor.copy_(value)
+            self.optimizer.state.clear()
+            self.optimizer.state.update({parameter: copy.deepcopy(state) for parameter, state in states.items()})
+            self.residuals = dict(residuals)
+            for key, each in self.thresholds.items():
+                each.estimated = estimates.get(key)
+
+        return restore
 
     def masters(self) -> Gradients:
         """Return what the optimizer updates, by the name of the parameter."""

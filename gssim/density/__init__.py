@@ -10,8 +10,9 @@ Without error feedback the density is the tail of |g|. With it, it is the rate a
 threshold with all that was not sent before; it is measured at a grid of thresholds, for it depends on how steadily each
 element's gradient points one way, which no distribution of one step's gradients tells.
 
-A relative threshold and one estimated for a target density are absolute ones that move from step to step and differ
-from tensor to tensor: they are translated, and what holds for an absolute threshold is taken to hold for them.
+What a relative threshold sends depends on how magnitudes are distributed, not on their scale: it is measured at a grid
+of multiples of the mean, with error feedback and without. One that is estimated for a target density is an absolute one
+until it is estimated again: of the first step's gradients at first, then of what has gathered under the one before.
 """
 
 import math
@@ -19,20 +20,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-
+from gssim.density.union import united
 from gssim.gradients import (
     EDGES_PER_DECADE,
+    HELD_LEVELS,
     LOWEST_DECADE,
     BlockTrace,
+    FeedbackDensity,
     GradientStatistics,
     RankTrace,
     Sketch,
     TensorTrace,
 )
 from gssim.plan import Publish, Push
+from gssim.units import UserError
 
 _NORMAL = NormalDist()
 _SMALLEST = 1e-300
@@ -69,8 +72,11 @@ def push_density(
     if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
         return 0.0
     view = _View(statistics, samples, tensor, bool(push.error_feedback))
-    threshold = _absolute(view, push, step, part)
-    return view.sent_ratio(threshold, step, part, first, last)
+    if push.kind == "target-density":
+        return _reestimated(view, push, step, part, first, last)
+    if push.kind == "relative":
+        return view.relative_ratio(push.threshold, step, first, last)
+    return view.sent_ratio(push.threshold, step, part, first, last)
 
 
 def publish_density(
@@ -112,46 +118,6 @@ def union_density(
     return united(sent, ranks=ranks, mean_to_rms=mean / math.sqrt(square) if square else 1.0, correlation=correlation)
 
 
-def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -> float:
-    """Return the fraction of elements that at least one of `ranks` ranks sends, where each sends the fraction `sent`.
-
-    The gradients of an element are normal, with a scale that the ranks share and that is log-normally distributed over
-    the elements, as wide as the ratio of mean to rms of |g| tells; of two ranks they have the given `correlation`, by a
-    part that is the same for all.
-
-        p(s, c) = P(|sqrt(r) c + sqrt(1-r) z| >= t / s);  sent = E[p];  united = E[1 - (1 - p)^ranks]
-
-    over s log-normal, c and z normal. Source: E[|g|] / rms = sqrt(2/pi) exp(-S^2 / 2), S the deviation of ln s.
-
-    >>> round(united(0.1, ranks=2, mean_to_rms=math.sqrt(2 / math.pi), correlation=0.0), 4)  # one scale, no common part
-    0.19
-    >>> united(0.1, ranks=1, mean_to_rms=0.5, correlation=0.3)
-    0.1
-    """
-    from scipy.special import ndtr  # here, for only unions need it
-
-    if ranks == 1 or sent <= 0 or sent >= 1:
-        return sent
-    spread = math.sqrt(max(0.0, 2 * math.log(math.sqrt(2 / math.pi) / mean_to_rms)))
-    nodes, weights = np.polynomial.hermite_e.hermegauss(41)
-    weights = weights / weights.sum()
-    inverse = np.exp(-spread * nodes)[:, None]
-    common, own = math.sqrt(correlation) * nodes, math.sqrt(max(1e-6, 1 - correlation))
-
-    def reached(log_threshold: float) -> Any:
-        level = math.exp(log_threshold) * inverse
-        return 1 - (ndtr((level - common) / own) - ndtr((-level - common) / own))
-
-    def mean(values: Any) -> float:
-        return float(weights @ values @ weights)
-
-    low, high = -40.0, 40.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean(reached(middle)) > sent else (low, middle)
-    return min(1.0, max(sent, mean(1 - (1 - reached(low)) ** ranks)))
-
-
 def traces_of(statistics: GradientStatistics, samples: int, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
     """Return the traces taken with the samples per rank nearest (in ratio) to `samples`, by rising threshold.
 
@@ -164,28 +130,29 @@ def traces_of(statistics: GradientStatistics, samples: int, *, error_feedback: b
 
 @dataclass(frozen=True)
 class _Moment:
-    """Where a step lies between two sampled ones."""
+    """Where a step lies between two sampled ones, or between the first step and the first sampled one."""
 
     before: int
     after: int
     weight: float
 
-    def of(self, values: Sequence[T]) -> list[T]:
-        """Return what there is for each of the two."""
-        return [values[self.before], values[self.after]]
+    def of(self, values: Sequence[T], first: T | None = None) -> list[T]:
+        """Return what there is for each of the two; `first`: for the first step."""
+        before = values[max(0, self.before)] if self.before >= 0 or first is None else first
+        return [before, values[self.after]]
 
     def mixed(self, pair: Sequence[float]) -> float:
         """Return what lies between two values."""
         return _mixed(pair[0], pair[1], self.weight)
 
 
-def _moment(sampled_steps: Sequence[int], step: int) -> _Moment:
+def _moment(sampled_steps: Sequence[int], step: int, first_step: int = 0) -> _Moment:
     after = bisect_left(sampled_steps, step)
-    if after == len(sampled_steps) or after == 0:
-        only = min(after, len(sampled_steps) - 1)
-        return _Moment(only, only, 0.0)
-    start, at, end = (math.log1p(each) for each in (sampled_steps[after - 1], step, sampled_steps[after]))
-    return _Moment(after - 1, after, (at - start) / (end - start))
+    if after == len(sampled_steps):
+        return _Moment(after - 1, after - 1, 0.0)
+    before = sampled_steps[after - 1] if after else first_step
+    start, at, end = (math.log1p(each) for each in (before, max(before, step), sampled_steps[after]))
+    return _Moment(after - 1, after, (at - start) / (end - start) if end > start else 1.0)
 
 
 def _mixed(a: float, b: float, weight: float) -> float:
@@ -201,58 +168,92 @@ class _View:
     """One tensor's gradient as ranks with a number of samples see it, with or without error feedback."""
 
     def __init__(self, statistics: GradientStatistics, samples: int, tensor: str, error_feedback: bool) -> None:
-        self.sampled_steps, self.grid = statistics.sampled_steps, statistics.feedback_thresholds
-        self.error_feedback = error_feedback
+        self.statistics, self.grid, self.error_feedback = statistics, statistics.feedback_thresholds, error_feedback
         traces = traces_of(statistics, samples, error_feedback=error_feedback)
         self.thresholds = [trace.threshold for trace in traces]
         self.tensors = [trace.tensors[tensor] for trace in traces]
         self.scale = _scale(self.tensors[0], traces[0].samples / samples)
 
+    def moment(self, step: int) -> _Moment:
+        """Return where a step lies between those that were looked at."""
+        return _moment(self.statistics.sampled_steps, step, self.statistics.first_step)
+
     def sent_ratio(self, threshold: float, step: int, part: float, first: float = 0.0, last: float = 1.0) -> float:
         """Return the fraction of the range that reaches an absolute threshold."""
-        return self._under(
-            threshold, lambda tensor, level, moment: self._sent(tensor, level, moment, first, last), step, part
-        )
+        found = self._with_feedback if self.error_feedback else _reached
+        return self._under(threshold, threshold, found, step, part, first, last)
 
-    def mean(self, threshold: float, step: int, part: float) -> float:
-        """Return the mean magnitude of what is held against an absolute threshold, over the whole tensor."""
-        return part * self.scale * self._under(threshold, self._mean, step, part)
+    def held_ratio(
+        self, level: float, threshold: float, step: int, part: float, first: float = 0.0, last: float = 1.0
+    ) -> float:
+        """Return the fraction of the range that would reach a level, where the threshold was another one until then."""
+        factor = level / threshold
+
+        def found(block: BlockTrace, level: float, moment: _Moment) -> float:
+            return self._held(block, level / factor, factor, moment)
+
+        return self._under(threshold, level, found, step, part, first, last)
+
+    def untouched_ratio(self, threshold: float, step: int, part: float, first: float = 0.0, last: float = 1.0) -> float:
+        """Return the fraction of the range that reaches an absolute threshold where none was before."""
+        level = threshold / (part * self.scale)
+        return _over_range([_reached(each, level, self.moment(step)) for each in self.tensors[0].blocks], first, last)
+
+    def relative_ratio(self, multiple: float, step: int, first: float, last: float) -> float:
+        """Return the fraction of the range that reaches a multiple of the tensor's mean magnitude."""
+        moment, grid = self.moment(step), self.statistics.multiples
+        if not grid:
+            raise UserError(f"statistics of {self.statistics.model}: relative thresholds were not looked at")
+        ratios = []
+        for block in self.tensors[0].blocks:
+            rows = [
+                row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.of(block.relative)
+            ]
+            ratios.append(moment.mixed([_on_grid(grid, row, multiple) for row in rows]))
+        return _over_range(ratios, first, last)
 
     def _under(
-        self, threshold: float, value: Callable[[TensorTrace, float, _Moment], float], step: int, part: float
+        self,
+        threshold: float,
+        level: float,
+        found: Callable[[BlockTrace, float, _Moment], float],
+        step: int,
+        part: float,
+        first: float,
+        last: float,
     ) -> float:
         """Return the value between those in the runs under the two thresholds next to this one."""
-        moment, level = _moment(self.sampled_steps, step), threshold / (part * self.scale)
+        moment, level = self.moment(step), level / (part * self.scale)
+
+        def value(tensor: TensorTrace) -> float:
+            return _over_range([found(block, level, moment) for block in tensor.blocks], first, last)
+
         above = min(bisect_left(self.thresholds, threshold), len(self.thresholds) - 1)
-        high = value(self.tensors[above], level, moment)
+        high = value(self.tensors[above])
         if above == 0 or self.thresholds[above] < threshold:
             return high
-        low = value(self.tensors[above - 1], level, moment)
+        low = value(self.tensors[above - 1])
         return _mixed(low, high, _between(threshold, self.thresholds[above - 1], self.thresholds[above]))
 
-    def _sent(self, tensor: TensorTrace, level: float, moment: _Moment, first: float, last: float) -> float:
-        found = self._sent_with_feedback if self.error_feedback else _reached
-        return _over_range([found(block, level, moment) for block in tensor.blocks], first, last)
+    def _with_feedback(self, block: BlockTrace, level: float, moment: _Moment) -> float:
+        return self._held(block, level, 1.0, moment)
 
-    def _sent_with_feedback(self, block: BlockTrace, level: float, moment: _Moment) -> float:
+    def _held(self, block: BlockTrace, level: float, factor: float, moment: _Moment) -> float:
+        """Return the fraction of a block that reaches `factor` times a level that was the threshold until then."""
         ratios = []
         for sketch, row in zip(moment.of(block.sketches), moment.of(block.feedback), strict=True):
             if level < self.grid[0]:  # feedback matters ever less
-                factor = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
-                ratios.append(min(1.0, _tail(sketch, level) * factor ** (level / self.grid[0])))
+                more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
+                ratios.append(min(1.0, _tail(sketch, factor * level) * more ** (level / self.grid[0])))
             else:
-                ratios.append(_on_grid(self.grid, row.sent_ratios, level))
+                sent = _on_grid(self.grid, row.sent_ratios, level)
+                ratios.append(sent if factor == 1 else self._tail_of_held(row, level, sent, factor))
         return moment.mixed(ratios)
 
-    def _mean(self, tensor: TensorTrace, level: float, moment: _Moment) -> float:
-        means = []
-        for block in tensor.blocks:
-            found = [sketch.mean for sketch in moment.of(block.sketches)]
-            if self.error_feedback:
-                rows = [row.means for row in moment.of(block.feedback)]
-                found = [float(np.interp(math.log(level), np.log(self.grid), row)) for row in rows]
-            means.append(moment.mixed(found))
-        return fmean(means)
+    def _tail_of_held(self, row: FeedbackDensity, level: float, sent: float, factor: float) -> float:
+        by_level = [_on_grid(self.grid, each, level) for each in zip(*row.held_ratios, strict=True)]
+        known = sorted([*zip(HELD_LEVELS, by_level, strict=True), (1.0, sent)])
+        return _on_grid([each for each, _ in known], [ratio for _, ratio in known], factor)
 
 
 def _scale(tensor: TensorTrace, ratio: float) -> float:
@@ -264,19 +265,38 @@ def _scale(tensor: TensorTrace, ratio: float) -> float:
     return math.sqrt(common + (1 - common) * ratio)
 
 
-def _absolute(view: _View, push: Push, step: int, part: float) -> float:
-    """Return the threshold that a tensor's elements are held against at `step`, whatever the kind is."""
+def _reestimated(view: _View, push: Push, step: int, part: float, first: float, last: float) -> float:
+    """Return the density at `step` under thresholds that are estimated from time to time, to send a fraction then.
+
+    With error feedback the estimate is of what has gathered under the one before: that is gone through from the start,
+    or from four estimates ago.
+    """
     assert push.threshold is not None
-    if push.kind == "absolute":
-        return push.threshold
-    if push.kind == "relative":
-        ratio = push.threshold
-        if not view.error_feedback:
-            return ratio * view.mean(1.0, step, part)
-        return _root(lambda threshold: ratio * view.mean(threshold, step, part) / threshold - 1)
-    since = (step - push.warmup_steps) % push.reestimate_steps
-    target = push.threshold
-    return _root(lambda threshold: view.sent_ratio(threshold, step - since, part) - target)
+    since, target = (step - push.warmup_steps) % push.reestimate_steps, push.threshold
+    latest = step - since
+    earliest = max(push.warmup_steps, latest - (3 * push.reestimate_steps if view.error_feedback else 0))
+    threshold: float | None = None
+    for at in range(earliest, latest + 1, push.reestimate_steps):
+        reaching = _estimate(view, push, at, threshold, part)
+        threshold = _reached_by(reaching, target)
+    assert threshold is not None
+    return reaching(threshold, first, last) if since == 0 else view.sent_ratio(threshold, step, part, first, last)
+
+
+def _estimate(
+    view: _View, push: Push, step: int, threshold: float | None, part: float
+) -> Callable[[float, float, float], float]:
+    """Return the fraction of a range that reaches a level when the threshold is estimated; `threshold`: until then."""
+    if step == push.warmup_steps:
+        return lambda level, first, last: view.untouched_ratio(level, step, part, first, last)
+    if threshold is None or not view.error_feedback:
+        return lambda level, first, last: view.sent_ratio(level, step, part, first, last)
+    return lambda level, first, last: view.held_ratio(level, threshold, step, part, first, last)
+
+
+def _reached_by(reaching: Callable[[float, float, float], float], target: float) -> float:
+    """Return the level that a fraction of the whole tensor reaches."""
+    return _root(lambda level: reaching(level, 0.0, 1.0) - target)
 
 
 def _root(falling: Callable[[float], float]) -> float:
@@ -305,7 +325,7 @@ def _over_range(values: Sequence[float], first: float, last: float) -> float:
 
 def _reached(block: BlockTrace, level: float, moment: _Moment) -> float:
     """Return the fraction of a block's elements with |g| >= level."""
-    a, b = moment.of(block.sketches)
+    a, b = moment.of(block.sketches, block.first)
     if not (a.rms and b.rms):
         return moment.mixed([_tail(a, level), _tail(b, level)])
     rms = moment.mixed([a.rms, b.rms])
