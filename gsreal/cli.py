@@ -88,7 +88,6 @@ def lab_command(
 ) -> None:
     """Execute one scenario on an emulated cluster: shaped links between namespaces, slowed-down cores."""
     from gsreal.lab.check import check_tools
-    from gsreal.lab.lab import run_lab
 
     if clean == (scenario is not None):
         raise UserError("lab: give either a scenario or --clean")
@@ -96,6 +95,8 @@ def lab_command(
     if scenario is None:
         _clean()
         return
+    from gsreal.lab.lab import run_lab
+
     loaded = _checked(scenario, overrides)
     name = f"{loaded.scenario.name}.{loaded.scenario.scenario_id}.measured.json"
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:

@@ -86,12 +86,24 @@ def route_commands(network: Network) -> list[Command]:
     return sorted(found, key=lambda command: command[2])
 
 
-@contextmanager
-def built(network: Network) -> Iterator[bool]:
-    """Build the network for as long as the context lasts; gives whether the kernel's netem makes the delays.
+@dataclass(frozen=True)
+class Built:
+    """A network that is there."""
 
-    Raises RunFailedError where a command fails.
-    """
+    netem: bool
+    """Whether the kernel makes the delays."""
+    line: Line | None
+    """What makes them, if the kernel does not."""
+
+    def check(self) -> None:
+        """Raise RunFailedError where a part of it has died."""
+        if self.line is not None and self.line.process.poll() is not None:
+            raise RunFailedError(f"lab: the process that delays links died (exit code {self.line.process.returncode})")
+
+
+@contextmanager
+def built(network: Network) -> Iterator[Built]:
+    """Build the network for as long as the context lasts; raise RunFailedError where a command fails."""
     with ExitStack() as stack:
         if not stack.enter_context(claimed(network.run_id)):
             raise RunFailedError(f"lab: run id {network.run_id} is taken")
@@ -102,13 +114,14 @@ def built(network: Network) -> Iterator[bool]:
             in_namespace(node.namespace, _settle)
         delayed = [wire for wire in network.wires if wire.is_delayed and not netem]
         execute(wire_commands(wire for wire in network.wires if wire not in delayed))
-        if delayed:
-            stack.callback(_ended, delay_line(delayed))
+        line = delay_line(delayed) if delayed else None
+        if line is not None:
+            stack.callback(_ended, line)
         execute(address_commands(network))
         execute(route_commands(network))
         ends = [end for wire in network.wires for end in wire.ends]
         execute([command for end in ends for command in shape(end, netem=netem)])
-        yield netem
+        yield Built(netem, line)
 
 
 def _taken_down(run_id: str) -> None:

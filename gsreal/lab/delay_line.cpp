@@ -16,6 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <deque>
 #include <string>
 #include <vector>
@@ -101,7 +102,7 @@ int main(int count, char** words) {
       deliver(end);
       if (!end.arriving.empty() && (next < 0 || end.arriving.front().due < next)) next = end.arriving.front().due;
     }
-    const long long left = next < 0 ? 0 : next > now() ? next - now() : 0;
+    const long long left = next < 0 ? 0 : std::max(0LL, next - now());
     const timespec wait = {left / kSecond, left % kSecond};
     if (ppoll(watched.data(), watched.size(), next < 0 ? nullptr : &wait, nullptr) < 0) fail("ppoll");
     for (size_t i = 0; i < ends.size(); i++)

@@ -70,12 +70,12 @@ def run_lab(loaded: Loaded, arguments: Sequence[str], made: Path) -> Result:
     cluster, ranks = loaded.scenario.cluster, loaded.scenario.ranks
     lab = lab_of(cluster, where=loaded.file)
     _warn_of_other_processors(cluster)
-    with unwinding(), built(lab.network) as netem:
+    with unwinding(), built(lab.network) as network:
         links = verify(lab.network)
         report(links)
-        run_ranks(lab.network, lab.places[:ranks], "gsreal.worker", arguments)
+        run_ranks(lab.network, lab.places[:ranks], "gsreal.worker", arguments, check=network.check)
     found = read_result(made)
-    return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=netem)})
+    return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=network.netem)})
 
 
 def report(links: Sequence[Verified]) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -47,10 +47,13 @@ class Rank:
             )
 
 
-def run_ranks(network: Network, places: Sequence[Place], module: str, arguments: Sequence[str]) -> None:
+def run_ranks(
+    network: Network, places: Sequence[Place], module: str, arguments: Sequence[str], *, check: Callable[[], None]
+) -> None:
     """Run `python -m module arguments...` on a rank in each place; raise RunFailedError where one of them fails.
 
-    No process outlives the call, whatever ends it.
+    `check` is called now and then, to raise where what the ranks stand on has failed. No process outlives the call,
+    whatever ends it.
     """
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         reports, ranks = Path(folder), list[Rank]()
@@ -61,7 +64,7 @@ def run_ranks(network: Network, places: Sequence[Place], module: str, arguments:
                 environment |= {"GSREAL_REPORTS": folder, **as_variable(place)}
                 ranks.append(Rank(number, command, environment, reports / f"rank-{number}.log"))
             with ranks[0].log.open(encoding="utf-8", errors="replace") as progress:
-                failed = _wait(ranks, progress)
+                failed = _wait(ranks, progress, check)
         finally:
             with uninterrupted():
                 _end(ranks)
@@ -93,7 +96,7 @@ def rank_environment(network: Network, places: Sequence[Place], number: int) -> 
     }
 
 
-def _wait(ranks: Sequence[Rank], progress: IO[str]) -> list[Rank]:
+def _wait(ranks: Sequence[Rank], progress: IO[str], check: Callable[[], None]) -> list[Rank]:
     """Wait until all ranks have ended, or some time after one has failed; return those that failed.
 
     The time is for the others, to report why they fail then. Rank 0's progress is passed on meanwhile.
@@ -104,6 +107,7 @@ def _wait(ranks: Sequence[Rank], progress: IO[str]) -> list[Rank]:
         _pass_on(progress)
         if None not in codes:
             break
+        check()
         if any(codes):
             until_s = min(until_s, time.monotonic() + GRACE_S)
         time.sleep(LOOK_S)
