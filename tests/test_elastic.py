@@ -17,9 +17,10 @@ import torch
 from real_runs import slow_where, star
 
 from gsreal.checkpoint import Checkpoints, check_checkpoints, identity, latest, read_progress
+from gsreal.feed import Feed
 from gsreal.launch import launch
 from gsreal.measure import Timeline
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.result import read_result
 from gssim.scenario import load_scenario, single_device
 from gssim.units import UserError
