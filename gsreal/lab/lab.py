@@ -72,18 +72,18 @@ def run_lab(loaded: Loaded, arguments: Sequence[str], made: Path) -> Result:
     _warn_of_other_processors(cluster)
     with unwinding(), built(lab.network) as network:
         links = verify(lab.network)
-        report(links)
+        report(lab.network.run_id, links)
         run_ranks(lab.network, lab.places[:ranks], "gsreal.worker", arguments, check=network.check)
     found = read_result(made)
     return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=network.netem)})
 
 
-def report(links: Sequence[Verified]) -> None:
+def report(run_id: str, links: Sequence[Verified]) -> None:
     """Say which links are not what they were asked to be."""
     for link in links:
         for fault in link.faults:
             print(f"gsreal: lab: the link {link.name} has {fault}", file=sys.stderr)
-    print(f"gsreal: lab: {len(links)} directed links verified", file=sys.stderr, flush=True)
+    print(f"gsreal: lab {run_id}: {len(links)} directed links verified", file=sys.stderr, flush=True)
 
 
 def provenance(lab: Lab, links: Sequence[Verified], *, netem: bool) -> dict[str, Any]:
