@@ -107,6 +107,21 @@ def test_a_lab_trains_as_predicted_and_leaves_nothing(tmp_path):
     assert marked(marker) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", sorted(SCENARIO.parent.glob("lab-*.toml")), ids=lambda path: path.stem)
+def test_every_lab_scenario_runs_with_the_collectives_that_were_predicted(scenario, tmp_path):
+    changes = ["run.steps=2", "run.warmup_steps=1"]
+    process, _ = lab(scenario, *overrides(changes), "--out", tmp_path)
+    said = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == 0, said
+    (file,) = tmp_path.glob("*.measured.json")
+    measured, predicted = read_result(file), simulate(load_scenario(scenario, changes)).result
+    assert [entry.key for entry in measured.collectives] == [entry.key for entry in predicted.collectives]
+    peaks = {rank: entry.peak_allocated_bytes for entry in predicted.ranks for rank in entry.ranks}
+    for entry in measured.ranks:
+        assert entry.peak_allocated_bytes == pytest.approx(peaks[entry.ranks[0]], rel=0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
 def test_nothing_is_left_of_a_lab_that_is_ended(number):
     process, marker = lab(SCENARIO, *overrides([*SMALL, "run.steps=1000000"]))
