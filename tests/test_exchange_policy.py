@@ -128,7 +128,7 @@ def test_gloos_own_reduce_scatter_takes_twice_as_long_on_the_wire():
 def test_each_way_has_its_own_costs():
     cost = BackendCost(
         overhead_s={"reduce-scatter": 1.0, "reduce-scatter-v": 2.0},
-        bytes_factor={"reduce-scatter": 3.0, "reduce-scatter-v": 5.0},
+        processor_byte_s={"reduce-scatter": 1.5e-6, "reduce-scatter-v": 2.5e-6},
         source="test",
     )
     cluster = replace(star(2, bandwidth=1e6, latency_s=0.0), backend_cost=cost)
