@@ -1,5 +1,7 @@
 """Laws of a message over gloo: posted, carried and received at once; neither link nor processor is ever outrun."""
 
+import json
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import simpy
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import communication_time_s, device_type, loaded_of, scenario_of, star
+from strategies import cluster_of, communication_time_s, device_type, loaded_of, scenario_of, star
 
 from gssim import collectives
 from gssim.cluster import BackendCost
@@ -19,7 +21,8 @@ from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
 
-SCENARIOS = Path(__file__).resolve().parents[1] / "scenarios"
+TESTS = Path(__file__).resolve().parent
+SCENARIOS = TESTS.parent / "scenarios"
 COST = BackendCost(
     overhead_s={"default": 2e-5},
     posting_s=1e-5,
@@ -199,3 +202,65 @@ def test_a_transfer_over_a_slow_link_hardly_slows_the_compute_that_hides_it():
         slowed, alone = (simulate(loaded_of(scenario_of(each, plan))).result for each in (cluster, plain))
         added.append(slowed.phases_s["backward"] - alone.phases_s["backward"])
     assert 0 < added[0] <= added[1] <= 1.5 * added[0]  # where it lasts longer, more of it is beside compute
+
+
+# Calibration ---------------------------------------------------------------------------------------------------------
+
+
+def measured_lines(ranks: int) -> Any:
+    """Return made-up lines for every kind that is measured."""
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.benchmarks.communication import Line, shapes
+
+    kinds = sorted(shapes(ranks))
+    return {kind: Line(1e-3 + 2e-4 * i, 1e-9 + 3e-10 * i) for i, kind in enumerate(kinds)}
+
+
+def as_measured(kind: str, ranks: int, size: float) -> Communication:
+    """Return the collective that a benchmark carries out on all ranks."""
+    if kind == "send":
+        return Communication(kind, (0, 1), size)
+    if kind.startswith("all-to-all"):  # to the next rank
+        pairs = tuple(tuple(size if j == (i + 1) % ranks else 0.0 for j in range(ranks)) for i in range(ranks))
+        return Communication("all-to-all-v", range(ranks), ranks * size, pair_bytes=pairs, carried_as=kind)
+    parts = (size / ranks,) * ranks if kind.endswith("-v") else ()
+    return Communication(kind, range(ranks), size, part_bytes=parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_was_measured_is_what_is_predicted_of_the_same_collectives(ranks):
+    lines = measured_lines(ranks)
+    from gsreal.benchmarks.communication import costs_of
+
+    costs = costs_of(lines, ranks)
+    link = {"bandwidth": costs.pop("bandwidth_bytes_per_s"), "latency_s": costs.pop("latency_s")}
+    pairs = [(f"d{i}", f"d{j}") for i in range(ranks) for j in range(i)]
+    cluster = cluster_of(pairs, devices=ranks, backend_cost=BackendCost(**costs, source="test"), **link)
+    for kind, line in lines.items():
+        for size in (ranks, 1e6 * ranks):
+            predicted_s = communication_time_s(cluster, as_measured(kind, ranks, size))
+            assert predicted_s == pytest.approx(line.fixed_s + line.byte_s * size, rel=1e-6), kind
+
+
+@pytest.mark.real
+def test_a_calibration_of_messages_says_all_that_a_cluster_file_needs(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.benchmarks.communication import POSTED_BYTES, shapes
+    from gsreal.launch import launch
+
+    out = tmp_path / "found.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in (str(TESTS), os.environ.get("PYTHONPATH")) if p))
+        launch("posting_ranks", [str(out)], ranks=2)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    rate, latency_s = found.pop("bandwidth_bytes_per_s"), found.pop("latency_s")
+    cost = BackendCost(**found, source="test")
+    assert set(cost.processor_byte_s) == {*shapes(2), "default"}
+    assert set(cost.overhead_s) == set(shapes(2))
+    assert min(cost.processor_byte_s.values()) > 0 < latency_s
+    assert cost.posting_s > 0 < cost.posting_byte_s
+    assert (cost.posting_limit_bytes or 0.0) >= POSTED_BYTES[-1]
+    assert all(
+        1 / rate <= shape.handled / shape.carried * cost.processor_byte_s[kind] * (1 + 1e-9)
+        for kind, shape in shapes(2).items()
+    )  # no kind outran the link

@@ -26,10 +26,9 @@ OUTLIERS = 0.1
 
 
 @dataclass(frozen=True)
-class Call:
-    """A collective to be measured: how to make a call of a size, and what the algorithm makes of the size."""
+class Shape:
+    """What a collective's algorithm makes of its size."""
 
-    make: Callable[[int], Callable[[], object]]
     rounds: int
     """Latencies, one after another."""
     carried: float
@@ -52,24 +51,40 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
     A collective is taken as  t = overhead + rounds * latency + max(carried / bandwidth, handled * processor_byte).
     On a loopback the processors are what limits it; the bandwidth is the fastest that was seen, by any kind.
     """
-    calls = {"all-to-all-v": Call(lambda size: _exchange(bench, size), 1, 1.0, 2.0), **_collectives(bench)}
     lines = {}
-    for kind, call in calls.items():
+    for kind, make in _calls(bench).items():
         try:
-            lines[kind] = _line(EXCHANGE_BYTES, [_synchronised_s(bench, call.make(size)) for size in EXCHANGE_BYTES])
+            lines[kind] = _line(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
         except RuntimeError as error:  # the same on every rank, before anything is sent
             bench.say(f"without {kind}: {str(error).splitlines()[0]}")
-    return costs_of(calls, lines) | _posting_cost(bench)
+    return costs_of(lines, bench.ranks) | _posting_cost(bench)
 
 
-def costs_of(calls: dict[str, Call], lines: dict[str, Line]) -> dict[str, Any]:
+def shapes(n: int) -> dict[str, Shape]:
+    """Return the shape of each kind that is measured, among n ranks."""
+    share, depth = (n - 1) / n, (n - 1).bit_length()
+    return {
+        "all-to-all-v": Shape(1, 1.0, 2.0),  # every rank to the next one
+        "send": Shape(1, 1.0, 1.0),
+        "broadcast": Shape(depth, depth, depth),
+        "all-reduce": Shape(2 * (n - 1), 2 * share, 4 * share),
+        "reduce-scatter": Shape(2 * (n - 1), 2 * share, 4 * share),  # gloo's is an all-reduce
+        "all-gather": Shape(n - 1, share, 2 * share),
+        "all-gather-v": Shape(n - 1, share, 2 * share),
+        "reduce-scatter-v": Shape(n - 1, share, 2 * share),
+        "all-to-all": Shape(1, 1.0, 2.0),
+    }
+
+
+def costs_of(lines: dict[str, Line], ranks: int) -> dict[str, Any]:
     """Return latency and bandwidth of a link, and overheads and processor times by kind, from measured lines."""
-    latency_s = min(line.fixed_s / calls[kind].rounds for kind, line in lines.items())
-    processor_byte_s = {kind: line.byte_s / calls[kind].handled for kind, line in lines.items()}
+    of = shapes(ranks)
+    latency_s = min(line.fixed_s / of[kind].rounds for kind, line in lines.items())
+    processor_byte_s = {kind: line.byte_s / of[kind].handled for kind, line in lines.items()}
     return {
         "latency_s": latency_s,
-        "bandwidth_bytes_per_s": max(calls[kind].carried / line.byte_s for kind, line in lines.items()),
-        "overhead_s": {kind: max(0.0, line.fixed_s - calls[kind].rounds * latency_s) for kind, line in lines.items()},
+        "bandwidth_bytes_per_s": max(of[kind].carried / line.byte_s for kind, line in lines.items()),
+        "overhead_s": {kind: max(0.0, line.fixed_s - of[kind].rounds * latency_s) for kind, line in lines.items()},
         "processor_byte_s": {"default": processor_byte_s["all-to-all-v"], **processor_byte_s},
     }
 
@@ -166,8 +181,8 @@ def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[
     return call
 
 
-def _collectives(bench: Bench) -> dict[str, Call]:
-    """Return what is measured beside a plain exchange, by kind."""
+def _calls(bench: Bench) -> dict[str, Callable[[int], Callable[[], object]]]:
+    """Return how to make a call of a size, by kind."""
     n, device = bench.ranks, bench.device
 
     def buffers(size: int) -> tuple[Tensor, Tensor]:
@@ -212,16 +227,16 @@ def _collectives(bench: Bench) -> dict[str, Call]:
         whole, _ = buffers(size)
         return lambda: dist.broadcast(whole, 0)
 
-    share, depth = (n - 1) / n, (n - 1).bit_length()
     return {
-        "send": Call(send, 1, 1.0, 1.0),
-        "broadcast": Call(broadcast, depth, float(depth), float(depth)),
-        "all-reduce": Call(all_reduce, 2 * (n - 1), 2 * share, 4 * share),
-        "reduce-scatter": Call(reduce_scatter, 2 * (n - 1), 2 * share, 4 * share),  # gloo's is an all-reduce
-        "all-gather": Call(all_gather, n - 1, share, 2 * share),
-        "all-gather-v": Call(gather_unevenly, n - 1, share, 2 * share),
-        "reduce-scatter-v": Call(reduce_unevenly, n - 1, share, 2 * share),
-        "all-to-all": Call(exchange, 1, 1.0, 2.0),
+        "all-to-all-v": lambda size: _exchange(bench, size),
+        "send": send,
+        "broadcast": broadcast,
+        "all-reduce": all_reduce,
+        "reduce-scatter": reduce_scatter,
+        "all-gather": all_gather,
+        "all-gather-v": gather_unevenly,
+        "reduce-scatter-v": reduce_unevenly,
+        "all-to-all": exchange,
     }
 
 
