@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gsreal.feed import Feed
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
 from gsreal.methods import full_parameters
 from gsreal.rank import run_on_rank
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.scenario import load_scenario, single_device
 
 STEPS = 5

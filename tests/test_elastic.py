@@ -17,9 +17,10 @@ import torch
 from real_runs import slow_where, star
 
 from gsreal.checkpoint import Checkpoints, check_checkpoints, identity, latest, read_progress
+from gsreal.feed import Feed
 from gsreal.launch import launch
 from gsreal.measure import Timeline
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.result import read_result
 from gssim.scenario import load_scenario, single_device
 from gssim.units import UserError
@@ -43,7 +44,7 @@ EXACT = 1e-9
 
 
 def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
-    shards = [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS] if "plan.method=gs" in changes else []
+    shards = [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS] if {"plan.method=gs", "plan.method=gs_z3"} & {*changes} else []
     return [star(ranks), *COMMON, f"run.steps={steps - 1}", *changes, *shards]
 
 
@@ -87,6 +88,16 @@ def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturb
     assert (progress.step, progress.ranks) == (STEPS, ranks)
     assert progress.losses == pytest.approx(undisturbed, rel=EXACT)
     assert not list((tmp_path / "saved").glob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "zero2", "zero3", "hsdp", "gs_z3", "gs_hier"])
+def test_what_three_ranks_saved_goes_on_with_two_in_every_method(undisturbed, tmp_path: Path, method: str):
+    levels = method in ("hsdp", "gs_hier")
+    for ranks, steps in ((3, SAVED), (2, STEPS)):
+        mesh = [f"plan.dp_replicate={ranks}", "plan.dp_shard=1"] if levels else []
+        losses = train(tmp_path, tmp_path / "saved", ranks, steps, f"plan.method={method}", *mesh)
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
 
 
 # A rank that is killed -----------------------------------------------------------------------------------------------

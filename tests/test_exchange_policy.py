@@ -16,7 +16,8 @@ from strategies import communication_time_s, loaded_of, scenario_of, star
 from gssim import collectives
 from gssim.cluster import BackendCost
 from gssim.collectives import Communication
-from gssim.plan import Plan, resolve
+from gssim.plan import Plan
+from gssim.policies import resolve
 from gssim.program import lower
 from gssim.result import Collective
 from gssim.scenario import Scenario

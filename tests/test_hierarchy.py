@@ -28,7 +28,8 @@ from test_zero3 import most_held
 from gssim.cluster import Cluster
 from gssim.density import push_density
 from gssim.division import divide
-from gssim.plan import Plan, Push, resolve
+from gssim.plan import Plan, Push
+from gssim.policies import resolve
 from gssim.program import Task, lower
 from gssim.result import Result
 from gssim.scenario import Scenario

@@ -15,12 +15,13 @@ import torch
 from strategies import star
 
 from gsreal.build import loss_of
+from gsreal.feed import Feed
 from gsreal.measure import Timeline
 from gsreal.statistics import sampled_steps, take_statistics, write_statistics
 from gsreal.statistics.feedback import Feedback
 from gsreal.statistics.sketches import BlockSketches, partition
 from gsreal.statistics.training import Replica
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.density import push_density
 from gssim.gradients import SKETCH_EDGES, GradientStatistics, Sketch, read_gradients
 from gssim.plan import Push

@@ -11,7 +11,8 @@ from strategies import MODEL_TOML, device_type, loaded_of, machine_of, scenario_
 
 from gssim.cluster import Curve, LayerProfile, Profile
 from gssim.costs import layer_time_s
-from gssim.plan import Plan, resolve
+from gssim.plan import Plan
+from gssim.policies import resolve
 from gssim.program import lower
 from gssim.scenario import Scenario, load_model
 from gssim.simulate import simulate

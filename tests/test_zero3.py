@@ -285,8 +285,9 @@ def count_peaks() -> dict[str, list[int | None]]:
 
 
 def count_peak(scenario: Scenario, counter: Any) -> int | None:
+    from gsreal.feed import Feed
     from gsreal.measure import Timeline
-    from gsreal.worker import Feed, build
+    from gsreal.worker import build
 
     gc.collect()
     counter._base += counter.alive()  # what an earlier scenario left is not this one's

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import blocks_of
 from gsreal.tensor_slices import AllReduce, Cut, cut_of, mark, slice_block, slices_of
-from gssim.plan import Policies
+from gssim.policies import Policies
 from gssim.scenario import Scenario
 from gssim.slices import units_held
 from gssim.units import UserError
