@@ -44,7 +44,11 @@ EXACT = 1e-9
 
 
 def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
-    shards = [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS] if {"plan.method=gs", "plan.method=gs_z3"} & {*changes} else []
+    shards = (
+        [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS]
+        if {"plan.method=gs", "plan.method=gs_z3"} & {*changes}
+        else []
+    )
     return [star(ranks), *COMMON, f"run.steps={steps - 1}", *changes, *shards]
 
 
