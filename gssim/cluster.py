@@ -238,14 +238,27 @@ class BackendCost:
     posting_s: Seconds = 0.0
     """Host time to hand over point-to-point messages, whatever their size."""
     posting_byte_s: Seconds = 0.0
-    """Host time per byte to hand over a point-to-point message, before the rest goes on in the background."""
+    """Host time per byte to copy a point-to-point message into the socket; the transfer begins with the first."""
+    posting_limit_bytes: PositiveBytes | None = None
+    """What sockets take at once: the backend's thread hands over the rest while the caller goes on. Absent: all."""
     measured_s: dict[str, Curve] = field(default_factory=dict)
     """By kind: the time of a collective of all ranks by its size in bytes, in place of any formula. It is read between
     points on logarithmic scales; smaller sizes take what the smallest does, larger ones in proportion to the largest.
     """
-    bytes_factor: dict[str, PositiveFloat] = field(default_factory=dict)
-    """Time per byte of a collective kind over that of a plain exchange, measured; 1 where absent."""
+    processor_byte_s: dict[str, Seconds] = field(default_factory=dict)
+    """Processor time of a rank for each byte that it sends or receives (copies, the kernel's network code, additions),
+    by collective kind; `default` for all others. It goes by while the links carry the bytes: what takes longer counts.
+    """
     source: str
+
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is absent makes no other calibration."""
+        data: dict[str, Any] = inner(self)
+        for key in ("posting_limit_bytes", "processor_byte_s"):
+            if not data[key]:
+                del data[key]
+        return data
 
 
 def _generation(value: Any) -> Any:
