@@ -15,6 +15,7 @@ from gssim.ending import run_command_line
 from gssim.units import UserError
 
 if TYPE_CHECKING:
+    from gsreal.benchmarks.bench import Settings
     from gssim.result import Result
     from gssim.scenario import Loaded
 
@@ -183,6 +184,12 @@ def calibrate_command(
     again: Annotated[
         bool, typer.Option("--again", help="Measure layers again: averaged into the profiles of --out, or added.")
     ] = False,
+    lab: Annotated[
+        Path | None,
+        typer.Option(
+            "--lab", help="A cluster file: measure its device types as the lab emulates them; --out gets them."
+        ),
+    ] = None,
 ) -> None:
     """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
     import torch
@@ -205,6 +212,12 @@ def calibrate_command(
             raise UserError(
                 f"--sequence-length {sequence_length}: {path} takes at most {source.maximum_sequence_length}"
             )
+    if lab is not None:
+        if again or ranks is not None:
+            raise UserError("--lab: measures two ranks of each device type, all at once: leave out --again and --ranks")
+        asked = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, "cpu")
+        _calibrate_lab(lab, asked, out)
+        return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
     count = available if ranks is None else ranks
@@ -217,6 +230,16 @@ def calibrate_command(
     measured = measure(settings, ranks=count)
     data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
     write_cluster(out, data)
+
+
+def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
+    from gsreal.lab.calibration import calibrate_types, write_types
+    from gsreal.lab.check import check_tools
+    from gssim.scenario import load_cluster
+
+    check_tools()
+    cluster = load_cluster(file)
+    write_types(out, *calibrate_types(cluster, settings, where=str(file)))
 
 
 def _numbers(text: str, option: str) -> list[float]:

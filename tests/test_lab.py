@@ -16,7 +16,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 from strategies import built, fabrics, star, topology
 
 from gsreal import cli
-from gsreal.lab import check, cleaning, lab
+from gsreal.benchmarks.bench import Settings
+from gsreal.lab import calibration, check, cleaning, lab
 from gsreal.lab.building import address_commands, node_commands, route_commands, wire_commands
 from gsreal.lab.interrupts import EndedError, unwinding
 from gsreal.lab.network import LEAST_DELAY_S, network_of
@@ -360,3 +361,71 @@ def test_a_signal_to_end_unwinds_the_stack():
 def test_packages_are_installed_by_continuous_integration():
     script = (SCENARIOS.parent / ".ci" / "run").read_text()
     assert all(package in script for package in set(check.PACKAGES.values()))
+
+
+# Calibration ---------------------------------------------------------------------------------------------------------
+
+
+def measured(name):
+    """Return what micro-benchmarks might show."""
+    return {
+        "name": name,
+        "ranks": 2,
+        "memory_counter": "allocator",
+        "provenance": {"date": "2026-11-22", "processor": "P", "system": "Linux", "torch": "2", "python": "3"},
+        "device": {
+            "memory_bytes": 8e9,
+            "peak_flop_per_s": 4e10,
+            "memory_bandwidth_bytes_per_s": 1e10,
+            "operation_overhead_s": 1e-6,
+            "workspace_bytes": 0.0,
+        },
+        "optimizers": {"sgd": {"tensor_s": 1e-6, "elements_s": {"sizes": [1], "values": [1e-9]}}},
+        "compression": {f"{key}_s": 1e-9 for key in ("call", "threshold_element", "pack_element", "scatter_element")},
+        "profiles": [],
+        "communication": {
+            "latency_s": 1.5e-4,
+            "bandwidth_bytes_per_s": 1e9,
+            "overhead_s": {"all-reduce": 1e-4},
+            "processor_byte_s": {"default": 1e-10},
+            "posting_s": 1e-5,
+            "posting_byte_s": 1e-10,
+            "posting_limit_bytes": 4e6,
+        },
+    }
+
+
+def test_types_are_measured_two_by_two_and_the_backend_by_the_fastest(tmp_path, monkeypatch):
+    cluster = load_cluster(SCENARIOS / "clusters" / "lab-unequal-devices.toml")
+    asked = []
+
+    def measure(pair, settings, *, where):
+        asked.append([device.type for device in pair.devices])
+        return measured(pair.devices[0].type)
+
+    monkeypatch.setattr(calibration, "_measured", measure)
+    monkeypatch.setattr(calibration, "processor_name", lambda: "this one")
+    settings = Settings((), (2, 4), 128, "fp32", "cpu")
+    path = tmp_path / "devices.toml"
+    calibration.write_types(path, *calibration.calibrate_types(cluster, settings, where="test"))
+    assert asked == [[f"lab-core-{share}"] * 2 for share in (0.8, 0.4, 0.2)]
+    files = f'device_types = "{path}"\nbackend_cost = "{calibration.backend_path(path)}"\n'
+    devices = 'devices = [{name = "a", type = "lab-core-0.2", host = "h"}]\n'
+    (tmp_path / "cluster.toml").write_text('name = "c"\nbackend = "gloo"\nsource = "test"\n' + files + devices)
+    found = load_cluster(tmp_path / "cluster.toml")
+    kind = found.device_types["lab-core-0.2"]
+    assert (kind.lab.cpu_share_ratio, kind.lab.processor) == (0.2, "this one")
+    assert kind.memory_bytes == pytest.approx(cluster.device_types["lab-core-0.2"].memory_bytes, rel=1e-4)
+    assert found.backend_cost.overhead_s == {"all-reduce": 1e-4}
+    assert "an empty message takes 150 us" in found.backend_cost.source
+
+
+def test_a_table_in_a_file_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "cluster.toml").write_text('name = "c"\ndevice_types = "nowhere.toml"\n')
+    with pytest.raises(UserError, match=r"device_types = 'nowhere\.toml': no such file"):
+        load_cluster(tmp_path / "cluster.toml")
+
+
+def test_calibration_in_the_lab_takes_no_other_way_of_measuring(monkeypatch, capsys):
+    words = ["calibrate", "--lab", SCENARIOS / "clusters" / "lab-2-hosts.toml", "--again"]
+    assert refusal(monkeypatch, capsys, *words).startswith("gsreal: --lab: measures two ranks of each device type")

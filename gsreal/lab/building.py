@@ -102,8 +102,11 @@ class Built:
 
 
 @contextmanager
-def built(network: Network) -> Iterator[Built]:
-    """Build the network for as long as the context lasts; raise RunFailedError where a command fails."""
+def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
+    """Build the network for as long as the context lasts; raise RunFailedError where a command fails.
+
+    Not `shaped`: links are as fast as this machine makes them.
+    """
     with ExitStack() as stack:
         if not stack.enter_context(claimed(network.run_id)):
             raise RunFailedError(f"lab: run id {network.run_id} is taken")
@@ -120,7 +123,8 @@ def built(network: Network) -> Iterator[Built]:
         execute(address_commands(network))
         execute(route_commands(network))
         ends = [end for wire in network.wires for end in wire.ends]
-        execute([command for end in ends for command in shape(end, netem=netem)])
+        if shaped:
+            execute([command for end in ends for command in shape(end, netem=netem)])
         yield Built(netem, line)
 
 
