@@ -136,6 +136,22 @@ def test_a_link_without_a_way_back_is_refused():
         network(replace(cluster, links=links))
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("switch-8", "backend = 'nccl': the lab's ranks talk by gloo"),
+        ("lab-2-hosts", "kind = 'cuda': the lab's devices are parts of cores: cpu"),
+    ],
+)
+def test_what_is_no_cpu_is_refused(monkeypatch, path, said):
+    monkeypatch.setattr(lab, "check_tools", lambda: None)
+    cluster = load_cluster(SCENARIOS / "clusters" / f"{path}.toml")
+    types = {name: replace(kind, kind="cuda") for name, kind in cluster.device_types.items()}
+    with pytest.raises(UserError) as refused:
+        lab.lab_of(replace(cluster, device_types=types), where="test")
+    assert said in str(refused.value)
+
+
 def test_devices_apart_are_refused():
     cluster = star(3)
     with pytest.raises(UserError, match="no link leads from 'd0' to 'd2'"):

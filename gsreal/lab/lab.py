@@ -10,6 +10,7 @@ from typing import Any
 
 from gsreal.lab.building import built
 from gsreal.lab.check import check_compiler, check_tools
+from gsreal.lab.cleaning import runs
 from gsreal.lab.interrupts import unwinding
 from gsreal.lab.network import Network, network_of
 from gsreal.lab.ranks import run_ranks
@@ -35,8 +36,13 @@ def lab_of(cluster: Cluster, *, where: str) -> Lab:
     check_tools()
     if cluster.backend != "gloo":
         raise UserError(f"{where}: cluster.backend = '{cluster.backend}': the lab's ranks talk by gloo")
-    network = network_of(cluster, os.urandom(3).hex(), where=f"{where}: cluster")
     types = [cluster.type_of(rank) for rank in range(len(cluster.devices))]
+    others = sorted({kind.kind for kind in types} - {"cpu"})
+    if others:
+        raise UserError(
+            f"{where}: cluster.device_types: kind = '{others[0]}': the lab's devices are parts of cores: cpu"
+        )
+    network = network_of(cluster, os.urandom(3).hex(), where=f"{where}: cluster")
     shares = tuple(map(share_of, types))
     cores = cores_of(shares, usable_cores(), where=f"{where}: cluster")
     check_compiler(network, shares)
@@ -70,6 +76,7 @@ def run_lab(loaded: Loaded, arguments: Sequence[str], made: Path) -> Result:
     cluster, ranks = loaded.scenario.cluster, loaded.scenario.ranks
     lab = lab_of(cluster, where=loaded.file)
     _warn_of_other_processors(cluster)
+    _warn_of_other_labs()
     with unwinding(), built(lab.network) as network:
         links = verify(lab.network)
         report(lab.network.run_id, links)
@@ -102,6 +109,16 @@ def provenance(lab: Lab, links: Sequence[Verified], *, netem: bool) -> dict[str,
             for link in links
         ],
     }
+
+
+def _warn_of_other_labs() -> None:
+    others = runs()
+    if others:
+        print(
+            f"gsreal: lab: {', '.join(others)}: running too, so that times are not comparable, or left by a killed "
+            "run, which `gsreal lab --clean` removes",
+            file=sys.stderr,
+        )
 
 
 def _warn_of_other_processors(cluster: Cluster) -> None:

@@ -2,7 +2,8 @@
 
 It has the cluster's own shape, whatever that is: a star, a ring, two sites behind one link, a tree. Every device has an
 address of its own, and every node forwards; messages take the paths of fewest links, of those one of least latency, as
-in a prediction (which shares messages among equal paths, where here one is taken).
+in a prediction (which shares messages among equal paths, where here one is taken). Devices of one host have namespaces
+of their own too: what joins them is a link like any other.
 """
 
 import heapq
