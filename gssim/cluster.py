@@ -151,6 +151,16 @@ class ShardedUnitCost:
 
 
 @spec
+class Emulation:
+    """How the lab makes a core of its machine into such a device. All costs are those of the device at this share."""
+
+    cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of a core's time in which the device computes."""
+    processor: str | None = None
+    """The machine's processor when the costs were measured; absent: they are not."""
+
+
+@spec
 class DeviceType:
     """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
@@ -182,7 +192,17 @@ class DeviceType:
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
     profiles: tuple[Profile, ...] = ()
     price_usd_per_h: NonNegativeFloat | None = None
+    lab: Emulation | None = None
+    """In the lab (`gsreal lab`); absent: a whole core."""
     source: str
+
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is absent makes no other calibration."""
+        data: dict[str, Any] = inner(self)
+        if self.lab is None:
+            del data["lab"]
+        return data
 
 
 @spec
