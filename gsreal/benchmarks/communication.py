@@ -180,7 +180,38 @@ def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[
     return call
 
 
-def _calls(bench: Bench) -> dict[str, Callable[[int], Callable[[], object]]]:
+Makers = dict[str, Callable[[int], Callable[[], object]]]
+"""By kind: from a size to a call of it."""
+
+
+def _one_way_calls(bench: Bench) -> Makers:
+    """Return how to make calls in which one rank sends.
+
+    It is another one in each: a rank that never waits for the others would run away from them.
+    """
+
+    def send(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        ways = itertools.cycle(((0, 1), (1, 0)))
+
+        def call() -> None:
+            source, target = next(ways)
+            if bench.rank == source:
+                dist.send(message, target)
+            elif bench.rank == target:
+                dist.recv(message, source)
+
+        return call
+
+    def broadcast(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        roots = itertools.cycle(range(bench.ranks))
+        return lambda: dist.broadcast(message, next(roots))
+
+    return {"send": send, "broadcast": broadcast}
+
+
+def _calls(bench: Bench) -> Makers:
     """Return how to make a call of a size, by kind."""
     n, device = bench.ranks, bench.device
 
@@ -217,28 +248,9 @@ def _calls(bench: Bench) -> dict[str, Callable[[int], Callable[[], object]]]:
         gone, come = ([size // 4 if i == (bench.rank + k) % n else 0 for i in range(n)] for k in (1, -1))
         return lambda: dist.all_to_all_single(incoming, outgoing, come, gone)
 
-    def send(size: int) -> Callable[[], object]:
-        message = torch.zeros(size // 4, device=device)
-        ways = itertools.cycle(((0, 1), (1, 0)))  # there and back, for the same reason
-
-        def call() -> None:
-            source, target = next(ways)
-            if bench.rank == source:
-                dist.send(message, target)
-            elif bench.rank == target:
-                dist.recv(message, source)
-
-        return call
-
-    def broadcast(size: int) -> Callable[[], object]:
-        whole, _ = buffers(size)
-        roots = itertools.cycle(range(n))  # in turn: a rank that never waits for the others would run away from them
-        return lambda: dist.broadcast(whole, next(roots))
-
     return {
         "all-to-all-v": lambda size: _exchange(bench, size),
-        "send": send,
-        "broadcast": broadcast,
+        **_one_way_calls(bench),
         "all-reduce": all_reduce,
         "reduce-scatter": reduce_scatter,
         "all-gather": all_gather,
