@@ -119,10 +119,10 @@ def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
     dist.barrier()
     for repeat in range(REPEATS + WARMUPS):
         _compute(bench)
-        moments[0, repeat] = time.monotonic()
-        call()
-        bench.finish()
-        moments[1, repeat] = time.monotonic()
+        began = time.monotonic()
+        if call() is not ABSENT:
+            bench.finish()
+            moments[:, repeat] = torch.tensor([began, time.monotonic()], dtype=torch.float64)
     dist.all_reduce(moments, op=dist.ReduceOp.MAX)
     return _mean((moments[1] - moments[0])[WARMUPS:].tolist())
 
@@ -180,6 +180,8 @@ def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[
     return call
 
 
+ABSENT = object()
+"""What a call returns on a rank that takes no part in it."""
 Makers = dict[str, Callable[[int], Callable[[], object]]]
 """By kind: from a size to a call of it."""
 
@@ -194,12 +196,11 @@ def _one_way_calls(bench: Bench) -> Makers:
         message = torch.zeros(size // 4, device=bench.device)
         ways = itertools.cycle(((0, 1), (1, 0)))
 
-        def call() -> None:
+        def call() -> object:
             source, target = next(ways)
-            if bench.rank == source:
-                dist.send(message, target)
-            elif bench.rank == target:
-                dist.recv(message, source)
+            if bench.rank not in (source, target):
+                return ABSENT
+            return dist.send(message, target) if bench.rank == source else dist.recv(message, source)
 
         return call
 
