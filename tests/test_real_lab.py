@@ -170,7 +170,8 @@ def test_a_link_that_is_not_as_asked_is_found_out():
             replace(wire, ends=tuple(replace(end, rate_bytes_per_s=5e6) for end in wire.ends)) for wire in network.wires
         )
         found = verify(replace(network, wires=wires[:1]))
-    assert all(re.match(r"2\d(\.\d+)? Mbit/s, not 40 \(-\d\d%\)", *link.faults) for link in found)
+    assert found
+    assert all("Mbit/s, not 40 (-" in " ".join(link.faults) for link in found)
 
 
 def test_a_lab_that_cannot_be_built_is_taken_down_again():
