@@ -80,6 +80,7 @@ def _device_type(measured: dict[str, Any], settings: Settings, source: str) -> d
         "task_jitter_ratio",
         "gradient_hook_s",
         "sharded_unit",
+        "cut_block",
     ):
         if key in measured:
             found[key] = measured[key]

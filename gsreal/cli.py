@@ -53,6 +53,7 @@ def run_command(
     from gssim.result import read_result, write_text
     from gssim.scenario import load_scenario
 
+    _check_positive("--every", every)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     ours = loaded.scenario
     check_machine(ours.cluster, ours.ranks, where=loaded.file)
@@ -100,14 +101,16 @@ def gradients_command(
             "tenth and a hundredth.",
         ),
     ] = None,
-    every: Annotated[int, typer.Option("--every", min=1, help="Steps between two that are looked at.")] = 10,
-    batches: Annotated[int, typer.Option("--batches", min=1, help="Batches that are looked at at such a step.")] = 4,
+    every: Annotated[int, typer.Option("--every", help="Steps between two that are looked at.")] = 10,
+    batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 4,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients."""
     from gsreal.data import check_data
     from gsreal.statistics import take_statistics, write_statistics
     from gssim.scenario import load_scenario
 
+    _check_positive("--every", every)
+    _check_positive("--batches", batches)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
@@ -150,8 +153,7 @@ def calibrate_command(
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
     count = available if ranks is None else ranks
-    if count < 1:
-        raise UserError(f"--ranks {count}: must be at least 1")
+    _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
     before = read_toml(out)[1] if again else None
@@ -159,6 +161,11 @@ def calibrate_command(
     measured = measure(settings, ranks=count)
     data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
     write_cluster(out, data)
+
+
+def _check_positive(option: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{option} {value}: must be at least 1")
 
 
 def _numbers(text: str, option: str) -> list[float]:

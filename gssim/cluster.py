@@ -151,6 +151,26 @@ class ShardedUnitCost:
 
 
 @spec
+class CutBlockCost:
+    """Host time that DTensor adds in cut blocks, without the communication, by the bytes of a sum over ranks.
+
+    The more there are, the less of the host's code and objects do caches keep from one map to the next. Between points
+    it is interpolated; outside of them it is what it is at the nearest.
+    """
+
+    forward_pair_s: Curve
+    """Of a pair of linear maps, the first cut by columns, the second by rows."""
+    backward_pair_s: Curve
+    sum_s: Curve
+    """Of a sum over ranks, beyond a plain call of the collective."""
+
+    def at(self, kind: Literal["forward_pair_s", "backward_pair_s", "sum_s"], sum_bytes: float) -> float:
+        """Return a time where a sum over ranks is of so many bytes."""
+        curve: Curve = getattr(self, kind)
+        return curve.at(min(max(sum_bytes, curve.sizes[0]), curve.sizes[-1]))
+
+
+@spec
 class DeviceType:
     """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
@@ -178,6 +198,7 @@ class DeviceType:
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
     compression: CompressionCost | None = None
     sharded_unit: ShardedUnitCost | None = None
+    cut_block: CutBlockCost | None = None
     gradient_hook_s: Seconds = 0.0
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
     profiles: tuple[Profile, ...] = ()
