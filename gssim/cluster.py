@@ -152,17 +152,17 @@ class ShardedUnitCost:
 
 @spec
 class CutBlockCost:
-    """Host time that DTensor adds in cut blocks, without the communication, by the bytes of a sum over ranks.
+    """Host time that cut blocks add, without the communication, by the bytes of a sum over ranks.
 
     The more there are, the less of the host's code and objects do caches keep from one map to the next. Between points
     it is interpolated; outside of them it is what it is at the nearest.
     """
 
     forward_pair_s: Curve
-    """Of a pair of linear maps, the first cut by columns, the second by rows."""
+    """DTensor's own, of a pair of linear maps: the first cut by columns, the second by rows."""
     backward_pair_s: Curve
     sum_s: Curve
-    """Of a sum over ranks, beyond a plain call of the collective."""
+    """Of a sum over ranks by torch's functional collectives, DTensor's or not, beyond a plain call."""
 
     def at(self, kind: Literal["forward_pair_s", "backward_pair_s", "sum_s"], sum_bytes: float) -> float:
         """Return a time where a sum over ranks is of so many bytes."""

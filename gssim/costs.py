@@ -286,7 +286,7 @@ def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: f
 
 
 def cut_sum_time_s(device: DeviceType, *, sum_bytes: float) -> float:
-    """Return DTensor's host time of one sum over ranks. Not known without a measured cost: 0."""
+    """Return the host time of a sum over ranks beyond the collective. Not known without a measured cost: 0."""
     cost: CutBlockCost | None = device.cut_block
     return 0.0 if cost is None else cost.at("sum_s", sum_bytes)
 

@@ -1,7 +1,8 @@
 """Blocks cut among the ranks of a tensor group: their sums over the ranks, put where they happen.
 
 torch's functional all-reduce copies its input and sums the copies (the copy is traced as the layer's own buffer); the
-rank waits for the sum at once, as what comes next needs it. On nccl too it is the compute stream that waits.
+rank waits for the sum at once, as what comes next needs it. On nccl too it is the compute stream that waits. What a
+host adds to a plain call of the collective counts before each sum, and what DTensor takes for itself in each layer.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def reduced(
     if not waiting:
         return list(parts)
     group, *beside = _tensor_groups(low, rank)
-    device, native = low.device(rank), _is_native(low, instance.layer)
+    device = low.device(rank)
     of_samples = "" if len(beside) + 1 == len(low.group) else f" of {low.batch_sizes[rank]} samples"
     found: list[Task] = []
     for part, end in zip(parts, ends, strict=True):
@@ -59,8 +60,8 @@ def reduced(
             name = f"all-reduce {phase_label(phase, instance, number)}{of_samples}"
             size = _sum_bytes(low, each, samples)
             low.communications[name] = Communication("all-reduce", group, size, beside=tuple(beside))
-            if native and device.kind == "cpu" and (host_s := costs.cut_sum_time_s(device, sum_bytes=size)):
-                found.append(Task(f"redistribute for {name}", "exposed_communication", duration_s=host_s))
+            if device.kind == "cpu" and (host_s := costs.cut_sum_time_s(device, sum_bytes=size)):
+                found.append(Task(f"issue {name}", "exposed_communication", duration_s=host_s))
             found.append(Task(name, "exposed_communication", communication=name))
     return found
 
@@ -75,40 +76,41 @@ def _is_native(low: Lowering, layer: Layer) -> bool:
     return bool(layer.linear and layer.reductions) and low.policies.cuts_natively
 
 
-def with_native_host_time(
+def with_host_time(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, alone_s: float
 ) -> float:
-    """Return the time of a layer's phase that takes `alone_s`, with DTensor's own in it where that cuts the layer.
+    """Return the time of a layer's phase that takes `alone_s`, with what the host adds to it where the layer is cut.
 
-    A pair of maps has one sum in the forward, and one in the backward. A GPU waits for the latter while the host issues
-    what comes next, so that the host's time for them is part of the layer's; on a CPU it is that of the tasks that sum.
+    That is DTensor's own time for each pair of maps that it cuts, of which each has one sum in the forward. A GPU waits
+    for sums while the host issues what comes next, so that the host's time for them counts here too; on a CPU it is
+    that of a task before the sum.
     """
     layer, device = instance.layer, low.device(rank)
-    if not _is_native(low, layer):
+    if not layer.reductions:
         return alone_s
-    pairs = sum(each.moment.phase == "f" for each in layer.reductions)
-    sums = [_sum_bytes(low, each, samples) for each in _reductions(layer, phase)]
-    host_s = costs.cut_pairs_time_s(
-        device, phase=phase, pairs=pairs, sum_bytes=_sum_bytes(low, layer.reductions[0], samples)
-    )
+    host_s = 0.0
+    if _is_native(low, layer):
+        pairs = sum(each.moment.phase == "f" for each in layer.reductions)
+        size = _sum_bytes(low, layer.reductions[0], samples)
+        host_s += costs.cut_pairs_time_s(device, phase=phase, pairs=pairs, sum_bytes=size)
     if device.kind != "cpu":
-        host_s += sum(costs.cut_sum_time_s(device, sum_bytes=size) for size in sums)
+        sizes = [_sum_bytes(low, each, samples) for each in _reductions(layer, phase)]
+        host_s += sum(costs.cut_sum_time_s(device, sum_bytes=size) for size in sizes)
     operations = layer.backward_operations if phase == "b" else layer.forward_operations
     return costs.with_host_time_s(device, alone_s, host_s=host_s, operations=operations)
 
 
 def uncounted(scenario: Scenario) -> tuple[str, ...]:
     """Return what of a plan's host time is not known, and counts as 0: why, in words."""
-    if not scenario.policies.cuts_natively:
-        return ()
-    blocks = [layer for layer in scenario.workload.model.sliced_layers if layer.reductions]
-    if any(layer.linear is None for layer in blocks):
-        return ("DTensor's host time: the model file does not tell whether blocks are of linear maps (`gsreal trace`)",)
-    if not any(layer.linear for layer in blocks):
+    if scenario.policies.tp == 1:
         return ()
     kinds = dict.fromkeys(scenario.cluster.devices[rank].type for rank in range(scenario.ranks))
     missing = [name for name in kinds if scenario.cluster.device_types[name].cut_block is None]
-    return tuple(f"DTensor's host time: device_types.{name}.cut_block is not measured" for name in missing)
+    found = [f"host time in cut blocks: device_types.{name}.cut_block is not measured" for name in missing]
+    blocks = [layer for layer in scenario.workload.model.sliced_layers if layer.reductions]
+    if scenario.policies.cuts_natively and any(layer.linear is None for layer in blocks):
+        found.append("DTensor's host time: the model file does not tell whether it cuts the blocks (`gsreal trace`)")
+    return tuple(found)
 
 
 def _tensor_groups(low: Lowering, rank: int) -> list[Sequence[int]]:
