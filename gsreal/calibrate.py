@@ -46,10 +46,7 @@ def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]
         pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
         data["links"] = [{"between": list(pair), **link, "source": source} for pair in pairs]
         data["backend_cost"] = {
-            "overhead_s": communication["overhead_s"],
-            "bytes_factor": communication["bytes_factor"],
-            "posting_s": communication["posting_s"],
-            "posting_byte_s": communication["posting_byte_s"],
+            **{key: value for key, value in communication.items() if key not in link},
             "source": source,
         }
     return data

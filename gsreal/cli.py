@@ -7,12 +7,16 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gssim.ending import run_command_line
 from gssim.units import UserError
+
+if TYPE_CHECKING:
+    from gssim.result import Result
+    from gssim.scenario import Loaded
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -44,22 +48,13 @@ def run_command(
     """Execute one scenario on this machine: one process a rank, started by torchrun."""
     from gsreal import worker
     from gsreal.checkpoint import check_checkpoints
-    from gsreal.data import check_data
-    from gsreal.evaluation import check_evaluation
     from gsreal.launch import launch
-    from gsreal.machine import check_machine
     from gsreal.rank import leave
-    from gsreal.stages import check_stages
-    from gssim.result import read_result, write_text
-    from gssim.scenario import load_scenario
+    from gssim.result import read_result
 
     _check_positive("--every", every)
-    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    loaded = _checked(scenario, overrides)
     ours = loaded.scenario
-    check_machine(ours.cluster, ours.ranks, where=loaded.file)
-    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
-    check_stages(ours, where=loaded.file)
-    check_evaluation(ours, where=loaded.file)
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
@@ -78,8 +73,71 @@ def run_command(
             launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts)
         result = read_result(made)
         text = made.read_text(encoding="utf-8")
-    if out is not None:
-        write_text(out / name, text)
+    _hand_over(result, text, out / name if out else None, as_json=as_json)
+
+
+@app.command("lab")
+def lab_command(
+    scenario: Annotated[
+        Path | None, typer.Argument(help="Its cluster is emulated on this machine (needs root).")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
+) -> None:
+    """Execute one scenario on an emulated cluster: shaped links between namespaces, slowed-down cores."""
+    from gsreal.lab.check import check_tools
+
+    if clean == (scenario is not None):
+        raise UserError("lab: give either a scenario or --clean")
+    check_tools()
+    if scenario is None:
+        _clean()
+        return
+    from gsreal.lab.lab import run_lab
+
+    loaded = _checked(scenario, overrides)
+    name = f"{loaded.scenario.name}.{loaded.scenario.scenario_id}.measured.json"
+    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+        made = Path(folder, name)
+        arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
+        result = run_lab(loaded, [*arguments, "", "0"], made)
+    _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+
+
+def _clean() -> None:
+    from gsreal.lab.cleaning import clean
+
+    removed, alive = clean()
+    running = f"; {len(alive)} running, left alone" if alive else ""
+    print(f"gsreal: lab: {len(removed)} dead removed{running}", file=sys.stderr)
+
+
+def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
+    """Return a scenario that can run for real; raise UserError for what cannot."""
+    from gsreal.data import check_data
+    from gsreal.evaluation import check_evaluation
+    from gsreal.machine import check_machine
+    from gsreal.stages import check_stages
+    from gssim.scenario import load_scenario
+
+    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    ours = loaded.scenario
+    check_machine(ours.cluster, ours.ranks, where=loaded.file)
+    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
+    check_stages(ours, where=loaded.file)
+    check_evaluation(ours, where=loaded.file)
+    return loaded
+
+
+def _hand_over(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
+    """Write a Result to a file, if one is named, and print it."""
+    from gssim.result import write_text
+
+    if file is not None:
+        write_text(file, text)
     if as_json:
         sys.stdout.write(text)
     else:

@@ -207,12 +207,11 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
 
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
-    combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    composed = policies.tp > 1 and (policies.partition == "weight-gradient" or policies.pp > 1)
-    runs = DIVIDES_WEIGHT_GRADIENTS if policies.partition == "weight-gradient" else RUNS_TODAY
-    if combination not in runs or composed:
-        allowed = ", ".join(PRESETS)
-        raise UserError(f"{file}: plan.method = '{plan.method}': cannot run yet; allowed today: {allowed}")
+    _refuse_combination(plan, policies, file)
+    if policies.gradients == "local" and policies.pp == 1 and plan.gradient_sync == "micro-batch":
+        raise UserError(
+            f"{file}: plan.gradient_sync = 'micro-batch': method '{plan.method}' sends no gradients; allowed: 'step'"
+        )
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
@@ -228,6 +227,21 @@ def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None
     if policies.gradients == "all-reduce":
         _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
     _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
+
+
+def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
+    combination = (policies.parameters, policies.gradients, policies.optimizer_state)
+    divides = policies.partition == "weight-gradient"
+    if combination not in (DIVIDES_WEIGHT_GRADIENTS if divides else RUNS_TODAY):
+        names = ("parameters", "gradients", "optimizer_state")
+        chosen = ", ".join(f"{name} = '{value}'" for name, value in zip(names, combination, strict=True))
+        raise UserError(
+            f"{file}: plan.method = '{plan.method}': cannot run yet with {chosen}; allowed today: "
+            f"what the methods {', '.join(PRESETS)} set themselves"
+        )
+    if policies.tp > 1 and (divides or policies.pp > 1):
+        other = "plan.partition = 'weight-gradient'" if divides else f"plan.pp = {policies.pp}"
+        raise UserError(f"{file}: plan.tp = {policies.tp}: cannot run yet beside {other}; allowed today: 1")
 
 
 def _refuse_unless_default(table: Any, default: Any, key: str, path: str, file: str) -> None:

@@ -86,8 +86,8 @@ def test_another_choice_of_batch_sizes_is_refused():
 
 def test_a_line_is_found_again():
     sizes = [2**k for k in (12, 16, 20, 22)]
-    fixed_s, byte_s = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
-    assert (fixed_s, byte_s) == pytest.approx((1e-3, 2e-9))
+    line = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
+    assert (line.fixed_s, line.byte_s) == pytest.approx((1e-3, 2e-9))
 
 
 def test_slow_drift_is_no_jitter():

@@ -44,7 +44,11 @@ EXACT = 1e-9
 
 
 def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
-    shards = [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS] if "plan.method=gs" in changes else []
+    shards = (
+        [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS]
+        if {"plan.method=gs", "plan.method=gs_z3"} & {*changes}
+        else []
+    )
     return [star(ranks), *COMMON, f"run.steps={steps - 1}", *changes, *shards]
 
 
@@ -100,6 +104,16 @@ def test_what_each_rank_alone_updates_goes_on_as_if_nothing_had_happened(
     """Parts of blocks, and whole layers; the latter may be dealt out anew."""
     train(tmp_path, tmp_path / "saved", 2, SAVED, f"plan.method={method}")
     losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, f"plan.method={method}")
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "zero2", "zero3", "hsdp", "gs_z3", "gs_hier"])
+def test_what_three_ranks_saved_goes_on_with_two_in_every_method(undisturbed, tmp_path: Path, method: str):
+    levels = method in ("hsdp", "gs_hier")
+    for ranks, steps in ((3, SAVED), (2, STEPS)):
+        mesh = [f"plan.dp_replicate={ranks}", "plan.dp_shard=1"] if levels else []
+        losses = train(tmp_path, tmp_path / "saved", ranks, steps, f"plan.method={method}", *mesh)
     assert losses == pytest.approx(undisturbed, rel=EXACT)
 
 

@@ -1,11 +1,6 @@
 """The exact peak of the bytes that tensors take."""
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from gsreal.compiled import compiled
 
 
 class MemoryCounter:
@@ -71,11 +68,10 @@ class MemoryCounter:
 @cache
 def counting_allocator() -> ctypes.CDLL | None:
     """Return the counting CPU allocator, compiled on first use and kept for later; None where nothing compiles it."""
-    source = Path(__file__).with_name("allocator.cpp")
-    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gsreal"
-    library = folder / f"allocator-{key}.so"
-    if not library.exists() and not _compile(source, library):
+    torch_folder = Path(torch.__file__).parent
+    flags = ["-shared", "-fPIC", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
+    library = compiled(Path(__file__).with_name("allocator.cpp"), flags, version=torch.__version__)
+    if library is None:
         return None
     try:
         loaded = ctypes.CDLL(str(library))
@@ -84,22 +80,6 @@ def counting_allocator() -> ctypes.CDLL | None:
     for name in ("gsreal_alive_bytes", "gsreal_peak_bytes"):
         getattr(loaded, name).restype = ctypes.c_longlong
     return loaded
-
-
-def _compile(source: Path, library: Path) -> bool:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        return False
-    torch_folder = Path(torch.__file__).parent
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [compiler, "-std=c++20", "-O2", "-shared", "-fPIC", str(source), "-o", str(made)]
-        command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            return False
-        made.replace(library)
-    return True
 
 
 class _StorageTracker(TorchDispatchMode):
