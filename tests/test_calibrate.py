@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 
-from gsreal.benchmarks.communication import _line
+from gsreal.benchmarks.communication import _line, _mean
 from gsreal.benchmarks.profile import _jitter, _spread, _Step, _unobserved_ratio
 from gsreal.calibrate import averaged
 from gssim.cluster import CutBlockCost
@@ -88,6 +88,10 @@ def test_a_line_is_found_again():
     sizes = [2**k for k in (12, 16, 20, 22)]
     line = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
     assert (line.fixed_s, line.byte_s) == pytest.approx((1e-3, 2e-9))
+
+
+def test_a_step_meets_both_kinds_of_times_but_not_the_outliers():
+    assert _mean([1.0, 4.0] * 9 + [0.0, 1000.0]) == pytest.approx(2.5, rel=0.1)
 
 
 def test_slow_drift_is_no_jitter():

@@ -1,5 +1,6 @@
 """What messages and collectives cost, and what they cost the compute beside them."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from gsreal.benchmarks.bench import Bench
 from gsreal.exchanges import all_gather_v, all_to_all_v, reduce_scatter_v
 from gssim.shares import even, ranges
 
-REPEATS = 21
+REPEATS, WARMUPS = 21, 2
 EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
 POSTED_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20))
 """What sockets take at once on any system of today's."""
@@ -108,24 +109,22 @@ def _mean(times: Sequence[float]) -> float:
 def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
     """Return the mean time of a collective from its last rank's arrival to its last rank's end.
 
-    Every rank computes before it comes and goes on computing once it is done, as in training: caches are cold for the
-    message, and where a rank is done before another, its compute takes a core from the threads that still carry the
-    other's bytes. Times are of one host's clock.
+    As in training, ranks compute before it, and go on at once when they are done, with nothing between that would bring
+    them together: caches are cold for the message; and where a rank is done before another, its compute holds a core
+    that the threads need which still carry the other's bytes, until the scheduler's next tick. Where all wait for each
+    other afterwards, cores are free for them, and a collective takes about half the time. Times are of one host's
+    clock.
     """
-    times = []
-    for step in range(REPEATS + 2):
-        dist.barrier()
+    moments = torch.zeros(2, REPEATS + WARMUPS, dtype=torch.float64)
+    dist.barrier()
+    for repeat in range(REPEATS + WARMUPS):
         _compute(bench)
         began = time.monotonic()
-        call()
-        bench.finish()
-        ended = time.monotonic()
-        _compute(bench)
-        moments = torch.tensor([began, ended], dtype=torch.float64)
-        dist.all_reduce(moments, op=dist.ReduceOp.MAX)
-        if step >= 2:
-            times.append(float(moments[1] - moments[0]))
-    return _mean(times)
+        if call() is not ABSENT:
+            bench.finish()
+            moments[:, repeat] = torch.tensor([began, time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(moments, op=dist.ReduceOp.MAX)
+    return _mean((moments[1] - moments[0])[WARMUPS:].tolist())
 
 
 def _compute(bench: Bench) -> None:
@@ -144,7 +143,7 @@ def _posting_cost(bench: Bench) -> dict[str, float]:
     return {
         "posting_s": line.fixed_s,
         "posting_byte_s": line.byte_s,
-        "posting_limit_bytes": max(float(POSTED_BYTES[-1]), limit_bytes),
+        "posting_limit_bytes": min(max(limit_bytes, float(POSTED_BYTES[-1])), float(OVERFLOWING_BYTES)),
     }
 
 
@@ -181,7 +180,39 @@ def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[
     return call
 
 
-def _calls(bench: Bench) -> dict[str, Callable[[int], Callable[[], object]]]:
+ABSENT = object()
+"""What a call returns on a rank that takes no part in it."""
+Makers = dict[str, Callable[[int], Callable[[], object]]]
+"""By kind: from a size to a call of it."""
+
+
+def _one_way_calls(bench: Bench) -> Makers:
+    """Return how to make calls in which one rank sends.
+
+    It is another one in each: a rank that never waits for the others would run away from them.
+    """
+
+    def send(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        ways = itertools.cycle(((0, 1), (1, 0)))
+
+        def call() -> object:
+            source, target = next(ways)
+            if bench.rank not in (source, target):
+                return ABSENT
+            return dist.send(message, target) if bench.rank == source else dist.recv(message, source)
+
+        return call
+
+    def broadcast(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        roots = itertools.cycle(range(bench.ranks))
+        return lambda: dist.broadcast(message, next(roots))
+
+    return {"send": send, "broadcast": broadcast}
+
+
+def _calls(bench: Bench) -> Makers:
     """Return how to make a call of a size, by kind."""
     n, device = bench.ranks, bench.device
 
@@ -218,19 +249,9 @@ def _calls(bench: Bench) -> dict[str, Callable[[int], Callable[[], object]]]:
         gone, come = ([size // 4 if i == (bench.rank + k) % n else 0 for i in range(n)] for k in (1, -1))
         return lambda: dist.all_to_all_single(incoming, outgoing, come, gone)
 
-    def send(size: int) -> Callable[[], object]:
-        message = torch.zeros(size // 4, device=device)
-        way = {0: lambda: dist.send(message, 1), 1: lambda: dist.recv(message, 0)}
-        return way.get(bench.rank, lambda: None)
-
-    def broadcast(size: int) -> Callable[[], object]:
-        whole, _ = buffers(size)
-        return lambda: dist.broadcast(whole, 0)
-
     return {
         "all-to-all-v": lambda size: _exchange(bench, size),
-        "send": send,
-        "broadcast": broadcast,
+        **_one_way_calls(bench),
         "all-reduce": all_reduce,
         "reduce-scatter": reduce_scatter,
         "all-gather": all_gather,
