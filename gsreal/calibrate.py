@@ -88,6 +88,7 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
         "task_jitter_ratio",
         "gradient_hook_s",
         "sharded_unit",
+        "cut_block",
     ):
         if key in measured:
             found[key] = measured[key]

@@ -53,6 +53,7 @@ def run_command(
     from gsreal.rank import leave
     from gssim.result import read_result
 
+    _check_positive("--every", every)
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -159,14 +160,16 @@ def gradients_command(
             "tenth and a hundredth.",
         ),
     ] = None,
-    every: Annotated[int, typer.Option("--every", min=1, help="Steps between two that are looked at.")] = 10,
-    batches: Annotated[int, typer.Option("--batches", min=1, help="Batches that are looked at at such a step.")] = 4,
+    every: Annotated[int, typer.Option("--every", help="Steps between two that are looked at.")] = 10,
+    batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 4,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients."""
     from gsreal.data import check_data
     from gsreal.statistics import take_statistics, write_statistics
     from gssim.scenario import load_scenario
 
+    _check_positive("--every", every)
+    _check_positive("--batches", batches)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
@@ -221,8 +224,7 @@ def calibrate_command(
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
     count = available if ranks is None else ranks
-    if count < 1:
-        raise UserError(f"--ranks {count}: must be at least 1")
+    _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
     before = read_toml(out)[1] if again else None
@@ -240,6 +242,11 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     check_tools()
     cluster = load_cluster(file)
     write_types(out, *calibrate_types(cluster, settings, where=str(file)))
+
+
+def _check_positive(option: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{option} {value}: must be at least 1")
 
 
 def _numbers(text: str, option: str) -> list[float]:

@@ -151,6 +151,26 @@ class ShardedUnitCost:
 
 
 @spec
+class CutBlockCost:
+    """Host time that cut blocks add, without the communication, by the bytes of a sum over ranks.
+
+    The more there are, the less of the host's code and objects do caches keep from one map to the next. Between points
+    it is interpolated; outside of them it is what it is at the nearest.
+    """
+
+    forward_pair_s: Curve
+    """DTensor's own, of a pair of linear maps: the first cut by columns, the second by rows."""
+    backward_pair_s: Curve
+    sum_s: Curve
+    """Of a sum over ranks by torch's functional collectives, DTensor's or not, beyond a plain call."""
+
+    def at(self, kind: Literal["forward_pair_s", "backward_pair_s", "sum_s"], sum_bytes: float) -> float:
+        """Return a time where a sum over ranks is of so many bytes."""
+        curve: Curve = getattr(self, kind)
+        return curve.at(min(max(sum_bytes, curve.sizes[0]), curve.sizes[-1]))
+
+
+@spec
 class Emulation:
     """How the lab makes a core of its machine into such a device. All costs are those of the device at this share."""
 
@@ -188,6 +208,7 @@ class DeviceType:
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
     compression: CompressionCost | None = None
     sharded_unit: ShardedUnitCost | None = None
+    cut_block: CutBlockCost | None = None
     gradient_hook_s: Seconds = 0.0
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
     profiles: tuple[Profile, ...] = ()

@@ -104,6 +104,15 @@ class Policies:
     """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
 
     @property
+    def cuts_natively(self) -> bool:
+        """Whether blocks of linear maps are cut by DTensor: evenly, where gradients are not those of replicas.
+
+        DistributedDataParallel and Gradient Sharding take no DTensors.
+        """
+        replicas = self.gradients in ("all-reduce", "push") and self.data_ranks > 1
+        return self.tp > 1 and self.slices == "even" and not replicas
+
+    @property
     def point_to_point(self) -> bool:
         """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
         return self.exchange == "point-to-point"

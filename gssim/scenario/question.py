@@ -22,7 +22,7 @@ from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
 from gssim.workload import LayerInstance, Workload, unrolled
 
-FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "untrained_buffers", "frozen", "deepest")
+FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "linear", "untrained_buffers", "frozen", "deepest")
 """Of a layer: files traced before these were kept ask the same question."""
 
 
