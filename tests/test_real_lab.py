@@ -122,7 +122,14 @@ def test_every_lab_scenario_runs_with_the_collectives_that_were_predicted(scenar
         assert entry.peak_allocated_bytes == pytest.approx(peaks[entry.ranks[0]], rel=0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="interrupted", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, id="terminated"),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
 def test_nothing_is_left_of_a_lab_that_is_ended(number):
     process, marker = lab(SCENARIO, *overrides([*SMALL, "run.steps=1000000"]))
     try:
