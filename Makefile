@@ -7,11 +7,11 @@ SCENARIO := scenarios/demo.toml
 
 # name of each row of the demo, and what it overrides in the scenario
 ROWS := single checkpointing accumulation ddp zero1 zero2 fsdp pipeline tensor \
-	gs gs-3e-4 gs-3e-3 gs-uneven gs-z3 gs-wgrad gs-tp
+	gs gs-3e-4 gs-3e-3 gs-silent gs-uneven gs-z3 gs-wgrad gs-tp
 # a shared machine drifts by minutes: layers are measured before, between and after the real runs
 RUNS := single.run checkpointing.run accumulation.run ddp.run zero1.run again-1 \
 	zero2.run fsdp.run pipeline.run tensor.run gs.run again-2 \
-	gs-3e-4.run gs-3e-3.run gs-uneven.run gs-z3.run gs-wgrad.run gs-tp.run again-3
+	gs-3e-4.run gs-3e-3.run gs-silent.run gs-uneven.run gs-z3.run gs-wgrad.run gs-tp.run again-3
 CALIBRATE = $(BIN)/gsreal calibrate scenarios/models/gpt-byte-1m.toml --ranks 2 --batch-sizes 4,8,16 \
 	--sequence-length 128 --out $(DEMO)/cluster.toml
 SET_single := --set plan.method=single
@@ -26,6 +26,8 @@ SET_tensor := --set plan.method=tensor
 SET_gs := --set plan.method=gs
 SET_gs-3e-4 := --set plan.push.threshold=3e-4
 SET_gs-3e-3 := --set plan.push.threshold=3e-3
+# the control: every shard learns from its owner's samples alone
+SET_gs-silent := --set plan.push.threshold=inf
 SET_gs-uneven := --set plan.shares.shards=[0.7,0.3] --set plan.shares.batch=[0.625,0.375]
 SET_gs-z3 := --set plan.method=gs_z3
 SET_gs-wgrad := --set plan.method=gs_wgrad

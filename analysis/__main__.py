@@ -1,5 +1,6 @@
 """`python -m analysis`: studies of results. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -189,8 +190,45 @@ def print_comparison(comparison: "pl.DataFrame") -> None:
     console.print(_comparison_table(rows))
     for row in rows:
         _print_difference(console, row)
+    thresholded = [row for row in rows if row["speed_up_over"] is not None]
+    if thresholded:
+        _print_effects(console, thresholded)
     parts = [f"{m.what} {100 * m.error_ratio:.1f} % (n = {m.n})" for m in medians(comparison)]
     console.print(f"median |error|: {', '.join(parts)}; collectives equal in {_equal(rows)} of {len(rows)}")
+
+
+def _print_effects(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Print what thresholds gained beside what they cost, and beside the run that sends nothing."""
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("thresholds", overflow="fold", min_width=12)
+    table.add_column("dense run")
+    for header in ("density\npredicted", "\nmeasured", "speed\npredicted", "\nmeasured", "change of\nlast loss"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, _effect_cells(row)))
+    console.print(table)
+    if not any(row["threshold"] == math.inf for row in rows):
+        console.print("no control: what learning without any push gives is unknown (plan.push.threshold = inf)")
+
+
+def _effect_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    change = row["loss_change_measured_ratio"]
+    return (
+        f"{row['name']} (control)" if row["threshold"] == math.inf else row["name"],
+        row["speed_up_over"],
+        _densities(row, "predicted"),
+        _densities(row, "measured"),
+        f"{row['speed_up_predicted_ratio']:.2f}",
+        f"{row['speed_up_measured_ratio']:.2f}",
+        "" if change is None else f"{100 * change:+.1f} %",
+    )
+
+
+def _densities(row: dict[str, Any], side: str) -> str:
+    """Return the density of what is pushed; after a stroke, that of what is published, where a threshold decides it."""
+    pushed, published = (row[f"{exchange}_density_{side}"] for exchange in ("push", "publish"))
+    shown = ["all" if pushed is None else f"{100 * pushed:.2g} %"]
+    return " / ".join(shown if published is None else [*shown, f"{100 * published:.2g} %"])
 
 
 def _equal(rows: list[dict[str, Any]]) -> int:

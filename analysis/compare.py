@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from analysis.table import ResultFile, devices_by_rank, peaks_by_rank, phase_table, result_table
+from analysis.thresholds import effects
 from gssim.result import PHASES, Collective, Result
 from gssim.units import UserError
 
@@ -37,6 +38,12 @@ COLUMNS = (
     "fits_measured",
     "push_density_predicted",
     "push_density_measured",
+    "publish_density_predicted",
+    "publish_density_measured",
+    "speed_up_over",
+    "speed_up_predicted_ratio",
+    "speed_up_measured_ratio",
+    "loss_change_measured_ratio",
     *(f"{phase}_{side}_s" for phase in PHASES for side in ("predicted", "measured")),
     "calibration_id_predicted",
     "calibration_id_measured",
@@ -51,6 +58,14 @@ STRUCTURE_COLUMNS = {
     "collectives_equal": pl.Boolean,
     "collectives_difference": pl.String,
     "payload_error_ratio": pl.Float64,
+}
+
+EFFECT_COLUMNS = {
+    "scenario_id": pl.String,
+    "speed_up_over": pl.String,
+    "speed_up_predicted_ratio": pl.Float64,
+    "speed_up_measured_ratio": pl.Float64,
+    "loss_change_measured_ratio": pl.Float64,
 }
 
 
@@ -126,6 +141,7 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
             predicted.drop("name", "method", "threshold", "device", "ranks"), on="scenario_id", validate="1:1"
         )
         .join(structure, on="scenario_id", validate="1:1")
+        .join(_effects(pairs), on="scenario_id", how="left", validate="1:1")
         .with_columns(
             _error_ratio("step_time_predicted_s", "step_time_measured_s").alias("step_time_error_ratio"),
             _error_ratio("peak_predicted_bytes", "peak_measured_bytes").alias("peak_error_ratio"),
@@ -147,10 +163,21 @@ def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
         "step_time_p10_s": f"step_time_p10_{side}_s",
         "fits": f"fits_{side}",
         "push_density": f"push_density_{side}",
+        "publish_density": f"publish_density_{side}",
         "calibration_id": f"calibration_id_{side}",
     }
     rows = result_table(results).select("scenario_id", "name", "method", "threshold", "device", "ranks", *named)
     return rows.rename(named).join(phases, on="scenario_id", validate="1:1")
+
+
+def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
+    """Return what thresholds changed beside dense training, a row for each thresholded result that has a dense one."""
+    found = effects([pair.measured.result for pair in pairs], [pair.predicted.result for pair in pairs])
+    rows = [
+        (key, each.dense, each.speed_up_predicted_ratio, each.speed_up_measured_ratio, each.loss_change_ratio)
+        for key, each in found.items()
+    ]
+    return pl.DataFrame(rows, schema=EFFECT_COLUMNS, orient="row")
 
 
 def _error_ratio(predicted: str, measured: str) -> pl.Expr:

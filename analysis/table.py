@@ -26,6 +26,7 @@ RESULT_COLUMNS = {
     "fits": pl.Boolean,
     "throughput_samples_per_s": pl.Float64,
     "push_density": pl.Float64,
+    "publish_density": pl.Float64,
     "calibration_id": pl.String,
 }
 PHASE_COLUMNS = {
@@ -165,6 +166,7 @@ def _result_row(result: Result) -> dict[str, Any]:
         "fits": result.fits,
         "throughput_samples_per_s": result.throughput_samples_per_s,
         "push_density": result.density.push,
+        "publish_density": result.density.publish,
         "calibration_id": result.calibration_id,
     }
 

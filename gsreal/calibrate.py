@@ -24,38 +24,46 @@ def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
         return measured
 
 
+LINK_KEYS = ("bandwidth_bytes_per_s", "latency_s")
+
+
 def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Return the cluster file's content: this machine's devices, one a rank, wired by its own loopback."""
-    made = measured["provenance"]
-    source = (
-        f"measured {made['date']} by gsreal calibrate on {made.get('gpu', made['processor'])}, {made['system']}, "
-        f"torch {made['torch']}, python {made['python']}, memory by {measured['memory_counter']}"
-    )
+    source = source_of(measured)
     names = [f"device{rank}" for rank in range(measured["ranks"])]
     data: dict[str, Any] = {
         "name": f"this machine: {measured['ranks']} x {measured['name']}",
         "backend": "gloo",
         "cores_per_rank": 1 if settings.kind == "cpu" else 0,
         "source": source,
-        "device_types": {measured["name"]: _device_type(measured, settings, source)},
+        "device_types": {measured["name"]: device_type_data(measured, settings, source)},
         "devices": [{"name": name, "type": measured["name"], "host": "this"} for name in names],
     }
     communication = measured.get("communication")
     if communication:
-        link = {key: communication[key] for key in ("bandwidth_bytes_per_s", "latency_s")}
+        link = {key: communication[key] for key in LINK_KEYS}
         pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
         data["links"] = [{"between": list(pair), **link, "source": source} for pair in pairs]
-        data["backend_cost"] = {
-            "overhead_s": communication["overhead_s"],
-            "bytes_factor": communication["bytes_factor"],
-            "posting_s": communication["posting_s"],
-            "posting_byte_s": communication["posting_byte_s"],
-            "source": source,
-        }
+        data["backend_cost"] = backend_cost_data(communication, source)
     return data
 
 
-def _device_type(measured: dict[str, Any], settings: Settings, source: str) -> dict[str, Any]:
+def source_of(measured: dict[str, Any]) -> str:
+    """Return when, how and on what something was measured."""
+    made = measured["provenance"]
+    return (
+        f"measured {made['date']} by gsreal calibrate on {made.get('gpu', made['processor'])}, {made['system']}, "
+        f"torch {made['torch']}, python {made['python']}, memory by {measured['memory_counter']}"
+    )
+
+
+def backend_cost_data(communication: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the backend's costs of a cluster file: what was measured of communication, less what is the link's."""
+    return {**{key: value for key, value in communication.items() if key not in LINK_KEYS}, "source": source}
+
+
+def device_type_data(measured: dict[str, Any], settings: Settings, source: str) -> dict[str, Any]:
+    """Return a device type of a cluster file."""
     device = measured["device"]
     optimizers = measured["optimizers"]
     for cost in optimizers.values():
@@ -80,6 +88,7 @@ def _device_type(measured: dict[str, Any], settings: Settings, source: str) -> d
         "task_jitter_ratio",
         "gradient_hook_s",
         "sharded_unit",
+        "cut_block",
     ):
         if key in measured:
             found[key] = measured[key]
@@ -138,21 +147,21 @@ def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
 
 def write_cluster(path: Path, data: dict[str, Any]) -> None:
     """Write the cluster file, or nothing; what is written is checked first."""
-    rounded = _rounded(data)
-    validated(Cluster, rounded, file=str(path))
+    written = rounded(data)
+    validated(Cluster, written, file=str(path))
     write_text(
         path,
         "# Written by gsreal calibrate: what this machine does, measured alone and together.\n"
-        + tomli_w.dumps(rounded),
+        + tomli_w.dumps(written),
     )
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Return the data with five significant digits: more is noise."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
+        return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(inner) for inner in value]
+        return [rounded(inner) for inner in value]
     return value

@@ -165,10 +165,15 @@ def identity(scenario: Scenario) -> dict[str, Any]:
 
 
 def _form(scenario: Scenario) -> str:
-    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without."""
+    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without.
+
+    DTensors of cut blocks are in the order of the ranks that hold parts of them: as many must go on.
+    """
     policies = scenario.policies
+    if policies.partition == "weight-gradient":
+        return "torch, by tensor"
     if policies.gradients != "push":
-        return "torch"
+        return f"torch, blocks cut in {policies.tp}" if policies.tp > 1 else "torch"
     copies = has_master_copy(scenario.workload) or scenario.plan.publish.threshold is not None
     return "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
 
@@ -177,18 +182,23 @@ def _unsaved(scenario: Scenario) -> str | None:
     """Return why a plan's training cannot be saved, if it cannot."""
     policies = scenario.policies
     method = scenario.plan.method
-    if policies.pp > 1 or policies.tp > 1:
-        return "the parts of a model that is cut by layers or inside them (plan.pp, plan.tp) are not saved yet"
-    if policies.partition == "weight-gradient" or (policies.gradients, policies.optimizer_state) == (
-        "all-reduce",
-        "sharded",
-    ):
+    if policies.pp > 1:
+        return "the parts of a model that is cut by layers (plan.pp) are not saved yet"
+    native = policies.cuts_natively and policies.data_ranks == 1 and _are_linear(scenario)
+    if policies.tp > 1 and not native:
+        return "blocks that are cut (plan.tp) other than by DTensor alone (evenly, of linear maps) are not saved yet"
+    if (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded"):
         return f"plan.method = '{method}': its optimizer state, dealt out by tensor, is not saved yet"
     if policies.parameters == "replicated" and policies.gradients != "push" and has_master_copy(scenario.workload):
         return f"plan.method = '{method}' in {scenario.workload.precision}: its master copy is not saved yet"
     if scenario.plan.shares.replan:
         return "plan.shares.replan = True: how the batch was divided at run time is not saved yet"
     return None
+
+
+def _are_linear(scenario: Scenario) -> bool:
+    """Return whether all blocks that are cut are of linear maps, as far as the model file tells."""
+    return all(layer.linear for layer in scenario.workload.model.sliced_layers if layer.reductions)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -218,7 +228,7 @@ def _state_of(training: Training) -> dict[str, Any]:
 
     if isinstance(training.optimizer, GradientSharding):
         return {"model": training.module, "optimizer": training.optimizer.sharded()}
-    model, optimizer = get_state_dict(training.module, training.optimizer)
+    model, optimizer = get_state_dict(training.module, training.optimizer, options=_options(training))
     return {"model": model, "optimizer": optimizer}
 
 
@@ -230,9 +240,23 @@ def _load(training: Training, path: Path, seed: int, progress: Progress) -> None
     load(state, checkpoint_id=path)
     if not isinstance(training.optimizer, GradientSharding):
         model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(training.module, training.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(
+            training.module,
+            training.optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=_options(training),
+        )
     if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
         torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
+
+
+def _options(training: Training) -> Any:
+    """Return how torch is to see the state: settings go by tensor too where a rank's optimizer has but some of them."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    frozen = any(not parameter.requires_grad for parameter in training.module.parameters())
+    return StateDictOptions(flatten_optimizer_state_dict=frozen)
 
 
 def _own_file(folder: Path) -> Path:

@@ -7,12 +7,17 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gssim.ending import run_command_line
 from gssim.units import UserError
+
+if TYPE_CHECKING:
+    from gsreal.benchmarks.bench import Settings
+    from gssim.result import Result
+    from gssim.scenario import Loaded
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -44,21 +49,13 @@ def run_command(
     """Execute one scenario on this machine: one process a rank, started by torchrun."""
     from gsreal import worker
     from gsreal.checkpoint import check_checkpoints
-    from gsreal.data import check_data
-    from gsreal.evaluation import check_evaluation
     from gsreal.launch import launch
-    from gsreal.machine import check_machine
     from gsreal.rank import leave
-    from gsreal.stages import check_stages
-    from gssim.result import read_result, write_text
-    from gssim.scenario import load_scenario
+    from gssim.result import read_result
 
-    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    _check_positive("--every", every)
+    loaded = _checked(scenario, overrides)
     ours = loaded.scenario
-    check_machine(ours.cluster, ours.ranks, where=loaded.file)
-    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
-    check_stages(ours, where=loaded.file)
-    check_evaluation(ours, where=loaded.file)
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
@@ -77,8 +74,71 @@ def run_command(
             launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts)
         result = read_result(made)
         text = made.read_text(encoding="utf-8")
-    if out is not None:
-        write_text(out / name, text)
+    _hand_over(result, text, out / name if out else None, as_json=as_json)
+
+
+@app.command("lab")
+def lab_command(
+    scenario: Annotated[
+        Path | None, typer.Argument(help="Its cluster is emulated on this machine (needs root).")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
+) -> None:
+    """Execute one scenario on an emulated cluster: shaped links between namespaces, slowed-down cores."""
+    from gsreal.lab.check import check_tools
+
+    if clean == (scenario is not None):
+        raise UserError("lab: give either a scenario or --clean")
+    check_tools()
+    if scenario is None:
+        _clean()
+        return
+    from gsreal.lab.lab import run_lab
+
+    loaded = _checked(scenario, overrides)
+    name = f"{loaded.scenario.name}.{loaded.scenario.scenario_id}.measured.json"
+    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+        made = Path(folder, name)
+        arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
+        result = run_lab(loaded, [*arguments, "", "0"], made)
+    _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+
+
+def _clean() -> None:
+    from gsreal.lab.cleaning import clean
+
+    removed, alive = clean()
+    running = f"; {len(alive)} running, left alone" if alive else ""
+    print(f"gsreal: lab: {len(removed)} dead removed{running}", file=sys.stderr)
+
+
+def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
+    """Return a scenario that can run for real; raise UserError for what cannot."""
+    from gsreal.data import check_data
+    from gsreal.evaluation import check_evaluation
+    from gsreal.machine import check_machine
+    from gsreal.stages import check_stages
+    from gssim.scenario import load_scenario
+
+    loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    ours = loaded.scenario
+    check_machine(ours.cluster, ours.ranks, where=loaded.file)
+    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
+    check_stages(ours, where=loaded.file)
+    check_evaluation(ours, where=loaded.file)
+    return loaded
+
+
+def _hand_over(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
+    """Write a Result to a file, if one is named, and print it."""
+    from gssim.result import write_text
+
+    if file is not None:
+        write_text(file, text)
     if as_json:
         sys.stdout.write(text)
     else:
@@ -100,14 +160,16 @@ def gradients_command(
             "tenth and a hundredth.",
         ),
     ] = None,
-    every: Annotated[int, typer.Option("--every", min=1, help="Steps between two that are looked at.")] = 10,
-    batches: Annotated[int, typer.Option("--batches", min=1, help="Batches that are looked at at such a step.")] = 4,
+    every: Annotated[int, typer.Option("--every", help="Steps between two that are looked at.")] = 10,
+    batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 4,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients."""
     from gsreal.data import check_data
     from gsreal.statistics import take_statistics, write_statistics
     from gssim.scenario import load_scenario
 
+    _check_positive("--every", every)
+    _check_positive("--batches", batches)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
@@ -125,6 +187,12 @@ def calibrate_command(
     again: Annotated[
         bool, typer.Option("--again", help="Measure layers again: averaged into the profiles of --out, or added.")
     ] = False,
+    lab: Annotated[
+        Path | None,
+        typer.Option(
+            "--lab", help="A cluster file: measure its device types as the lab emulates them; --out gets them."
+        ),
+    ] = None,
 ) -> None:
     """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
     import torch
@@ -147,11 +215,16 @@ def calibrate_command(
             raise UserError(
                 f"--sequence-length {sequence_length}: {path} takes at most {source.maximum_sequence_length}"
             )
+    if lab is not None:
+        if again or ranks is not None:
+            raise UserError("--lab: measures two ranks of each device type, all at once: leave out --again and --ranks")
+        asked = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, "cpu")
+        _calibrate_lab(lab, asked, out)
+        return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     available = torch.cuda.device_count() if kind == "cuda" else len(usable_cores())
     count = available if ranks is None else ranks
-    if count < 1:
-        raise UserError(f"--ranks {count}: must be at least 1")
+    _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
     before = read_toml(out)[1] if again else None
@@ -159,6 +232,21 @@ def calibrate_command(
     measured = measure(settings, ranks=count)
     data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
     write_cluster(out, data)
+
+
+def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
+    from gsreal.lab.calibration import calibrate_types, write_types
+    from gsreal.lab.check import check_tools
+    from gssim.scenario import load_cluster
+
+    check_tools()
+    cluster = load_cluster(file)
+    write_types(out, *calibrate_types(cluster, settings, where=str(file)))
+
+
+def _check_positive(option: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{option} {value}: must be at least 1")
 
 
 def _numbers(text: str, option: str) -> list[float]:

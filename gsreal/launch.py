@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gsreal.machine import ENVIRONMENT, die_with_parent
-from gssim.units import RunFailedError
+from gssim.units import RunFailedError, UserError
 
 GRACE_S = 15.0
 """How long ranks get to end after an interrupt, before they are killed."""
@@ -81,26 +81,34 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _reason(reports: Path, log: str, code: int) -> str:
     """Return the first failure that a rank reported; without a report, what torchrun says of the rank that died."""
+    dead = _dead_rank(log)
+    said = reason_of(reports, dead, log)
+    if said is not None:
+        return said
+    last = [line for line in log.splitlines() if line.strip()]
+    return f"torchrun failed (exit code {code}): {last[-1] if last else 'no output'}"
+
+
+def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | None:
+    """Return why a run failed, from what ranks reported, or from (rank, exit code) of one that died; None if unknown.
+
+    `log`: what that rank said. Raises UserError where a rank reported a fault of the user's.
+    """
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(reports.glob("rank-*.json"))]
     if found:
         # a rank that loses its peer fails too: a user's fault, or anything else than a lost connection, comes first
         found.sort(key=lambda report: (report["kind"] != "user", "onnection" in report["message"], report["rank"]))
         first = found[0]
         if first["kind"] == "user":
-            from gssim.units import UserError
-
             raise UserError(first["message"])
-        dead = _dead_rank(log)
         if "onnection" not in first["message"] or dead is None:
             return f"rank {first['rank']} failed: {' '.join(first['message'].split())[:500]}"
-    dead = _dead_rank(log)
-    if dead is not None:
-        rank, exit_code = dead
-        cause = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
-        said = _last_words(log)
-        return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
-    last = [line for line in log.splitlines() if line.strip()]
-    return f"torchrun failed (exit code {code}): {last[-1] if last else 'no output'}"
+    if dead is None:
+        return None
+    rank, exit_code = dead
+    cause = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+    said = _last_words(log)
+    return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
 
 
 def _last_words(log: str) -> str:

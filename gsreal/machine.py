@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gsreal.lab.throttle import own_place, take
 from gssim.cluster import Cluster
 from gssim.units import UserError
 
@@ -42,6 +43,9 @@ def processor_name() -> str:
 
 def device_name(device: torch.device) -> str:
     """Return the name of the device type that a rank really uses, as cluster files call it."""
+    place = own_place()
+    if place is not None:
+        return place.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor_name()} core"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -70,6 +74,10 @@ def settle(cluster: Cluster, local_rank: int) -> torch.device:
     """
     die_with_parent()
     torch.set_num_threads(1)
+    place = own_place()
+    if place is not None:
+        take(place)
+        return torch.device("cpu")
     cores, each = usable_cores(), cluster.cores_per_rank
     if each and (local_rank + 1) * each <= len(cores):
         os.sched_setaffinity(0, set(cores[local_rank * each : (local_rank + 1) * each]))

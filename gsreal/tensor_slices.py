@@ -99,6 +99,11 @@ def cut_of(block: nn.Module) -> Cut | None:
     return CUTS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
+def is_linear(block: nn.Module, cut: Cut) -> bool:
+    """Return whether all that is cut of a block are linear maps: DTensor cuts no convolution by its channels."""
+    return all(isinstance(block.get_submodule(path), nn.Linear) for path in (*cut.columns, *cut.between, *cut.rows))
+
+
 @dataclass(frozen=True)
 class Slice:
     """Which part of a whole tensor a parameter is: ranges of one dimension, side by side."""

@@ -5,33 +5,26 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gsreal import data
 from gsreal.build import DTYPES, build_module
 from gsreal.checkpoint import Checkpoints, Progress
-from gsreal.course import Course, density_by_step, refuse_divergence
+from gsreal.course import Course
+from gsreal.feed import Feed
 from gsreal.gradient_sharding import GradientSharding, Sent
-from gsreal.machine import device_name, provenance, settle
-from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
-from gsreal.methods import Training, Weights, prepare
+from gsreal.machine import device_name, settle
+from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline
+from gsreal.methods import Training, prepare
 from gsreal.rank import join, run_on_rank
-from gssim import shares
+from gsreal.report import RankReport, result_of
 from gssim.result import (
-    Density,
-    Division,
-    Evaluation,
-    RankClass,
-    Result,
     Span,
     chrome_trace,
     typical_phases,
@@ -39,31 +32,6 @@ from gssim.result import (
 )
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.units import UserError
-
-
-@dataclass
-class RankReport:
-    """What one rank measured."""
-
-    device: str
-    ends_s: list[float]
-    phases_s: dict[str, float]
-    spans: list[Span]
-    losses: list[float]
-    """This rank's part of the losses since the training began, or was resumed."""
-    losses_before: tuple[float, ...]
-    """All ranks' losses before that."""
-    pushed_by_step: list[tuple[int, int]]
-    """Entries sent and offered."""
-    evaluations: list[Evaluation]
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    seen: list[Seen]
-    divisions: tuple[Division, ...]
-    pushed: tuple[int, int]
-    """Entries sent and offered in the timed steps."""
-    published: tuple[int, int]
-    memory_counter: str
 
 
 def main(scenario_file: str, overrides: str, out: str, trace: str, folder: str, every: str) -> None:
@@ -147,66 +115,6 @@ def check_parameters(scenario: Scenario, module: nn.Module) -> None:
             f"workload.model: the file lists {scenario.workload.model.elements} parameters, but the module has {real}; "
             "trace it again with `gsreal trace`"
         )
-
-
-Batch = tuple[Tensor, Tensor, Weights]
-PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
-"""Batches made ahead of the timed steps take no more host memory, and are no more, than this."""
-
-
-class Feed:
-    """This rank's rows of every step's batch, and every rank's part of its loss terms."""
-
-    def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
-        self.scenario, self.rank, self.device = scenario, rank, device
-        policies = scenario.policies
-        self.divide(scenario.data_batch_sizes)
-        places = [policies.mesh.place(i).pp for i in range(scenario.ranks)]
-        self.counts = [place == policies.pp - 1 for place in places]
-        """Which ranks compute a loss: in a pipeline, those of the last stage."""
-        self.reads = places[rank] == 0
-        self.copies = scenario.ranks // policies.pp // policies.data_ranks
-        """Ranks that compute the same loss: those that hold slices of one replica, or make parts of its gradients."""
-        self.source = data.open_source(scenario.workload)
-
-    def divide(self, sizes: Sequence[int]) -> None:
-        """Let the parts of the batch have so many rows from now on; together they are the same."""
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        # the ranks that hold parts of one replica take the same rows
-        self.rows = [parts[self.scenario.policies.data_rank(each)] for each in range(self.scenario.ranks)]
-        self._prepared: dict[int, Batch] = {}
-
-    def prepare(self, steps: range) -> None:
-        """Make the first batches of these steps now, so that no step waits for its data: each is handed out once."""
-        size = self._made(steps.start)[0].nbytes
-        for step in steps[: min(PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))]:
-            self._prepared[step] = self._made(step)
-
-    def at(self, step: int) -> Batch:
-        """Return inputs and targets of this rank for a step, and what ranks and micro-batches count in its loss."""
-        inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._made(step)
-        return inputs.to(self.device), targets.to(self.device), weights
-
-    def _made(self, step: int) -> Batch:
-        seed = self.scenario.run.seed
-        pairs = zip(self.source.loss_terms(seed=seed, step=step, rows=self.rows), self.counts, strict=True)
-        terms = [found if counts else 0 for found, counts in pairs]
-        inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
-        inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
-        if inputs.is_floating_point():
-            inputs = inputs.to(DTYPES[self.scenario.workload.precision])
-        ranks = tuple(n * self.copies / sum(terms) for n in terms)
-        weights = Weights(ranks, self._micro_batch_weights(targets))
-        # a rank holds no more than its stage needs
-        inputs = inputs if self.reads else inputs.new_empty(0)
-        targets = targets if self.counts[self.rank] else targets.new_empty(0)
-        return inputs, targets, weights
-
-    def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
-        count = self.scenario.plan.micro_batches
-        terms = [data.loss_terms(part) for part in targets.split(shares.split(len(targets), shares.even(count)))]
-        return tuple(n / sum(terms) for n in terms) if sum(terms) else (1.0 / count,) * count
 
 
 def _sharding(training: Training) -> GradientSharding | None:
@@ -358,72 +266,6 @@ def _one_step(spans: list[Span], ends_s: list[float]) -> list[Span]:
         Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
         for span in _within(spans, start_s, end_s)
     ]
-
-
-def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -> Result:
-    """Return the Result of all ranks' reports."""
-    scenario = loaded.scenario
-    rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
-    times = [fmean(step) for step in zip(*rank_times, strict=True)]
-    step_time_s = median(times)
-    total, divisions = scenario.workload.global_batch_size, reports[0].divisions
-    samples = divisions[-1].samples if divisions else scenario.batch_sizes
-    shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares
-    ranks = tuple(
-        RankClass(
-            ranks=(rank,),
-            count=1,
-            device=report.device,
-            peak_allocated_bytes=report.peak_allocated_bytes,
-            peak_reserved_bytes=report.peak_reserved_bytes,
-            peak_by_category_bytes={},
-            phases_s=report.phases_s,
-            batch_share=samples[rank] / total,
-            shard_share=shard_shares[rank],
-        )
-        for rank, report in enumerate(reports)
-    )
-    loss = (
-        *reports[0].losses_before,
-        *(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
-    )
-    refuse_divergence(loss, reports[0].evaluations)
-    phases_s = {name: fmean(report.phases_s[name] for report in reports) for name in reports[0].phases_s}
-    scale = step_time_s / sum(phases_s.values())  # ranks have their median steps at different times
-    return Result(
-        source="measured",
-        scenario_id=scenario.scenario_id,
-        calibration_id=loaded.calibration_id,
-        scenario=scenario.resolved(),
-        step_time_s=step_time_s,
-        step_time_p10_s=sorted(times)[len(times) // 10],
-        step_times_s=tuple(times),
-        phases_s={name: value * scale for name, value in phases_s.items()},
-        fits=True,
-        throughput_samples_per_s=total / step_time_s,
-        density=Density(
-            push=_density([report.pushed for report in reports], scenario.plan.push.threshold),
-            publish=_density([report.published for report in reports], scenario.plan.publish.threshold),
-            push_by_step=density_by_step([report.pushed_by_step for report in reports], scenario.plan.push.threshold),
-        ),
-        collectives=collectives_of([report.seen for report in reports]),
-        ranks=ranks,
-        loss=loss,
-        evaluation=tuple(reports[0].evaluations),
-        divisions=divisions,
-        provenance={
-            **provenance(device),
-            "backend": scenario.cluster.backend,
-            "memory_counter": reports[0].memory_counter,
-            "seed": scenario.run.seed,
-        },
-    )
-
-
-def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:
-    """Return the part of what all ranks could send that they sent; None where nothing is thresholded."""
-    sent, offered = map(sum, zip(*ranks, strict=True))
-    return sent / offered if threshold is not None and offered else None
 
 
 if __name__ == "__main__":

@@ -151,6 +151,36 @@ class ShardedUnitCost:
 
 
 @spec
+class CutBlockCost:
+    """Host time that cut blocks add, without the communication, by the bytes of a sum over ranks.
+
+    The more there are, the less of the host's code and objects do caches keep from one map to the next. Between points
+    it is interpolated; outside of them it is what it is at the nearest.
+    """
+
+    forward_pair_s: Curve
+    """DTensor's own, of a pair of linear maps: the first cut by columns, the second by rows."""
+    backward_pair_s: Curve
+    sum_s: Curve
+    """Of a sum over ranks by torch's functional collectives, DTensor's or not, beyond a plain call."""
+
+    def at(self, kind: Literal["forward_pair_s", "backward_pair_s", "sum_s"], sum_bytes: float) -> float:
+        """Return a time where a sum over ranks is of so many bytes."""
+        curve: Curve = getattr(self, kind)
+        return curve.at(min(max(sum_bytes, curve.sizes[0]), curve.sizes[-1]))
+
+
+@spec
+class Emulation:
+    """How the lab makes a core of its machine into such a device. All costs are those of the device at this share."""
+
+    cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of a core's time in which the device computes."""
+    processor: str | None = None
+    """The machine's processor when the costs were measured; absent: they are not."""
+
+
+@spec
 class DeviceType:
     """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
@@ -178,11 +208,22 @@ class DeviceType:
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
     compression: CompressionCost | None = None
     sharded_unit: ShardedUnitCost | None = None
+    cut_block: CutBlockCost | None = None
     gradient_hook_s: Seconds = 0.0
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
     profiles: tuple[Profile, ...] = ()
     price_usd_per_h: NonNegativeFloat | None = None
+    lab: Emulation | None = None
+    """In the lab (`gsreal lab`); absent: a whole core."""
     source: str
+
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is absent makes no other calibration."""
+        data: dict[str, Any] = inner(self)
+        if self.lab is None:
+            del data["lab"]
+        return data
 
 
 @spec
@@ -218,14 +259,27 @@ class BackendCost:
     posting_s: Seconds = 0.0
     """Host time to hand over point-to-point messages, whatever their size."""
     posting_byte_s: Seconds = 0.0
-    """Host time per byte to hand over a point-to-point message, before the rest goes on in the background."""
+    """Host time per byte to copy a point-to-point message into the socket; the transfer begins with the first."""
+    posting_limit_bytes: PositiveBytes | None = None
+    """What sockets take at once: the backend's thread hands over the rest while the caller goes on. Absent: all."""
     measured_s: dict[str, Curve] = field(default_factory=dict)
     """By kind: the time of a collective of all ranks by its size in bytes, in place of any formula. It is read between
     points on logarithmic scales; smaller sizes take what the smallest does, larger ones in proportion to the largest.
     """
-    bytes_factor: dict[str, PositiveFloat] = field(default_factory=dict)
-    """Time per byte of a collective kind over that of a plain exchange, measured; 1 where absent."""
+    processor_byte_s: dict[str, Seconds] = field(default_factory=dict)
+    """Processor time of a rank for each byte that it sends or receives (copies, the kernel's network code, additions),
+    by collective kind; `default` for all others. It goes by while the links carry the bytes: what takes longer counts.
+    """
     source: str
+
+    @model_serializer(mode="wrap")
+    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is absent makes no other calibration."""
+        data: dict[str, Any] = inner(self)
+        for key in ("posting_limit_bytes", "processor_byte_s"):
+            if not data[key]:
+                del data[key]
+        return data
 
 
 def _generation(value: Any) -> Any:

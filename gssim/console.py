@@ -34,6 +34,8 @@ def print_result(result: Result) -> None:
             f"largest at the peak: {fit.category}",
             style="bold",
         )
+    for each in result.provenance.get("uncounted", ()):
+        console.print(f"counted as nothing: {each}", highlight=False)
     if result.divisions:
         console.print(_division_table(result))
     console.print(_rank_table(result))

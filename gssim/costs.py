@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from gssim.cluster import DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.cluster import CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
 from gssim.encodings import INDEX_BYTES
 from gssim.optimizers import implementation_on, optimizer_moved_values, optimizer_operations
 from gssim.scenario import has_master_copy, layer_profile, master_bytes, peak_flop_per_s, value_bytes
@@ -100,11 +100,11 @@ def roofline_s(device: DeviceType, precision: Precision, *, flop: float, moved_b
 
 
 def optimizer_time_s(
-    device: DeviceType, workload: Workload, *, elements: int, tensors: int, sharded_tensors: bool = False
+    device: DeviceType, workload: Workload, *, elements: int, tensors: int, sharded_tensors: int = 0
 ) -> float:
     """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
 
-    `sharded_tensors`: they are DTensors, each of which costs more host time. A measured cost is of torch's default
+    `sharded_tensors`: so many are DTensors, each of which costs more host time. A measured cost is of torch's default
     implementation; one of another is read under its name, such as `adamw fused`. Without one:
 
         t = values moved * bytes of a value / memory bandwidth + operations * overhead
@@ -116,8 +116,8 @@ def optimizer_time_s(
     default = implementation == implementation_on(device.kind, "default")
     cost: OptimizerCost | None = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
     if cost is not None:
-        each_s = cost.tensor_s + (cost.sharded_tensor_s if sharded_tensors else 0.0)
-        return tensors * each_s + cost.elements_s.at(elements)
+        host_s = tensors * cost.tensor_s + sharded_tensors * cost.sharded_tensor_s
+        return host_s + cost.elements_s.at(elements)
     values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=decay)
     operations = optimizer_operations(
         optimizer, implementation=implementation, tensors=tensors, device_kind=device.kind, weight_decay=decay
@@ -272,3 +272,38 @@ def sharded_unit_time_s(device: DeviceType, *, phase: str, tensors: int, copied_
     if phase == "f":
         return cost.forward_unit_s + tensors * cost.forward_tensor_s + copied_bytes * cost.copied_byte_s
     return cost.backward_unit_s + tensors * cost.backward_tensor_s + copied_bytes * cost.copied_byte_s
+
+
+def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: float) -> float:
+    """Return DTensor's host time in a forward (`f`, `r`) or backward (`b`) of so many pairs of cut maps.
+
+    Not known without a measured cost: 0.
+    """
+    cost: CutBlockCost | None = device.cut_block
+    if cost is None:
+        return 0.0
+    return pairs * cost.at("backward_pair_s" if phase == "b" else "forward_pair_s", sum_bytes)
+
+
+def cut_sum_time_s(device: DeviceType, *, sum_bytes: float) -> float:
+    """Return the host time of a sum over ranks beyond the collective. Not known without a measured cost: 0."""
+    cost: CutBlockCost | None = device.cut_block
+    return 0.0 if cost is None else cost.at("sum_s", sum_bytes)
+
+
+def with_host_time_s(device: DeviceType, alone_s: float, *, host_s: float, operations: int) -> float:
+    """Return the time of compute that takes `alone_s`, and the host `host_s` more to issue its operations.
+
+    As in `roofline_s`: on a CPU one comes after the other, a GPU's host issues ahead.
+
+    >>> from gssim.cluster import DeviceType
+    >>> gpu = DeviceType(
+    ...     kind="cuda", memory_bytes=1, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=1, operation_overhead_s=1.0,
+    ...     source=""
+    ... )
+    >>> [with_host_time_s(gpu, 5.0, host_s=host_s, operations=3) for host_s in (1.0, 4.0)]
+    [5.0, 7.0]
+    """
+    if not host_s:
+        return alone_s
+    return alone_s + host_s if device.kind == "cpu" else max(alone_s, operations * device.operation_overhead_s + host_s)

@@ -15,6 +15,7 @@ import numpy as np
 
 from gssim.machine import Machine, RankClass, is_jittery
 from gssim.program import Program, lower
+from gssim.program.slices import uncounted
 from gssim.result import (
     CATEGORIES,
     COMPUTE_PHASES,
@@ -235,6 +236,7 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
             "simpy": _version("simpy"),
             "python": platform.python_version(),
             "seed": scenario.run.seed,
+            **({"uncounted": list(left_out)} if (left_out := uncounted(scenario)) else {}),
         },
     )
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from gssim import shares
-from gssim.workload import Layer, Model, Polynomial
+from gssim.workload import Layer, Model, Parameter, Polynomial
 
 
 def units_held(units: int, parts: Sequence[float]) -> tuple[int, ...]:
@@ -34,6 +34,23 @@ def _held_layer(layer: Layer, units: int) -> Layer:
         if isinstance(value, Polynomial):
             changes[field.name] = value.held(units)
     return replace(layer, **changes)
+
+
+def native_tensors(model: Model) -> int:
+    """Return how many parameters of a rank are DTensors where blocks of linear maps are cut natively.
+
+    All of a map that is cut in any of them: a bias that every rank has whole is one too.
+    """
+    return sum(layer.repeats * len(_of_cut_maps(layer)) for layer in model.sliced_layers if layer.linear)
+
+
+def _of_cut_maps(layer: Layer) -> list[Parameter]:
+    cut = {_map_of(parameter) for parameter in layer.parameters if parameter.cut is not None}
+    return [parameter for parameter in layer.parameters if _map_of(parameter) in cut]
+
+
+def _map_of(parameter: Parameter) -> str:
+    return parameter.name.rpartition(".")[0]
 
 
 def held_model(model: Model, parts: Sequence[float], position: int) -> Model:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from gsreal.evaluation import HeldOut
+from gsreal.feed import Feed
 from gsreal.measure import CollectiveRecorder, Timeline
 from gsreal.rank import run_on_rank
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.scenario import load_scenario
 
 

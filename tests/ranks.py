@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from gsreal.feed import Feed
 from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
 from gsreal.methods import full_parameters
 from gsreal.rank import run_on_rank
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.scenario import load_scenario, single_device
 
 STEPS = 5
@@ -79,6 +81,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         "collectives": [list(entry.key) for entry in collectives_of(seen)],
         "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
         "peaks": all_peaks,
+        "dtensors": sum(isinstance(parameter, DTensor) for parameter in training.module.parameters()),
     }
 
 

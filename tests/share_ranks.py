@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from gsreal.checkpoint import Progress
 from gsreal.course import Course
+from gsreal.feed import Feed
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
 from gsreal.methods import Training, full_parameters
 from gsreal.rank import run_on_rank
-from gsreal.worker import Feed, _timed_steps, build
+from gsreal.worker import _timed_steps, build
 from gssim.scenario import Scenario, load_scenario
 
 CPU = torch.device("cpu")

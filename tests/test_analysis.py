@@ -1,6 +1,7 @@
 """Comparisons of results: what joins, what the errors say, what is refused, what is drawn."""
 
 import csv
+import math
 import os
 import re
 import subprocess
@@ -36,6 +37,9 @@ def make_result(
     devices: tuple[str, ...] | None = None,
     collectives: tuple[Collective, ...] = (ALL_REDUCE,),
     push_density: float | None = None,
+    publish: dict[str, Any] | None = None,
+    losses: tuple[float, ...] = (),
+    steps: int = 10,
 ) -> Result:
     phases_s = {phase: share * step_time_s for phase, share in zip(PHASES, phase_shares, strict=True)}
     n = len(peaks_bytes)
@@ -43,13 +47,22 @@ def make_result(
         source=source,  # type: ignore[arg-type]
         scenario_id=scenario_id,
         calibration_id="c" * 16,
-        scenario={"name": name, "plan": {"method": method, "push": {"threshold": threshold}}},
+        scenario={
+            "name": name,
+            "run": {"steps": steps},
+            "plan": {
+                "method": method,
+                "push": {"threshold": "inf" if threshold == math.inf else threshold},
+                "publish": publish,
+            },
+        },
         step_time_s=step_time_s,
         step_time_p10_s=0.9 * step_time_s,
         phases_s=phases_s,
         fits=True,
         throughput_samples_per_s=32 / step_time_s,
-        density=Density(push=push_density),
+        density=Density(push=push_density, publish=0.5 if publish else None),
+        loss=losses,
         collectives=collectives,
         ranks=tuple(
             RankClass(
@@ -90,6 +103,68 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     with pytest.raises(SystemExit) as end:
         main()
     return int(end.value.code or 0)
+
+
+# Thresholds ----------------------------------------------------------------------------------------------------------
+
+
+def thresholded_and_dense(**changes: Any) -> list[dict[str, Any]]:
+    """Return the rows of a dense run of 0.2 s and of another, made with `changes`, of 0.1 s (predicted: 0.16 s)."""
+    dense = {"scenario_id": "d", "name": "dense", "method": "gs", "losses": (9.0,) * 8 + (1.0, 3.0)}
+    other = {"scenario_id": "t", "name": "other", "method": "gs", "losses": (9.0,) * 8 + (2.0, 3.0)} | changes
+    files = [
+        in_file(make_result(source, **case, step_time_s=times[source]))
+        for case, times in (
+            (dense, {"simulated": 0.2, "measured": 0.2}),
+            (other, {"simulated": 0.16, "measured": 0.1}),
+        )
+        for source in ("simulated", "measured")
+    ]
+    return list(compare(join(files).pairs).iter_rows(named=True))
+
+
+@pytest.mark.parametrize("how", [{"threshold": 1e-3}, {"publish": {"threshold": 1e-4}}, {"threshold": math.inf}])
+def test_a_thresholds_speed_stands_beside_what_it_did_to_the_loss(how: dict[str, Any]) -> None:
+    dense, other = thresholded_and_dense(**how)
+    assert dense["speed_up_over"] is None
+    assert other["speed_up_over"] == "dense"
+    assert other["speed_up_predicted_ratio"] == pytest.approx(1.25)
+    assert other["speed_up_measured_ratio"] == pytest.approx(2)
+    assert other["loss_change_measured_ratio"] == pytest.approx(0.25)  # of the last fifth: 2.5 to 2
+
+
+@pytest.mark.parametrize("how", [{"steps": 11}, {"devices": ("gpu", "gpu")}])
+def test_runs_of_another_training_or_machine_are_no_measure_of_a_threshold(how: dict[str, Any]) -> None:
+    assert thresholded_and_dense(threshold=1e-3, **how)[1]["speed_up_over"] is None
+
+
+def test_of_several_dense_runs_that_of_the_same_method_counts() -> None:
+    cases = [("ddp", None, 0.1), ("gs", None, 0.2), ("gs", 1e-3, 0.1)]
+    files = [
+        in_file(make_result(source, scenario_id=str(i), name=f"{i}", method=method, threshold=at, step_time_s=time_s))
+        for i, (method, at, time_s) in enumerate(cases)
+        for source in ("simulated", "measured")
+    ]
+    last = compare(join(files).pairs).row(2, named=True)
+    assert (last["speed_up_over"], last["speed_up_measured_ratio"]) == ("1", pytest.approx(2))
+    assert last["loss_change_measured_ratio"] is None  # nothing was trained
+
+
+@pytest.mark.parametrize(("threshold", "says"), [(1e-3, "no control"), (math.inf, "other (control)")])
+def test_the_table_names_the_control_or_says_that_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threshold: float, says: str
+) -> None:
+    for source in ("simulated", "measured"):
+        plain = make_result(source, scenario_id="d", name="dense", method="gs", losses=(1.0,))
+        other = make_result(
+            source, scenario_id="t", name="other", method="gs", threshold=threshold, push_density=0.0, losses=(1.5,)
+        )
+        write(tmp_path, f"d.{source}.json", plain)
+        write(tmp_path, f"t.{source}.json", other)
+    assert run(monkeypatch, tmp_path, "--out", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert "+50.0 %" in printed
 
 
 # Join ----------------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from gsreal import data
 from gsreal.build import build_module, example_batch, import_dotted, logits_of, loss_of
+from gsreal.feed import Feed
 from gsreal.measure import Timeline
 from gsreal.models import gpt
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.scenario import Scenario, load_model, single_device
 from gssim.units import UserError, validated
 from gssim.workload import Module, Workload

@@ -1,15 +1,22 @@
 """Averaging of repeated layer measurements, and what the calibration's own arithmetic says of known data."""
 
 import copy
+from functools import partial
+from pathlib import Path
+from timeit import timeit
 
 import pytest
+from real_runs import run_module
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from gsreal.benchmarks.communication import _line
+import torch
+
+from gsreal.benchmarks.communication import _line, _mean
 from gsreal.benchmarks.profile import _jitter, _spread, _Step, _unobserved_ratio
 from gsreal.calibrate import averaged
-from gssim.units import UserError
+from gssim.cluster import CutBlockCost
+from gssim.units import UserError, validated
 
 
 def curve(*values: float) -> dict:
@@ -79,8 +86,12 @@ def test_another_choice_of_batch_sizes_is_refused():
 
 def test_a_line_is_found_again():
     sizes = [2**k for k in (12, 16, 20, 22)]
-    fixed_s, byte_s = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
-    assert (fixed_s, byte_s) == pytest.approx((1e-3, 2e-9))
+    line = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
+    assert (line.fixed_s, line.byte_s) == pytest.approx((1e-3, 2e-9))
+
+
+def test_a_step_meets_both_kinds_of_times_but_not_the_outliers():
+    assert _mean([1.0, 4.0] * 9 + [0.0, 1000.0]) == pytest.approx(2.5, rel=0.1)
 
 
 def test_slow_drift_is_no_jitter():
@@ -102,3 +113,15 @@ def test_what_observation_costs_is_taken_out():
     steps = [_Step({(0, "f"): 1.0, (0, "b"): 2.0}, {"f": 0.9, "b": 1.6})] * 5
     assert _unobserved_ratio(steps, "f") == pytest.approx(0.9)
     assert _unobserved_ratio(steps, "b") == pytest.approx(0.8)
+
+
+@pytest.mark.real
+def test_dtensor_takes_many_operations_time_for_a_pair_of_maps(tmp_path: Path):
+    """It dispatches over thirty operations for a pair, each through Python and the propagation of shardings."""
+    found = run_module("cut_ranks", [], tmp_path, ranks=2)
+    cost = validated(CutBlockCost, found, file="measured")
+    for kind in ("forward_pair_s", "backward_pair_s", "sum_s"):
+        assert getattr(cost, kind).sizes == (8 * 128 * 4.0, 16 * 8 * 128 * 4.0)
+        assert 1e-5 < cost.at(kind, 0.0) < 0.1
+    operation_s = timeit(partial(torch.ones(8).add_, 1.0), number=1000) / 1000
+    assert cost.at("forward_pair_s", 0.0) + cost.at("backward_pair_s", 0.0) > 30 * operation_s

@@ -222,14 +222,14 @@ def test_gathers_go_to_the_next_rank_and_gloos_reductions_to_the_one_before(rank
     assert reduce_s == pytest.approx(2 * (ranks - 1) * (ranks - 1) * chunk_s, rel=1e-9)  # the long way round
 
 
-def test_overhead_bytes_factor_and_reduction_add_up():
+def test_overhead_processor_time_and_reduction_add_up():
     cost = {
         "overhead_s": {"all-reduce": 1e-3, "default": 5e-3},
         "reduction_bytes_per_s": 1e7,
-        "bytes_factor": {"all-reduce": 1.5},
+        "processor_byte_s": {"all-reduce": 0.75 / BANDWIDTH},  # to send, and to receive: slower than the links
         "source": "assumed",
     }
-    assert BackendCost(**cost).bytes_factor == {"all-reduce": 1.5}
+    assert BackendCost(**cost).processor_byte_s == {"all-reduce": 0.75 / BANDWIDTH}
     cluster = star(4, bandwidth=BANDWIDTH, latency_s=0.0, backend_cost=cost)
     chunk = SIZE / 4
     all_reduce_s = communication_time_s(cluster, Communication("all-reduce", group(4), SIZE))

@@ -380,15 +380,23 @@ def test_best_is_never_slower_than_any_algorithm_and_is_one_of_them():
 def test_costs_of_the_backend_default_to_nothing():
     bare = star(2)
     assert collectives.overhead_s(bare, "all-reduce") == 0
-    assert collectives.bytes_factor(bare, "all-reduce") == 1
+    assert collectives.processor_byte_s(bare, "all-reduce") == 0
+    assert collectives.posting_s(bare, 1e9) == 0
     assert collectives.reduction_s(bare, 1e9) == 0
 
 
 def test_costs_of_the_backend_are_by_kind():
     priced = star(
         2,
-        backend_cost={"overhead_s": {"default": "1 ms", "all-gather": 0}, "reduction_bytes_per_s": 1e9, "source": "s"},
+        backend_cost={
+            "overhead_s": {"default": "1 ms", "all-gather": 0},
+            "processor_byte_s": {"default": 2e-9, "all-gather": 1e-9},
+            "reduction_bytes_per_s": 1e9,
+            "source": "s",
+        },
     )
     assert collectives.overhead_s(priced, "all-reduce") == 1e-3
     assert collectives.overhead_s(priced, "all-gather") == 0
+    assert collectives.processor_byte_s(priced, "all-reduce") == 2e-9
+    assert collectives.processor_byte_s(priced, "all-gather") == 1e-9
     assert collectives.reduction_s(priced, 1e9) == 1.0

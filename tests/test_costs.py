@@ -7,6 +7,7 @@ from gssim import costs
 from gssim.cluster import (
     CompressionCost,
     Curve,
+    CutBlockCost,
     DeviceType,
     LayerProfile,
     OptimizerCost,
@@ -106,7 +107,7 @@ def test_an_optimizer_takes_its_measured_time_where_there_is_one():
     cost = OptimizerCost(tensor_s=1.0, sharded_tensor_s=0.5, elements_s=Curve(sizes=(10,), values=(100.0,)))
     measured = replace(device(), optimizers={"adamw": cost})
     assert costs.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3) == 203.0
-    assert costs.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3, sharded_tensors=True) == 204.5
+    assert costs.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3, sharded_tensors=3) == 204.5
 
 
 def test_an_optimizer_without_parameters_takes_no_time():
@@ -169,3 +170,25 @@ def test_a_sharded_unit_costs_by_phase():
     found = [costs.sharded_unit_time_s(measured, phase=p, tensors=3, copied_bytes=100) for p in "fb"]
     assert found == pytest.approx([1.4, 2.7])
     assert costs.sharded_unit_time_s(device(), phase="f", tensors=3, copied_bytes=1e9) == pytest.approx(2.0)
+
+
+def cut_block(*values: float) -> CutBlockCost:
+    """Return costs at sums of 10 and of 30 bytes; the backward's are twice, a sum's ten times the forward's."""
+    curves = [Curve(sizes=(10.0, 30.0), values=tuple(k * value for value in values)) for k in (1, 2, 10)]
+    return CutBlockCost(forward_pair_s=curves[0], backward_pair_s=curves[1], sum_s=curves[2])
+
+
+def test_cut_maps_cost_by_pairs_and_by_what_goes_through_the_caches():
+    measured = replace(device(), cut_block=cut_block(1.0, 3.0))
+    pairs = [costs.cut_pairs_time_s(measured, phase=phase, pairs=2, sum_bytes=20.0) for phase in ("f", "r", "b")]
+    assert pairs == pytest.approx([4.0, 4.0, 8.0])
+    sums = [costs.cut_sum_time_s(measured, sum_bytes=size) for size in (1.0, 10.0, 20.0, 30.0, 300.0)]
+    assert sums == pytest.approx([10.0, 10.0, 20.0, 30.0, 30.0])
+    assert costs.cut_pairs_time_s(device(), phase="f", pairs=2, sum_bytes=20.0) == 0
+    assert costs.cut_sum_time_s(device(), sum_bytes=20.0) == 0
+
+
+def test_host_time_comes_on_top_on_a_cpu_and_is_hidden_by_a_gpus_kernels():
+    cpu, gpu = (device(kind=kind, operation_overhead_s=1.0) for kind in ("cpu", "cuda"))
+    found = [[costs.with_host_time_s(on, 10.0, host_s=s, operations=4) for s in (0, 3.0, 8.0)] for on in (cpu, gpu)]
+    assert found == [[10.0, 13.0, 18.0], [10.0, 10.0, 12.0]]

@@ -17,9 +17,10 @@ import torch
 from real_runs import slow_where, star
 
 from gsreal.checkpoint import Checkpoints, check_checkpoints, identity, latest, read_progress
+from gsreal.feed import Feed
 from gsreal.launch import launch
 from gsreal.measure import Timeline
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.result import read_result
 from gssim.scenario import load_scenario, single_device
 from gssim.units import UserError
@@ -43,7 +44,11 @@ EXACT = 1e-9
 
 
 def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
-    shards = [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS] if "plan.method=gs" in changes else []
+    shards = (
+        [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS]
+        if {"plan.method=gs", "plan.method=gs_z3"} & {*changes}
+        else []
+    )
     return [star(ranks), *COMMON, f"run.steps={steps - 1}", *changes, *shards]
 
 
@@ -87,6 +92,29 @@ def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturb
     assert (progress.step, progress.ranks) == (STEPS, ranks)
     assert progress.losses == pytest.approx(undisturbed, rel=EXACT)
     assert not list((tmp_path / "saved").glob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("tensor", 2), ("gs_wgrad", 2), ("gs_wgrad", 3)], ids=lambda value: str(value)
+)
+def test_what_each_rank_alone_updates_goes_on_as_if_nothing_had_happened(
+    undisturbed, tmp_path: Path, method: str, ranks: int
+):
+    """Parts of blocks, and whole layers; the latter may be dealt out anew."""
+    train(tmp_path, tmp_path / "saved", 2, SAVED, f"plan.method={method}")
+    losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, f"plan.method={method}")
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "zero2", "zero3", "hsdp", "gs_z3", "gs_hier"])
+def test_what_three_ranks_saved_goes_on_with_two_in_every_method(undisturbed, tmp_path: Path, method: str):
+    levels = method in ("hsdp", "gs_hier")
+    for ranks, steps in ((3, SAVED), (2, STEPS)):
+        mesh = [f"plan.dp_replicate={ranks}", "plan.dp_shard=1"] if levels else []
+        losses = train(tmp_path, tmp_path / "saved", ranks, steps, f"plan.method={method}", *mesh)
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
 
 
 # A rank that is killed -----------------------------------------------------------------------------------------------
@@ -171,8 +199,8 @@ def refusal(*changes: str, folder: Path, every: int = 1, steps: int = STEPS) -> 
     "changes",
     [
         ["plan.method=zero1"],
-        ["plan.method=tensor"],
-        ["plan.method=gs_wgrad"],
+        ["plan.method=gs_tp"],
+        ["plan.method=gs_wgrad", "workload.precision=bf16"],
         ["plan.method=ddp", "workload.precision=bf16"],
     ],
     ids=lambda changes: changes[-1],
@@ -199,6 +227,31 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path):
     assert "form = 'gradient-sharding' there, 'torch'" in refusal("plan.method=ddp", folder=tmp_path)
     assert "raise run.steps" in refusal("plan.method=gs", folder=tmp_path, steps=4)
     assert "--every 0" in refusal("plan.method=gs", folder=tmp_path, every=0)
+
+
+@pytest.mark.parametrize("method", ["tensor", "gs_wgrad"])
+def test_what_each_rank_alone_updates_is_saved_in_a_form_of_its_own(tmp_path: Path, method: str):
+    scenario = load_scenario(DEMO, overrides(2, STEPS, f"plan.method={method}"), gradients_needed=False).scenario
+    written(tmp_path, scenario, 4)
+    check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
+    assert "there, 'torch' in scenario.toml" in refusal("plan.method=ddp", folder=tmp_path)
+
+
+def test_blocks_that_are_cut_go_on_with_as_many_ranks(tmp_path: Path):
+    """Their maps' rows are saved in the order of the ranks that hold them."""
+    two, four = (
+        load_scenario(DEMO, [star(n), *COMMON, "plan.method=tensor"], gradients_needed=False).scenario for n in (2, 4)
+    )
+    written(tmp_path, two, 4)
+    with pytest.raises(UserError, match="form = 'torch, blocks cut in 2' there, 'torch, blocks cut in 4'"):
+        check_checkpoints(four, tmp_path, 1, where="scenario.toml")
+
+
+def test_convolutions_that_are_cut_are_not_saved_yet(tmp_path: Path):
+    resnet = DEMO.with_name("resnet-digits.toml")
+    scenario = load_scenario(resnet, [star(2), "plan.method=tensor"], gradients_needed=False).scenario
+    with pytest.raises(UserError, match="other than by DTensor alone"):
+        check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
 
 
 def test_a_broken_checkpoint_is_refused(tmp_path: Path):

@@ -22,9 +22,10 @@ from gsreal.checkpoint import Progress
 from gsreal.course import Course, refuse_divergence
 from gsreal.data.bundled import digits, digits_parts, held_out_part, standard_library_bytes, trained_part
 from gsreal.evaluation import HeldOut, check_evaluation
+from gsreal.feed import Feed
 from gsreal.launch import launch
 from gsreal.measure import Timeline
-from gsreal.worker import Feed, _timed_steps, build
+from gsreal.worker import _timed_steps, build
 from gssim.result import Evaluation
 from gssim.scenario import load_scenario
 from gssim.units import UserError

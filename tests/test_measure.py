@@ -85,7 +85,7 @@ def test_the_peak_of_a_step_is_allocated_bytes_and_nothing_reserved_on_a_cpu(cou
 
 def uncounted(monkeypatch):
     """Return a counter as on a machine without a compiler."""
-    monkeypatch.setattr(measure, "counting_allocator", lambda: None)
+    monkeypatch.setattr(measure.memory, "counting_allocator", lambda: None)
     return MemoryCounter(CPU)
 
 
@@ -141,7 +141,7 @@ def test_what_kernels_allocate_for_themselves_is_counted_by_the_allocator_alone(
 def clock(monkeypatch):
     """Return a list of times that the next looks at the clock show."""
     times = []
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: times.pop(0))
+    monkeypatch.setattr(measure.timeline.time, "perf_counter", lambda: times.pop(0))
     return times
 
 
@@ -323,4 +323,4 @@ def test_logical_collectives_are_announced_and_observers_leave(alone):
         ("all-gather-v", 24, False),
         ("all-to-all-v", 0, True),
     ]
-    assert measure.observers == []
+    assert measure.collectives.observers == []

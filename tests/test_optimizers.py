@@ -147,9 +147,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch import nn  # noqa: E402
 
 from gsreal.build import DTYPES  # noqa: E402
+from gsreal.feed import Feed  # noqa: E402
 from gsreal.measure import MemoryCounter, Timeline  # noqa: E402
 from gsreal.methods.optimizers import make_optimizer  # noqa: E402
-from gsreal.worker import Feed, build  # noqa: E402
+from gsreal.worker import build  # noqa: E402
 from gssim.scenario import load_scenario  # noqa: E402
 
 CPU = torch.device("cpu")

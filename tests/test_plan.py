@@ -2,17 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.plan import (
-    DDP_BUCKET_BYTES,
-    DDP_FIRST_BUCKET_BYTES,
-    MIB,
-    PRESETS,
-    Plan,
-    assign_buckets,
-    bucket_limits,
-    refuse_what_cannot_run,
-    resolve,
-)
+from gssim.buckets import assign_buckets, bucket_limits
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, MIB, Plan
+from gssim.policies import PRESETS, refuse_what_cannot_run, resolve
 from gssim.units import UserError
 
 

@@ -26,6 +26,7 @@ METHODS = {
     "zero1": {},
     "zero2": {},
     "zero3": {},
+    "hsdp": {},
     "pipeline": {"plan.micro_batches": 4},
     "tensor": {},
     "gs": {},
@@ -108,7 +109,7 @@ def cases_for(folder: Path, ranks: int, model: str) -> dict[str, dict[str, objec
     for (method, plan), (variant, changes) in product(METHODS.items(), VARIANTS.items()):
         if method == "gs_wgrad" and "plan.recompute" in changes:
             continue  # refused: what a checkpointed block keeps while it is frozen is not traced
-        if method == "gs_hier":
+        if method in ("hsdp", "gs_hier"):
             nodes = 2 if ranks % 2 == 0 else 1
             plan = {"plan.dp_replicate": nodes, "plan.dp_shard": ranks // nodes}
         settings = shape | TRAINING | {"plan.method": method} | plan | changes

@@ -11,8 +11,9 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 
+from gsreal.feed import Feed
 from gsreal.measure import MemoryCounter, Timeline
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.scenario import load_scenario
 
 pytestmark = pytest.mark.real

@@ -9,6 +9,10 @@ from real_runs import predicted, run_cases, scenario_file, slow_where, star
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
 
+from gssim.scenario import load_scenario
+from gssim.slices import native_tensors
+from gssim.workload import unrolled
+
 pytestmark = pytest.mark.real
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
@@ -93,6 +97,15 @@ def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world
     for name, case in world[0].items():
         entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
         assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+
+
+def test_what_is_predicted_to_be_dtensors_is(world: tuple[dict, dict]) -> None:
+    """They cost the host more. Where FSDP2 shards what is cut, all are."""
+    for name, case in world[0].items():
+        scenario = load_scenario(Path(case["scenario"]), case["overrides"]).scenario
+        expected = native_tensors(scenario.workload.model) if scenario.policies.cuts_natively else 0
+        whole = sum(len(layer.parameter_names) for layer in unrolled(scenario.workload.model))
+        assert world[1][name]["dtensors"] == (whole if "zero3" in name else expected), name
 
 
 def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:

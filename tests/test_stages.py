@@ -11,8 +11,8 @@ from strategies import scenario_of, star, tiny_model
 from torch import nn
 
 from gsreal.build import build_module, example_batch
+from gsreal.feed import Feed
 from gsreal.stages import check_stages, stage_module
-from gsreal.worker import Feed
 from gssim.scenario import Scenario, load_model
 from gssim.units import UserError, validated
 from gssim.workload import HuggingFace, Model, Module, unrolled

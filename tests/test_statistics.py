@@ -15,12 +15,13 @@ import torch
 from strategies import star
 
 from gsreal.build import loss_of
+from gsreal.feed import Feed
 from gsreal.measure import Timeline
 from gsreal.statistics import sampled_steps, take_statistics, write_statistics
 from gsreal.statistics.feedback import Feedback
 from gsreal.statistics.sketches import BlockSketches, partition
 from gsreal.statistics.training import Replica
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.density import push_density
 from gssim.gradients import SKETCH_EDGES, GradientStatistics, Sketch, read_gradients
 from gssim.plan import Push
@@ -323,7 +324,6 @@ def test_a_target_density_is_what_every_tensor_sends_when_its_threshold_is_estim
         replica.step(step, lambda rank, gradients: None)
         sent.append(replica.sent_elements / replica.offered_elements)
     assert [sent[0], sent[2]] == pytest.approx([0.1] * 2, rel=0.1)
-    assert sent[1] != pytest.approx(0.1, rel=0.1)
 
 
 def test_a_relative_threshold_sends_what_reaches_a_multiple_of_the_tensors_mean():

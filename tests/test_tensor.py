@@ -2,7 +2,9 @@
 
 import tomllib
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,11 +13,12 @@ from strategies import MODEL_TOML, device_type, loaded_of, machine_of, scenario_
 
 from gssim.cluster import Curve, LayerProfile, Profile
 from gssim.costs import layer_time_s
-from gssim.plan import Plan, resolve
+from gssim.plan import Plan
+from gssim.policies import resolve
 from gssim.program import lower
 from gssim.scenario import Scenario, load_model
 from gssim.simulate import simulate
-from gssim.slices import held_model, units_held
+from gssim.slices import held_model, native_tensors, units_held
 from gssim.units import UserError, validated
 from gssim.workload import Layer, Model, Parameter, Polynomial, Reduction
 
@@ -38,6 +41,11 @@ SLICED = {
     "units": 4,
     "reductions": ["f1 16*b*s", "f3 16*b*s", "b2 16*b*s"],
 }
+COST = {
+    name: {"sizes": [1.0], "values": [value]}
+    for name, value in (("forward_pair_s", 1.0), ("backward_pair_s", 2.0), ("sum_s", 10.0))
+}
+"""Of DTensor, in seconds."""
 MODELS = Path(__file__).resolve().parents[1] / "scenarios" / "models"
 
 
@@ -271,6 +279,94 @@ def test_how_blocks_are_cut_is_told_by_the_method():
     assert resolve(Plan(method="tensor"), devices=4).slices == "even"
     assert resolve(Plan(method="gs_tp"), devices=4).slices == "shares"
     assert resolve(Plan(method="gs_tp"), devices=4).tp == 4
+
+
+# What the host adds where blocks are cut ------------------------------------------------------------------------------
+
+
+def native_scenario(plan: dict, ranks: int = 2, *, linear: bool | None = True, **device: Any) -> Scenario:
+    """Return a scenario whose blocks are of linear maps (or not), where the host's time for them is known.
+
+    A pair of maps takes 1 s in the forward, 2 s in the backward, a sum over ranks 10 s.
+    """
+    types = {"fast": device_type(**{"cut_block": COST} | device)}
+    model = sliced_model()
+    sliced = tuple(replace(layer, linear=linear) if layer.reductions else layer for layer in model.sliced_layers)
+    return scenario_of(star(ranks, types=types), plan, model=replace(model, sliced_layers=sliced))
+
+
+def seconds_of(scenario: Scenario, start: str) -> float:
+    return sum(task.duration_s for task in tasks_of(scenario) if task.label.startswith(start))
+
+
+@pytest.mark.parametrize(("start", "added_s"), [("forward h.0", 2.0), ("backward h.0", 4.0), ("forward head", 0.0)])
+def test_dtensor_takes_its_time_for_each_pair_of_cut_maps(start, added_s):
+    found, without = (seconds_of(native_scenario({"method": "tensor"}, cut_block=c), start) for c in (COST, None))
+    assert found - without == pytest.approx(added_s)
+
+
+def test_the_host_takes_its_time_before_each_sum_while_the_rank_waits():
+    tasks = tasks_of(native_scenario({"method": "tensor"}))
+    found = [(before, after) for before, after in pairwise(tasks) if before.label.startswith("issue")]
+    assert [after.label for _, after in found] == [task.label for task in tasks if task.communication]
+    assert {(before.duration_s, before.phase) for before, _ in found} == {(10.0, "exposed_communication")}
+    again = tasks_of(native_scenario({"method": "tensor", "recompute": "full"}))
+    assert sum(task.label.startswith("issue all-reduce recompute") for task in again) == 2
+
+
+def test_a_gpus_kernels_hide_what_dtensor_takes_on_the_host():
+    plan = {"method": "tensor"}
+    slow = native_scenario(plan, kind="cuda")
+    assert seconds_of(slow, "forward h.0") == pytest.approx(2 * 1.0 + 2 * 10.0)
+    busy = native_scenario(plan, kind="cuda", peak_flop_per_s={"fp32": 1e3})
+    assert seconds_of(busy, "forward h.0") == pytest.approx(2 * 250000 * 32 / 1e3)
+    assert not [task for task in tasks_of(slow) if task.label.startswith("issue")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "linear"),
+    [
+        ({"method": "gs_tp"}, True),
+        ({"method": "tensor"}, False),
+        ({"method": "ddp", "dp_replicate": 2, "tp": 2}, True),
+        ({"method": "gs", "dp_shard": 2, "tp": 2}, True),
+    ],
+)
+def test_slices_of_our_own_take_the_host_time_of_sums_alone(plan, linear):
+    ranks = 4 if "tp" in plan else 2
+    with_cost, without = (tasks_of(native_scenario(plan, ranks, linear=linear, cut_block=c)) for c in (COST, None))
+    assert [task for task in with_cost if not task.label.startswith("issue")] == without
+    assert len(with_cost) - len(without) == 2 * 3
+
+
+def test_shards_of_cut_blocks_are_dtensors_too():
+    plan = {"method": "zero3", "dp_shard": 2, "tp": 2}
+    assert seconds_of(native_scenario(plan, 4), "issue") == 2 * 3 * 10.0
+
+
+def test_what_is_not_known_of_dtensor_counts_as_nothing_and_the_result_says_so():
+    def said(**settings: Any) -> Any:
+        return simulate(loaded_of(native_scenario({"method": "tensor"}, **settings))).result.provenance.get("uncounted")
+
+    assert said() is None
+    assert said(cut_block=None) == ["host time in cut blocks: device_types.fast.cut_block is not measured"]
+    (why,) = said(linear=None)
+    assert "the model file does not tell" in why
+    unknown, none = (
+        seconds_of(native_scenario({"method": "tensor"}, linear=linear), "forward") for linear in (None, False)
+    )
+    assert unknown == none
+
+
+def test_an_optimizer_takes_longer_for_each_dtensor():
+    """The maps' biases, which every rank has whole, are DTensors as well; other layers' parameters are not."""
+    optimizer = {"adamw": {"tensor_s": 0.0, "sharded_tensor_s": 5.0, "elements_s": {"sizes": [1.0], "values": [0.0]}}}
+    found = [
+        seconds_of(native_scenario({"method": "tensor"}, linear=linear, optimizers=optimizer), "optimizer")
+        for linear in (True, False)
+    ]
+    assert native_tensors(native_scenario({"method": "tensor"}).workload.model) == 2 * 2
+    assert found == [2 * 2 * 5.0, 0.0]
 
 
 # Beside replicas and shards -------------------------------------------------------------------------------------------

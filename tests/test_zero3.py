@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from strategies import (
 )
 
 from gssim.program import Task, lower
+from gssim.program.units import Tensors
 from gssim.result import Result, Span
 from gssim.scenario import Scenario, load_model
 from gssim.simulate import simulate
@@ -285,8 +287,9 @@ def count_peaks() -> dict[str, list[int | None]]:
 
 
 def count_peak(scenario: Scenario, counter: Any) -> int | None:
+    from gsreal.feed import Feed
     from gsreal.measure import Timeline
-    from gsreal.worker import Feed, build
+    from gsreal.worker import build
 
     gc.collect()
     counter._base += counter.alive()  # what an earlier scenario left is not this one's
@@ -304,6 +307,26 @@ def counted() -> dict[str, list[int | None]]:
     if None in peaks["zero3"]:
         pytest.skip("nothing here compiles the counting allocator")
     return peaks
+
+
+@pytest.mark.real
+def test_a_cpu_pads_uneven_gradients_in_copies_of_their_own():
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.measure import MemoryCounter
+
+    counter = MemoryCounter(torch.device("cpu"))
+    if counter.method != "allocator":
+        pytest.skip("nothing here compiles the counting allocator")
+    layer = unrolled(load_model(MODELS / "resnet-digits.toml"))[0].layer
+    shapes = [(64, 9), (66, 9), (5,)]
+    parameters = tuple(replace(layer.parameters[0], shape=shape) for shape in shapes)
+    tensors = Tensors(parameters, ranks=3, value_bytes=4, master_bytes=4)
+    gradients = [torch.zeros(shape) for shape in shapes]
+    out = torch.empty(3, sum(tensors.shard_elements))
+    before = counter.alive()
+    counter.reset()
+    torch._chunk_cat(gradients, dim=0, num_chunks=3, out=out)
+    assert counter.peak() - before == tensors.uneven_bytes == 4 * (66 * 9 + 6)
 
 
 @pytest.mark.real

@@ -145,15 +145,11 @@ def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None
 
 
 def on_network(loaded: Loaded, network: Elsewhere) -> Loaded:
-    """Return what is to be predicted, with the links of another network.
-
-    Factors on the time of a byte are left out: they were measured on the machine's own links, which are its memory.
-    """
+    """Return what is to be predicted, with the links of another network; processors take as long as ever."""
     cluster = loaded.scenario.cluster
     speed: dict[str, Any] = {"bandwidth_bytes_per_s": network.bandwidth_bytes_per_s, "latency_s": network.latency_s}
     links = tuple(replace(link, **speed, source=f"assumed: {network.name}") for link in cluster.links)
-    cost = cluster.backend_cost and replace(cluster.backend_cost, bytes_factor={})
-    cluster = replace(cluster, links=links, backend_cost=cost)
+    cluster = replace(cluster, links=links)
     return replace(loaded, scenario=replace(loaded.scenario, cluster=cluster))
 
 

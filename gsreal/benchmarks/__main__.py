@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gsreal.benchmarks.bench import Bench, Settings
 from gsreal.benchmarks.communication import communicating_slowdown, communication_cost
 from gsreal.benchmarks.compression import compression_cost
+from gsreal.benchmarks.cut_blocks import cut_block_cost
 from gsreal.benchmarks.device import OPTIMIZERS, device_rates, matrix_rate, optimizer_cost
 from gsreal.benchmarks.profile import profile_model, trained_between
 from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
@@ -89,7 +90,10 @@ def _communication_costs(bench: Bench) -> dict[str, Any]:
     slowdown = communicating_slowdown(bench)
     bench.say("sharding wrappers")
     sharded_unit, sharded_tensor_s = sharded_unit_cost(bench)
+    bench.say("DTensor's own time")
+    cut_block = cut_block_cost(bench)
     return {
+        "cut_block": cut_block,
         "communication": communication,
         "communicating_slowdown_ratio": slowdown,
         "sharded_unit": sharded_unit,

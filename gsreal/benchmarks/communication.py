@@ -1,9 +1,10 @@
-"""What exchanges and collectives cost, and what they cost the compute beside them."""
+"""What messages and collectives cost, and what they cost the compute beside them."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,71 +16,115 @@ from gsreal.benchmarks.bench import Bench
 from gsreal.exchanges import all_gather_v, all_to_all_v, reduce_scatter_v
 from gssim.shares import even, ranges
 
-REPEATS = 15
+REPEATS, WARMUPS = 21, 2
 EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
+POSTED_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20))
+"""What sockets take at once on any system of today's."""
+OVERFLOWING_BYTES = 2**24
+"""What they do not."""
+OUTLIERS = 0.1
+"""Part of the repeats, at either end, that is left out: others' work on a shared machine."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a collective's algorithm makes of its size."""
+
+    rounds: int
+    """Latencies, one after another."""
+    carried: float
+    """Part of the size that crosses each link."""
+    handled: float
+    """Part of the size that the busiest rank sends and receives, together."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Times by size: a fixed part, and seconds per byte."""
+
+    fixed_s: float
+    byte_s: float
 
 
 def communication_cost(bench: Bench) -> dict[str, Any]:
-    """Return latency and bandwidth of an exchange, and each collective's fixed and per-byte cost beside it.
+    """Return what messages take of links and processors, and each collective's fixed cost beside it.
 
-    A collective is taken as  t = overhead + rounds * latency + factor * carried / bandwidth,  the bytes carried over
-    one link being those of the algorithm that the backend uses.
+    A collective is taken as  t = overhead + rounds * latency + max(carried / bandwidth, handled * processor_byte).
+    On a loopback the processors are what limits it; the bandwidth is the fastest that was seen, by any kind.
     """
-    lines = {"all-to-all-v": (*_line_of(bench, partial(_exchange, bench)), 1, 1.0)}
-    for kind, (make, rounds, carried) in _collectives(bench).items():
+    lines = {}
+    for kind, make in _calls(bench).items():
         try:
-            lines[kind] = (*_line_of(bench, make), rounds, carried)
+            lines[kind] = _line(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
         except RuntimeError as error:  # the same on every rank, before anything is sent
             bench.say(f"without {kind}: {str(error).splitlines()[0]}")
-    byte_s = lines["all-to-all-v"][1]
-    latency_s = min(fixed_s / rounds for fixed_s, _, rounds, _ in lines.values())
-    posting = [_posting_s(bench, size) for size in EXCHANGE_BYTES]
-    posting_fixed_s, posting_byte_s = _line(EXCHANGE_BYTES, posting)
-    posting_byte_s = min(posting_byte_s, 0.95 * byte_s)
-    found: dict[str, Any] = {
-        "latency_s": latency_s,
-        "bandwidth_bytes_per_s": 1 / byte_s,
-        "posting_s": posting_fixed_s,
-        "posting_byte_s": posting_byte_s,
-        "overhead_s": {kind: max(0.0, fixed_s - rounds * latency_s) for kind, (fixed_s, _, rounds, _) in lines.items()},
-        "bytes_factor": {kind: slope_s / (carried * byte_s) for kind, (_, slope_s, _, carried) in lines.items()},
+    return costs_of(lines, bench.ranks) | _posting_cost(bench)
+
+
+def shapes(n: int) -> dict[str, Shape]:
+    """Return the shape of each kind that is measured, among n ranks."""
+    share, depth = (n - 1) / n, (n - 1).bit_length()
+    return {
+        "all-to-all-v": Shape(1, 1.0, 2.0),  # every rank to the next one
+        "send": Shape(1, 1.0, 1.0),
+        "broadcast": Shape(depth, depth, depth),
+        "all-reduce": Shape(2 * (n - 1), 2 * share, 4 * share),
+        "reduce-scatter": Shape(2 * (n - 1), 2 * share, 4 * share),  # gloo's is an all-reduce
+        "all-gather": Shape(n - 1, share, 2 * share),
+        "all-gather-v": Shape(n - 1, share, 2 * share),
+        "reduce-scatter-v": Shape(n - 1, share, 2 * share),
+        "all-to-all": Shape(1, 1.0, 2.0),
     }
-    # what is left of an exchange once it is posted
-    found["bytes_factor"]["all-to-all-v"] = 1 - posting_byte_s / byte_s
-    found["overhead_s"]["all-to-all-v"] = max(0.0, lines["all-to-all-v"][0] - latency_s - posting_fixed_s)
-    return found
 
 
-def _line_of(bench: Bench, make: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
-    """Return (fixed, per byte) of a call by its size."""
-    return _line(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
+def costs_of(lines: dict[str, Line], ranks: int) -> dict[str, Any]:
+    """Return latency and bandwidth of a link, and overheads and processor times by kind, from measured lines."""
+    of = shapes(ranks)
+    latency_s = min(line.fixed_s / of[kind].rounds for kind, line in lines.items())
+    processor_byte_s = {kind: line.byte_s / of[kind].handled for kind, line in lines.items()}
+    return {
+        "latency_s": latency_s,
+        "bandwidth_bytes_per_s": max(of[kind].carried / line.byte_s for kind, line in lines.items()),
+        "overhead_s": {kind: max(0.0, line.fixed_s - of[kind].rounds * latency_s) for kind, line in lines.items()},
+        "processor_byte_s": {"default": processor_byte_s["all-to-all-v"], **processor_byte_s},
+    }
 
 
-def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
-    """Return (fixed, per byte) of the line through the times, every point weighted by its own size of error."""
+def _line(sizes: Sequence[int], times: Sequence[float]) -> Line:
+    """Return the line through the times, every point weighted by its own size of error."""
     x, y = np.array(sizes, dtype=float), np.array(times)
     slope, fixed = np.polyfit(x, y, 1, w=1 / y)
-    return max(1e-7, float(fixed)), max(1e-13, float(slope))
+    return Line(max(1e-7, float(fixed)), max(1e-13, float(slope)))
+
+
+def _mean(times: Sequence[float]) -> float:
+    """Return the mean of all but the outliers.
+
+    Not the median: whether a thread of the backend's finds a free core makes two kinds of times, and a step meets both.
+    """
+    cut = round(OUTLIERS * len(times))
+    return statistics.fmean(sorted(times)[cut : len(times) - cut])
 
 
 def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
-    """Return the median time of a collective from its last rank's arrival to its last rank's end.
+    """Return the mean time of a collective from its last rank's arrival to its last rank's end.
 
-    Every rank computes before it comes, as it does in training: caches are cold for the message then, and the
-    scheduler lets a thread that has long computed wait for the backend's threads. Times are of one host's clock.
+    As in training, ranks compute before it, and go on at once when they are done, with nothing between that would bring
+    them together: caches are cold for the message; and where a rank is done before another, its compute holds a core
+    that the threads need which still carry the other's bytes, until the scheduler's next tick. Where all wait for each
+    other afterwards, cores are free for them, and a collective takes about half the time. Times are of one host's
+    clock.
     """
-    times = []
-    for step in range(REPEATS + 2):
-        dist.barrier()
+    moments = torch.zeros(2, REPEATS + WARMUPS, dtype=torch.float64)
+    dist.barrier()
+    for repeat in range(REPEATS + WARMUPS):
         _compute(bench)
         began = time.monotonic()
-        call()
-        bench.finish()
-        moments = torch.tensor([began, time.monotonic()], dtype=torch.float64)
-        dist.all_reduce(moments, op=dist.ReduceOp.MAX)
-        if step >= 2:
-            times.append(float(moments[1] - moments[0]))
-    return statistics.median(times)
+        if call() is not ABSENT:
+            bench.finish()
+            moments[:, repeat] = torch.tensor([began, time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(moments, op=dist.ReduceOp.MAX)
+    return _mean((moments[1] - moments[0])[WARMUPS:].tolist())
 
 
 def _compute(bench: Bench) -> None:
@@ -91,8 +136,19 @@ def _compute(bench: Bench) -> None:
     bench.finish()
 
 
+def _posting_cost(bench: Bench) -> dict[str, float]:
+    """Return what posting takes, by size up to what the sockets take at once, and how much that is."""
+    line = _line(POSTED_BYTES, [_posting_s(bench, size) for size in POSTED_BYTES])
+    limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
+    return {
+        "posting_s": line.fixed_s,
+        "posting_byte_s": line.byte_s,
+        "posting_limit_bytes": min(max(limit_bytes, float(POSTED_BYTES[-1])), float(OVERFLOWING_BYTES)),
+    }
+
+
 def _posting_s(bench: Bench, size_bytes: int) -> float:
-    """Return the median time that posting an exchange takes, before it is waited for."""
+    """Return the mean time that posting an exchange takes, before it is waited for."""
     post = _exchange(bench, size_bytes, wait=False)
     times = []
     for _ in range(REPEATS):
@@ -102,7 +158,7 @@ def _posting_s(bench: Bench, size_bytes: int) -> float:
         pending = post()
         times.append(time.perf_counter() - began)
         pending.wait()  # type: ignore[attr-defined]
-    return statistics.median(times)
+    return _mean(times)
 
 
 def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[], object]:
@@ -124,8 +180,40 @@ def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[
     return call
 
 
-def _collectives(bench: Bench) -> dict[str, tuple[Callable[[int], Callable[[], object]], int, float]]:
-    """Return, by kind: how to make a call of a size, its rounds, and the share of the size that each link carries."""
+ABSENT = object()
+"""What a call returns on a rank that takes no part in it."""
+Makers = dict[str, Callable[[int], Callable[[], object]]]
+"""By kind: from a size to a call of it."""
+
+
+def _one_way_calls(bench: Bench) -> Makers:
+    """Return how to make calls in which one rank sends.
+
+    It is another one in each: a rank that never waits for the others would run away from them.
+    """
+
+    def send(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        ways = itertools.cycle(((0, 1), (1, 0)))
+
+        def call() -> object:
+            source, target = next(ways)
+            if bench.rank not in (source, target):
+                return ABSENT
+            return dist.send(message, target) if bench.rank == source else dist.recv(message, source)
+
+        return call
+
+    def broadcast(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        roots = itertools.cycle(range(bench.ranks))
+        return lambda: dist.broadcast(message, next(roots))
+
+    return {"send": send, "broadcast": broadcast}
+
+
+def _calls(bench: Bench) -> Makers:
+    """Return how to make a call of a size, by kind."""
     n, device = bench.ranks, bench.device
 
     def buffers(size: int) -> tuple[Tensor, Tensor]:
@@ -161,14 +249,15 @@ def _collectives(bench: Bench) -> dict[str, tuple[Callable[[int], Callable[[], o
         gone, come = ([size // 4 if i == (bench.rank + k) % n else 0 for i in range(n)] for k in (1, -1))
         return lambda: dist.all_to_all_single(incoming, outgoing, come, gone)
 
-    share = (n - 1) / n
     return {
-        "all-reduce": (all_reduce, 2 * (n - 1), 2 * share),
-        "reduce-scatter": (reduce_scatter, 2 * (n - 1), 2 * share),  # gloo's is an all-reduce
-        "all-gather": (all_gather, n - 1, share),
-        "all-gather-v": (gather_unevenly, n - 1, share),
-        "reduce-scatter-v": (reduce_unevenly, n - 1, share),
-        "all-to-all": (exchange, 1, 1.0),
+        "all-to-all-v": lambda size: _exchange(bench, size),
+        **_one_way_calls(bench),
+        "all-reduce": all_reduce,
+        "reduce-scatter": reduce_scatter,
+        "all-gather": all_gather,
+        "all-gather-v": gather_unevenly,
+        "reduce-scatter-v": reduce_unevenly,
+        "all-to-all": exchange,
     }
 
 

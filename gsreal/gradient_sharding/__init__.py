@@ -31,9 +31,10 @@ them, and while it computes the root and one unit (beside the compute: two) as w
 gathered.
 """
 
+from gsreal.gradient_sharding.entry import shard_gradients
 from gsreal.gradient_sharding.needs import Needs, memory_and_traffic
 from gsreal.gradient_sharding.push import Sent
-from gsreal.gradient_sharding.sharding import GradientSharding, shard_gradients
+from gsreal.gradient_sharding.sharding import GradientSharding
 from gssim.plan import Publish, Push
 
 __all__ = ["GradientSharding", "Needs", "Publish", "Push", "Sent", "memory_and_traffic", "shard_gradients"]

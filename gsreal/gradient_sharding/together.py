@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gssim.plan import assign_buckets
+from gssim.buckets import assign_buckets
 
 COMPILED = "_orig_mod."
 """What torch.compile puts before the names of a module's parameters."""

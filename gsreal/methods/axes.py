@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gssim.mesh import AXES, Mesh
-from gssim.plan import Policies
+from gssim.policies import Policies
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:

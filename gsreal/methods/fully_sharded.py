@@ -17,7 +17,7 @@ from gsreal.methods.axes import data_mesh, device_mesh
 from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
-from gssim.plan import Policies
+from gssim.policies import Policies
 from gssim.scenario import Scenario, has_master_copy
 
 

@@ -14,7 +14,7 @@ from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.training import Training
 from gssim.mesh import DATA_AXES
-from gssim.plan import Policies
+from gssim.policies import Policies
 from gssim.scenario import Scenario
 from gssim.workload import gradient_order, unrolled
 

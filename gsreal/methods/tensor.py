@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.measure import Timeline
 from gsreal.methods.blocks import blocks_of
-from gsreal.tensor_slices import AllReduce, Cut, cut_of, mark, slice_block, slices_of
-from gssim.plan import Policies
+from gsreal.tensor_slices import AllReduce, Cut, cut_of, is_linear, mark, slice_block, slices_of
 from gssim.scenario import Scenario
 from gssim.slices import units_held
 from gssim.units import UserError
@@ -28,8 +27,8 @@ def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh
         sizes = units_held(cut.units(block), scenario.slice_shares)
         position = mesh.get_local_rank()
         held = range(sum(sizes[:position]), sum(sizes[: position + 1]))
-        if _suits_dtensor(scenario.policies, block, cut):
-            _distribute(block, cut, held, mesh, timeline)
+        if scenario.policies.cuts_natively and is_linear(block, cut):
+            distribute(block, cut, held, mesh, timeline)
         else:
             slice_block(block, held, all_reduce, ranks=len(sizes), group=mesh.get_group())
 
@@ -56,17 +55,7 @@ def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
     return all_reduce
 
 
-def _suits_dtensor(policies: Policies, block: nn.Module, cut: Cut) -> bool:
-    """Return whether slices are even and of linear maps: DTensor cuts no convolution by its channels.
-
-    DistributedDataParallel and Gradient Sharding take no DTensors.
-    """
-    if policies.slices != "even" or (policies.gradients in ("all-reduce", "push") and policies.data_ranks > 1):
-        return False
-    return all(isinstance(block.get_submodule(path), nn.Linear) for path in (*cut.columns, *cut.between, *cut.rows))
-
-
-def _distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeline: Timeline) -> None:
+def distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeline: Timeline) -> None:
     """Cut a block natively, by torch.distributed.tensor.parallel.
 
     DTensor cuts into runs of rows: those of query, key and value are first put in the order of the ranks that get them.

@@ -51,6 +51,7 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
                 buffers=fitted_buffers(everything, checked, index, name),
                 units=first.units.get(index),
                 reductions=_reductions(everything, index, fit),
+                linear=first.linear.get(index),
                 **costs,
             )
         )

@@ -82,6 +82,8 @@ class Record:
     """Name -> (layer of first use, shape, gradient born, gradient ready)."""
     units: dict[int, int] = field(default_factory=dict)
     """Of blocks that are cut: into how many units they can be."""
+    linear: dict[int, bool] = field(default_factory=dict)
+    """Of blocks that are cut: whether all that is cut are linear maps."""
     reductions: dict[int, list[tuple[tuple[int, str, int], int]]] = field(default_factory=lambda: defaultdict(list))
     """Of blocks that are cut: moment and bytes of every sum over the ranks."""
 

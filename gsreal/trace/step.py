@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from gsreal.build import DTYPES, build_module, example_batch, first_line, logits_of, loss_of
 from gsreal.layers import layer_boundaries, layer_modules
-from gsreal.tensor_slices import cut_of, slice_block
+from gsreal.tensor_slices import cut_of, is_linear, slice_block
 from gsreal.trace.recorder import Record, Recorder
 from gssim.units import UserError
 from gssim.workload import Model
@@ -53,7 +53,8 @@ def record_step(
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
         modules = _executed(module, list(chosen), inputs, targets, where)
         record = Record(modules, blocks={name for name in modules if chosen[name]})
-        record.units = {layer: cut[name] for layer, name in enumerate(modules) if name in cut}
+        record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
+        record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
         _record_saved(record, module, inputs, targets, stand_in)
         module.zero_grad(set_to_none=True)
         _record_operations(record, module, inputs, targets, where, stand_in)
@@ -70,13 +71,15 @@ class _StandIn:
         return self.recorder.reduce(tensor) if self.recorder else tensor.clone()
 
 
-def _cut_blocks(module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _StandIn) -> dict[str, int]:
-    """Leave so many units of each block; return of how many units each was."""
+def _cut_blocks(
+    module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _StandIn
+) -> dict[str, tuple[int, bool]]:
+    """Leave so many units of each block; return of how many units each was, and whether they are of linear maps."""
     found = {}
     for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
         cut = cut_of(block)
         if cut is not None:
-            found[name] = cut.units(block)
+            found[name] = cut.units(block), is_linear(block, cut)
             slice_block(block, range(units), stand_in, ranks=2)  # their number makes no difference to one rank
     return found
 

@@ -5,6 +5,7 @@ import numpy as np
 from gssim.cluster import Cluster
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.collectives.communication import Communication
+from gssim.collectives.stage import Stage, most_handled
 from gssim.units import UserError
 
 BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
@@ -91,14 +92,36 @@ def measured_s(cluster: Cluster, communication: Communication) -> float | None:
 
 
 def posting_s(cluster: Cluster, size_bytes: float) -> float:
-    """Return the host time to hand messages of `size_bytes` to the backend before they go on in the background."""
+    """Return the host time to hand messages of `size_bytes` to the backend.
+
+    Their transfer has begun by then: see `processor_s`. What the sockets do not take at once, as they do not where a
+    link is slow, the backend's thread hands over later.
+    """
     cost = cluster.backend_cost
-    return cost.posting_s + cost.posting_byte_s * size_bytes if cost and size_bytes else 0.0
+    if cost is None or not size_bytes:
+        return 0.0
+    limit_bytes = size_bytes if cost.posting_limit_bytes is None else cost.posting_limit_bytes
+    return cost.posting_s + cost.posting_byte_s * min(size_bytes, limit_bytes)
 
 
-def bytes_factor(cluster: Cluster, kind: str) -> float:
-    """Return the time per byte of a collective kind over that of a plain exchange on the same links."""
-    return cluster.backend_cost.bytes_factor.get(kind, 1.0) if cluster.backend_cost else 1.0
+def processor_byte_s(cluster: Cluster, kind: str) -> float:
+    """Return a rank's processor time for each byte that it sends or receives in a kind of collective."""
+    cost = cluster.backend_cost
+    return cost.processor_byte_s.get(kind, cost.processor_byte_s.get("default", 0.0)) if cost else 0.0
+
+
+def processor_s(stage: Stage, byte_s: float) -> float:
+    """Return the processor time that a stage takes of the rank that sends and receives most.
+
+    It bounds the stage from below, as its links do: bytes cross the links while others are copied, so that a stage
+    takes the longer of both, and never their sum. On a loopback it is the processor's, on a slow link the link's. One
+    thread of gloo's serves all of a rank's connections, to send and to receive (its transport/tcp/loop.cc).
+
+    >>> from gssim.collectives.stage import Hops
+    >>> processor_s(Stage(Hops.of([(0, 1, 1.0), (1, 0, 1.0)]), size_bytes=100.0), byte_s=1e-3)
+    0.2
+    """
+    return stage.size_bytes * stage.stretch_ratio * most_handled(stage.hops) * byte_s if byte_s else 0.0
 
 
 def reduction_s(cluster: Cluster, reduced_bytes: float) -> float:

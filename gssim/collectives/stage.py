@@ -1,6 +1,7 @@
 """What an algorithm makes of a collective: stages, each a set of hops that are under way together."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -59,6 +60,20 @@ class Stage:
     """Time of the transfer over that of its bytes alone: a pipeline fills and drains."""
     reduced_bytes: float = 0.0
     """Most bytes that any rank adds to its own."""
+
+
+@lru_cache(maxsize=512)
+def most_handled(hops: Hops) -> float:
+    """Return the bytes that the busiest rank sends and receives, for each byte of the stage's size.
+
+    >>> most_handled(Hops.of([(0, 1, 1.0), (0, 2, 1.0), (2, 0, 0.5)]))
+    2.5
+    """
+    if not len(hops.source):
+        return 0.0
+    ranks = int(max(hops.source.max(), hops.target.max())) + 1
+    handled = summed(hops.source, hops.weight, ranks) + summed(hops.target, hops.weight, ranks)
+    return float(handled.max())
 
 
 def summed(owner: Ints, values: Floats, owners: int) -> Floats:

@@ -1,6 +1,6 @@
 """Hosts whose devices slow each other down."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from typing import Any
 
@@ -16,7 +16,8 @@ class Host:
     def __init__(self, env: simpy.Environment, devices: int, members: dict[int, int], *, coupled: bool) -> None:
         self.env, self.devices, self.members, self.coupled = env, devices, members, coupled
         self.computing: set[int] = set()
-        self.communicating: dict[int, int] = defaultdict(int)
+        self.communicating: dict[int, Counter[float]] = defaultdict(Counter)
+        """By class: collectives under way, by the part of their time for which they keep a processor busy."""
         self.changed = env.event()
 
     def _change(self) -> None:
@@ -35,8 +36,7 @@ class Host:
         ended = False
         while not ended:
             slowdown = 1 + (neighbour_ratio - 1) * self._others(rank_class)
-            if self.communicating[rank_class]:
-                slowdown *= communicating_ratio
+            slowdown *= 1 + (communicating_ratio - 1) * self._busy_share(rank_class)
             began_s = self.env.now
             end = self.env.timeout(remaining * slowdown)
             yield end | self.changed
@@ -50,9 +50,16 @@ class Host:
         computing = sum(self.members[each] for each in self.computing)
         return (computing - 1) / max(1, self.devices - 1)
 
-    def communicate(self, rank_class: int, change: int) -> None:
-        """Note that the class has `change` more collectives under way."""
-        before = bool(self.communicating[rank_class])
-        self.communicating[rank_class] += change
-        if self.coupled and bool(self.communicating[rank_class]) != before:
+    def _busy_share(self, rank_class: int) -> float:
+        """Return for which part of the time the class's collectives keep a processor busy, 1 at most."""
+        return min(1.0, sum(share * count for share, count in self.communicating[rank_class].items()))
+
+    def communicate(self, rank_class: int, busy_share: float, change: int) -> None:
+        """Note that the class has `change` more collectives under way that keep a processor busy for `busy_share`."""
+        before = self._busy_share(rank_class)
+        under_way = self.communicating[rank_class]
+        under_way[busy_share] += change
+        if not under_way[busy_share]:
+            del under_way[busy_share]
+        if self.coupled and self._busy_share(rank_class) != before:
             self._change()

@@ -55,7 +55,10 @@ class Rendezvous:
             if scheduled.measured:
                 machine.network.count(stage)
                 continue
-            yield from machine.network.carry(stage, factor=scheduled.factor, latency=scheduled.path_latency)
+            processor_s = collectives.processor_s(stage, scheduled.processor_byte_s)
+            yield from machine.network.carry(
+                stage, factor=scheduled.factor, latency=scheduled.path_latency, processor_s=processor_s
+            )
             reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
             if reduction_s:
                 yield env.timeout(reduction_s)
@@ -106,6 +109,7 @@ class Machine:
         self.step_speed = [1.0 for _ in self.classes]
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
+        self._busy_share: dict[Meeting, float] = {}
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -130,8 +134,12 @@ class Machine:
 
     def note_communication(self, meeting: Meeting, change: int) -> None:
         """Tell the hosts of a collective's members that it begins or ends."""
+        if not any(self.hosts[each.host].coupled for each in meeting.classes):
+            return
+        if meeting not in self._busy_share:
+            self._busy_share[meeting] = meeting.scheduled.processor_share(self.network)
         for each in meeting.classes:
-            self.hosts[each.host].communicate(each.index, change)
+            self.hosts[each.host].communicate(each.index, self._busy_share[meeting], change)
 
     def note_bytes(self, stage: collectives.Stage) -> None:
         """Count what goes over the hops of a stage."""

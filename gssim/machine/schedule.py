@@ -12,7 +12,7 @@ import numpy as np
 
 from gssim import collectives
 from gssim.cluster import Cluster
-from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hops, Members, Stage, summed
+from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hops, Members, Stage, processor_s, summed
 from gssim.collectives.algorithms import ring_hops
 from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
 from gssim.network import Network, Router
@@ -40,13 +40,28 @@ class Scheduled:
     """Whether latencies of links count; else they are part of `fixed_s`."""
     measured: bool = False
     """`fixed_s` is all the time that it takes; what the links carry is counted, but takes no time of its own."""
+    processor_byte_s: float = 0.0
+    """Processor time of a rank for each byte that it sends or receives, beside what the links take."""
 
     def alone_s(self, network: Network) -> float:
         """Return the time on idle links, additions to received bytes left out."""
-        if self.measured:
-            return self.fixed_s
-        each_s = [network.alone_s(stage, latency=self.path_latency, factor=self.factor) for stage in self.stages]
-        return self.fixed_s + sum(each_s)
+        return self.fixed_s if self.measured else self.fixed_s + self._carrying_s(network, latency=self.path_latency)
+
+    def processor_share(self, network: Network) -> float:
+        """Return for which part of the time on idle links the processors are busy with the bytes: 1 where not known.
+
+        Communication slows the compute beside it by that much less than on the links on which that was measured.
+        """
+        busy_s = sum(processor_s(stage, self.processor_byte_s) for stage in self.stages)
+        return min(1.0, busy_s / self._carrying_s(network, latency=False)) if busy_s else 1.0
+
+    def _carrying_s(self, network: Network, *, latency: bool) -> float:
+        return sum(
+            network.alone_s(
+                stage, latency=latency, factor=self.factor, processor_s=processor_s(stage, self.processor_byte_s)
+            )
+            for stage in self.stages
+        )
 
 
 class Scheduler:
@@ -195,8 +210,9 @@ class Scheduler:
     def _plain(self, name: str, members: Members, communication: Communication) -> Scheduled:
         """Return an algorithm with the backend's costs; raises ValueError where the group has not the shape for it."""
         stages = ALGORITHMS[name, communication.carried_kind](members, communication)
-        fixed_s = collectives.overhead_s(self.cluster, communication.carried_kind)
-        return Scheduled(name, stages, fixed_s, collectives.bytes_factor(self.cluster, communication.carried_kind))
+        kind = communication.carried_kind
+        byte_s = collectives.processor_byte_s(self.cluster, kind)
+        return Scheduled(name, stages, collectives.overhead_s(self.cluster, kind), processor_byte_s=byte_s)
 
     def _fitting(self, members: Members, communication: Communication) -> tuple[Scheduled, ...]:
         """Return all algorithms that the group has the shape for.

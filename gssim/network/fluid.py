@@ -83,11 +83,13 @@ class Network:
         )
         self._begun(limited, np.full(1, np.inf))
 
-    def alone_s(self, stage: Stage, *, latency: bool = True, factor: float = 1.0) -> float:
+    def alone_s(self, stage: Stage, *, latency: bool = True, factor: float = 1.0, processor_s: float = 0.0) -> float:
         """Return the time of a stage on idle links."""
         alone = copy(self)
         alone.env, alone.active, alone.carried = simpy.Environment(), [], self.carried.copy()
-        alone.env.run(until=alone.env.process(alone.carry(stage, factor=factor, latency=latency)))
+        alone.env.run(
+            until=alone.env.process(alone.carry(stage, factor=factor, latency=latency, processor_s=processor_s))
+        )
         return float(alone.env.now)
 
     def count(self, stage: Stage) -> None:
@@ -95,8 +97,13 @@ class Network:
         traffic = self.folded.of(stage)
         self.carried[traffic.carried_link] += traffic.carried * stage.size_bytes
 
-    def carry(self, stage: Stage, *, factor: float = 1.0, latency: bool = True) -> Generator[Any, Any, None]:
-        """Take the simulated time of a stage; `factor`: time of a byte over that on the bare links."""
+    def carry(
+        self, stage: Stage, *, factor: float = 1.0, latency: bool = True, processor_s: float = 0.0
+    ) -> Generator[Any, Any, None]:
+        """Take the simulated time of a stage; `factor`: time of a byte over that on the bare links.
+
+        `processor_s`: what its ends are busy with the bytes while these are under way; it ends no sooner.
+        """
         self.count(stage)
         traffic = self.folded.of(stage)
         ends = []
@@ -104,20 +111,22 @@ class Network:
             wait_s = group.latency_s * stage.steps if latency else 0.0
             sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * factor)
             if len(traffic.groups) == 1:
-                if wait_s:
-                    yield self.env.timeout(wait_s)
-                if sizes.any() and len(group.link):
-                    yield self._begun(group, sizes)
+                yield from self._delayed(group, sizes, wait_s, processor_s)
                 return
-            ends.append(self.env.process(self._delayed(group, sizes, wait_s)))
+            ends.append(self.env.process(self._delayed(group, sizes, wait_s, processor_s)))
         if ends:
             yield self.env.all_of(ends)
 
-    def _delayed(self, group: Sessions, sizes: Floats, wait_s: float) -> Generator[Any, Any, None]:
+    def _delayed(self, group: Sessions, sizes: Floats, wait_s: float, processor_s: float) -> Generator[Any, Any, None]:
         if wait_s:
             yield self.env.timeout(wait_s)
-        if sizes.any() and len(group.link):
+        if not sizes.any():
+            return
+        busy = self.env.timeout(processor_s) if processor_s else None
+        if len(group.link):
             yield self._begun(group, sizes)
+        if busy is not None:
+            yield busy
 
     def _begun(self, group: Sessions, sizes: Floats) -> simpy.Event:
         transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)

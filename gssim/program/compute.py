@@ -17,7 +17,7 @@ from gssim.memory import (
 from gssim.program.borders import stage_timeline
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.scratch import scratch_events
-from gssim.program.slices import cut_after, phase_label, reduced
+from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
 from gssim.program.task import Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.workload import LayerInstance
@@ -92,7 +92,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         key = (phase, id(instance.layer), cut, *map(id, events))
         if key not in once:
             taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
-            duration_s = _layer_s(low, rank, instance, phase, samples)
+            duration_s = with_host_time(
+                low, rank, instance, phase, samples, alone_s=_layer_s(low, rank, instance, phase, samples)
+            )
             if phase == "b":
                 duration_s += hook_s * len(instance.layer.parameters)
                 duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from gssim import shares
+from gssim.buckets import assign_buckets, bucket_limits
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.division import Division, divide
 from gssim.gradients import GradientStatistics
-from gssim.plan import Policies, Push, assign_buckets, bucket_limits
+from gssim.plan import Push
+from gssim.policies import Policies
 from gssim.program.borders import Stage
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.scenario import Scenario, has_master_copy, master_bytes, schedule_of, value_bytes

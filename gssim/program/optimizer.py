@@ -15,6 +15,7 @@ from gssim.program.messages import held_for_thresholds
 from gssim.program.publish import publish
 from gssim.program.task import Task
 from gssim.program.units import owned_rows, units
+from gssim.slices import native_tensors
 
 
 def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
@@ -22,7 +23,6 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     workload, device = low.scenario.workload, low.device(rank)
     owned = _owned_tensors(low, rank)
     elements = sum(owned)
-    sharded = low.policies.gradients == "reduce-scatter"  # these are DTensors
     temporary = optimizer_temporary_bytes(
         workload.optimizer,
         implementation=implementation_on(device.kind, workload.optimizer_implementation),
@@ -35,7 +35,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     events += [Event(2, -temporary, "temporaries"), Event(3, -cast, "temporaries")]
     events.append(Event(4, -_gradient_bytes_at_end(low, rank), "gradients"))
     duration_s = costs.optimizer_time_s(
-        device, workload, elements=elements, tensors=len(owned), sharded_tensors=sharded
+        device, workload, elements=elements, tensors=len(owned), sharded_tensors=_native_tensors(low, len(owned))
     )
     if not _holds_shards(low):  # else what was updated is cast to the parameters as they are gathered
         duration_s += costs.master_copy_time_s(
@@ -45,6 +45,13 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     if low.policies.gradients == "push":
         return publish(low, rank, tasks, update)
     return [*tasks, update, *_published(low)]
+
+
+def _native_tensors(low: Lowering, owned: int) -> int:
+    """Return how many of the tensors that a rank updates are DTensors: all where FSDP2 shards, else cut maps."""
+    if low.policies.gradients == "reduce-scatter":
+        return owned
+    return native_tensors(low.scenario.workload.model) if low.policies.cuts_natively else 0
 
 
 def _casts_gradients(low: Lowering) -> bool:

@@ -112,12 +112,11 @@ class _Writer:
         size = self.size_bytes(message)
         name = self.name(message)
         self.low.communications[name] = Communication("send", first, size, beside=tuple(others))
-        posting_s = collectives.posting_s(self.low.scenario.cluster, size) if sends else 0.0
-        if posting_s:
-            self.add(Task(f"post {name}", "exposed_communication", duration_s=posting_s))
         stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
-        task = Task(self.label(message), "exposed_communication", stream, communication=name, after=(self.latest,))
-        self.add(task)
+        self.add(Task(self.label(message), "exposed_communication", stream, communication=name, after=(self.latest,)))
+        posting_s = collectives.posting_s(self.low.scenario.cluster, size) if sends else 0.0
+        if posting_s:  # it goes as it is posted
+            self.add(Task(f"post {name}", "exposed_communication", duration_s=posting_s))
 
     def release(self, message: Message) -> None:
         """Give back the tensor that a stage has made."""

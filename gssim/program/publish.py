@@ -110,8 +110,9 @@ def _across(low: Lowering, rank: int, bucket: Bucket, label: str) -> list[Task]:
         ring = Task(label, "exposed_communication", communication=name, need=need)
         return [ring, put(low, rank, bucket)] if thresholded else [ring]
     posting_s = collectives.posting_s(low.scenario.cluster, (len(parts) - 1) * parts[low.node(rank)])
-    post = Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=need)
-    return [post, Task(label, "exposed_communication", communication=name, after=(post.label,))]
+    begin = Task(f"begin {label}", "exposed_communication", need=need)  # messages go as they are posted
+    post = Task(f"post {label}", "exposed_communication", duration_s=posting_s)
+    return [begin, post, Task(label, "exposed_communication", communication=name, after=(begin.label,))]
 
 
 def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:

@@ -112,14 +112,18 @@ def _push_bucket(
     )
     sent_bytes, received_bytes = sum(matrix[own]), sum(row[own] for row in matrix)
     if thresholded:
-        tasks += _count_exchange(low, bucket)
+        tasks.append(_count_exchange(low, bucket))
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
     adding = _adding_events(low, bucket, rank, micro_batch)
     posted, released = _exchange_events(low, packed, adding, sent_bytes, received_bytes)
+    ready = tasks[-1].label
     posting_s = _posting_s(low, rank, sent_bytes)
     tasks.append(Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=footprint(posted)))
-    stream = "communication" if low.scenario.plan.overlap else "compute"
-    tasks.append(Task(label, "exposed_communication", stream, communication=name, after=(tasks[-1].label,)))
+    if low.scenario.plan.overlap:  # messages go as they are posted, the backend's call once it has its flat copy
+        after = (ready if low.policies.point_to_point else tasks[-1].label,)
+        tasks.append(Task(label, "exposed_communication", "communication", communication=name, after=after))
+    else:
+        tasks.append(Task(label, "exposed_communication", communication=name, after=(tasks[-1].label,)))
     add_s = _add_s(low, bucket, rank, [row[own] for row in entries], received_bytes)
     add = f"add bucket {bucket.index}"
     return tasks, [Task(add, "compression", duration_s=add_s, after=(label,), need=footprint(released))]
@@ -195,10 +199,14 @@ def _adding_events(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroB
 
 
 def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
-    """Return the time to hand messages over; the backend's call takes them from a flat copy, in its own thread."""
-    if low.policies.point_to_point:
-        return collectives.posting_s(low.scenario.cluster, sent_bytes)
-    return costs.copy_time_s(low.device(rank), sent_bytes)
+    """Return the time to hand messages over before the compute goes on.
+
+    Where it does not, that is part of what the exchange takes. The backend's call takes them from a flat copy, in its
+    own thread.
+    """
+    if not low.policies.point_to_point:
+        return costs.copy_time_s(low.device(rank), sent_bytes)
+    return collectives.posting_s(low.scenario.cluster, sent_bytes) if low.scenario.plan.overlap else 0.0
 
 
 def _prepare(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]) -> Task:
@@ -273,8 +281,8 @@ def _is_first_push(micro_batch: MicroBatch) -> bool:
     return micro_batch.first or not micro_batch.left
 
 
-def _count_exchange(low: Lowering, bucket: Bucket) -> list[Task]:
-    """Return the tasks that tell every owner how many entries come: posted, then waited for."""
+def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
+    """Return the task that tells every owner how many entries come: posted, and waited for."""
     name = f"counts bucket {bucket.index}"
     members = low.nodes
     row = (float(COUNT_BYTES),) * members
@@ -282,6 +290,4 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> list[Task]:
     size = members * (members - 1) * COUNT_BYTES
     axis, carried_as = low.policies.push_axis, _carried_as(low)
     low.communications[name] = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)
-    posting_s = _posting_s(low, low.group[0], (members - 1) * COUNT_BYTES)
-    post = Task(f"post {name}", "exposed_communication", duration_s=posting_s)
-    return [post, Task(name, "exposed_communication", communication=name)]
+    return Task(name, "exposed_communication", communication=name)

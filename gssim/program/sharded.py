@@ -10,8 +10,8 @@ come last, from the callback at the end of the backward.
 [Note: replicas] On a mesh of two axes (HSDP), a unit's shards of gradients, once reduce-scattered over `dp_shard`, are
 all-reduced over `dp_replicate` (_fsdp_collectives.foreach_reduce). What is all-reduced stays until the callback at the
 end of the backward (FSDPParamGroup._all_reduce_state, finalize_backward): the first micro-batch keeps it as gradient
-anyway, those of later ones are added to that and stay beside it. On nccl the all-reduces have a communicator and a
-stream of their own; nothing waits for them but that callback.
+anyway, those of later ones are added to that and stay beside it, and so does what is then cast to another precision. On
+nccl the all-reduces have a communicator and a stream of their own; nothing waits for them but that callback.
 
 [Note: streams] On nccl, collectives run beside the compute, in the order in which the host issues them: gathers and
 reduce-scatters share one communicator, which runs one at a time. Events hold them back as in wait_for_unshard and
@@ -94,10 +94,17 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
         return Task("backward callback", "backward")
     events = [Event(0, -last.padded_bytes, "communication")]
     if low.replicates:
-        events.append(Event(0, -sum(_added_bytes(unit, micro_batch) for unit in units(low)), "gradients"))
+        events += [_all_reduced_freed(unit, micro_batch) for unit in units(low)]
     names = [_reduce_name(last)] if last.ranks > 1 else []
     names += [_all_reduce_name(last)] if low.replicates else []
     return Task("backward callback", "backward", after=tuple(names) if low.overlaps else (), need=_need(*events))
+
+
+def _all_reduced_freed(unit: Unit, micro_batch: MicroBatch) -> Event:
+    """Return the end of what was all-reduced of a unit; a cast has its gradient apart, else it may be that itself."""
+    if unit.casts:
+        return Event(0, -unit.chunk_bytes, "communication")
+    return Event(0, -_added_bytes(unit, micro_batch), "gradients")
 
 
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
@@ -123,10 +130,11 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     """Return what happens once a unit's gradients are all there; `before` is the unit whose turn came before it.
 
     The sum of the shard's gradients is kept; in later micro-batches it is added to what is there, and given back: at
-    once, or where it was all-reduced by the callback at the end of the backward.
+    once, or where it is what was all-reduced by the callback at the end of the backward.
     """
     name, overlaps = _reduce_name(unit), low.overlaps
-    added = Event(5, 0 if low.replicates else -_added_bytes(unit, micro_batch), "gradients")
+    stays = low.replicates and not unit.casts
+    added = Event(7, 0 if stays else -_added_bytes(unit, micro_batch), "gradients")
     copy = Task(
         f"copy in {name}",
         "backward",
@@ -138,8 +146,9 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
             Event(0, -unit.padded_bytes, "gathered_parameters"),
             Event(1, -before.padded_bytes if before else 0, "communication"),
             Event(2, unit.padded_bytes, "communication"),
-            Event(3, -unit.gradient_bytes, "gradients"),
-            Event(4, unit.chunk_bytes, "communication" if unit.casts else "gradients"),
+            *_padding(low, rank, unit, position=3),
+            Event(5, -unit.gradient_bytes, "gradients"),
+            Event(6, unit.chunk_bytes, "communication" if unit.casts else "gradients"),
             *([added] if (overlaps or unit.ranks == 1) and not unit.casts else []),
         ),
     )
@@ -154,6 +163,15 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
         beside = _beside(all_reduce, before_it, "replication", NOTHING)
         tasks.append(beside if overlaps else _blocking(all_reduce, NOTHING))
     return [*tasks, *_cast(low, rank, unit, f"cast {name}", added)]
+
+
+def _padding(low: Lowering, rank: int, unit: Unit, *, position: int) -> list[Event]:
+    """Return the padded copies that a CPU makes of gradients as it copies them in; a CUDA kernel pads as it goes.
+
+    Source: torch 2.13, aten/src/ATen/native/TensorShape.cpp, _chunk_cat and _pad_chunk; they are all made first.
+    """
+    size = unit.uneven_bytes if low.device(rank).kind == "cpu" else 0
+    return [Event(position, size, "temporaries"), Event(position + 1, -size, "temporaries")]
 
 
 def _beside(name: str, after: str, stream: str, need: Footprint) -> Task:
@@ -174,7 +192,8 @@ def _cast(low: Lowering, rank: int, unit: Unit, name: str, added: Event) -> list
     """
     if not unit.casts:
         return []
-    need = _need(Event(0, unit.shard_bytes, "gradients"), Event(1, -unit.chunk_bytes, "communication"), added)
+    freed = [] if low.replicates else [Event(1, -unit.chunk_bytes, "communication")]
+    need = _need(Event(0, unit.shard_bytes, "gradients"), *freed, added)
     duration_s = costs.master_copy_time_s(
         low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
     )

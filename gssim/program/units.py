@@ -35,6 +35,12 @@ class Tensors:
         return self.ranks * sum(self.shard_elements) * self.value_bytes
 
     @cached_property
+    def uneven_bytes(self) -> int:
+        """Bytes of those of the gathered parameters that have padding."""
+        pairs = zip(self.rows, self.shard_elements, strict=True)
+        return self.ranks * sum(elements for (rows, _), elements in pairs if rows % self.ranks) * self.value_bytes
+
+    @cached_property
     def shard_bytes(self) -> int:
         """Bytes of the parameters, or of their gradients, that one rank keeps, padding included."""
         return sum(self.shard_elements) * self.master_bytes
@@ -80,6 +86,11 @@ class Unit:
     def padded_bytes(self) -> int:
         """Bytes of the gathered parameters, padding included."""
         return self.tensors.padded_bytes
+
+    @property
+    def uneven_bytes(self) -> int:
+        """Bytes of those of the gathered parameters that have padding."""
+        return self.tensors.uneven_bytes
 
     @property
     def flat_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """What of workload, plan and cluster does not go together."""
 
 from gssim.conditions import applied, ends_of
-from gssim.plan import Plan, Policies, Push, refuse_what_cannot_run
+from gssim.plan import Plan, Push
+from gssim.policies import Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
 from gssim.scenario.stages import schedule_of, why_no_chain
 from gssim.schedule import refuse

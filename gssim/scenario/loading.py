@@ -48,7 +48,20 @@ def load_model(path: Path) -> Model:
 
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster in the TOML file `path`."""
-    return validated(Cluster, read_toml(path)[1], file=str(path))
+    return validated(Cluster, _cluster_data(path), file=str(path))
+
+
+IN_FILES = ("device_types", "backend_cost")
+"""Tables of a cluster file that may be in files of their own, which several clusters share."""
+
+
+def _cluster_data(path: Path) -> dict[str, Any]:
+    """Return the content of a cluster file, with the tables that it names by their files."""
+    data = read_toml(path)[1]
+    for key in IN_FILES:
+        if isinstance(data.get(key), str):
+            data[key] = read_toml(_find(data[key], key, str(path), {"": path.parent}))[1]
+    return data
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
@@ -100,7 +113,7 @@ def _part(
     if not isinstance(value, str):
         return value
     found = _find(value, f"{under}{key}", file, folders)
-    return validated(cls, read_toml(found)[1], file=str(found))
+    return load_cluster(found) if cls is Cluster else validated(cls, read_toml(found)[1], file=str(found))
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:

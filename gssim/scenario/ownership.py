@@ -18,7 +18,8 @@ import numpy as np
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.optimizers import VALUES_KEPT, implementation_on, optimizer_moved_values
-from gssim.plan import Plan, Policies, resolved_push
+from gssim.plan import Plan, resolved_push
+from gssim.policies import Policies
 from gssim.scenario.rates import has_master_copy, master_bytes, value_bytes
 from gssim.topology import Wiring
 from gssim.units import PRECISION_BYTES, Floats, Ints, UserError

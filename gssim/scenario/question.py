@@ -13,7 +13,8 @@ from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import TWO_LEVELS, Plan, Policies, Publish, Push, Replanning, resolve, resolved_push
+from gssim.plan import Plan, Publish, Push, Replanning, resolved_push
+from gssim.policies import TWO_LEVELS, Policies, resolve
 from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
@@ -21,7 +22,7 @@ from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
 from gssim.workload import LayerInstance, Workload, unrolled
 
-FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "untrained_buffers", "frozen", "deepest")
+FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "linear", "untrained_buffers", "frozen", "deepest")
 """Of a layer: files traced before these were kept ask the same question."""
 
 

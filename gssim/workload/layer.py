@@ -64,6 +64,8 @@ class Layer:
     """Of a block that is cut: how many units there are of it; see [Note: units]."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
     """Of a block that is cut: the sums over ranks, in the order of their moments."""
+    linear: bool | None = None
+    """Of a block that is cut: whether all that is cut are linear maps, which DTensor cuts; absent: not known."""
     untrained_buffers: tuple[text_of(Buffer), ...] | None = None  # type: ignore[valid-type]
     """Its buffers where neither it nor a layer before it is trained: autograd keeps nothing; absent: not traced."""
     frozen: PartialBackward | None = None

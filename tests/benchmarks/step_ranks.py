@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gsreal.feed import Feed
 from gsreal.machine import settle
 from gsreal.measure import Timeline
-from gsreal.worker import Feed, build
+from gsreal.worker import build
 from gssim.scenario import load_scenario
 
 PLANS = {

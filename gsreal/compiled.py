@@ -1,0 +1,41 @@
+"""The few pieces that are C++: compiled on first use, and kept for later."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler to use, if there is one."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def compiled(source: Path, flags: Sequence[str] = (), *, version: str = "") -> Path | None:
+    """Return what the compiler makes of a file of C++, or None where nothing compiles it.
+
+    A shared library with the flag `-shared`, else a program. It is made anew when the file, the flags or the `version`
+    of what it is linked with change.
+    """
+    said = "\0".join([source.read_text(encoding="utf-8"), version, *flags])
+    key = hashlib.sha256(said.encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gsreal"
+    kept = folder / f"{source.stem}-{key}{'.so' if '-shared' in flags else ''}"
+    return kept if kept.exists() or _compile(source, flags, kept) else None
+
+
+def _compile(source: Path, flags: Sequence[str], kept: Path) -> bool:
+    program = compiler()
+    if program is None:
+        return False
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        made = Path(folder) / kept.name
+        command = [program, "-std=c++20", "-O2", str(source), "-o", str(made), *flags]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return False
+        made.replace(kept)
+    return True

@@ -1,0 +1,126 @@
+"""`shard_gradients`: takes a model and makes the optimizer of its shards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gsreal.gradient_sharding.at_rest import gather_just_in_time, make_units
+from gsreal.gradient_sharding.beside import runs_beside
+from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.forward import ForwardWaits
+from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
+from gsreal.gradient_sharding.observer import Observer, unobserved
+from gsreal.gradient_sharding.options import check_options, checked_shares, shards_in_groups, unowned
+from gsreal.gradient_sharding.publish import Publisher
+from gsreal.gradient_sharding.push import Pusher
+from gsreal.gradient_sharding.sharding import GradientSharding
+from gsreal.gradient_sharding.together import trained_parameters, travelling_together
+from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, resolved_push
+
+OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
+"""Makes an optimizer of parameters, or of groups of them, as torch's optimizers take them."""
+
+
+def shard_gradients(
+    model: nn.Module,
+    optimizer_factory: OptimizerFactory,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
+    parameters: Literal["replicated", "gathered", "sharded"] = "replicated",
+    units: Sequence[nn.Module] = (),
+    shard_shares: Sequence[float] | None = None,
+    push: Push | None = None,
+    publish: Publish | None = None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    skip_nonfinite: bool = False,
+    point_to_point: bool = True,
+    bucket_bytes: float = DDP_BUCKET_BYTES,
+    first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
+    parameter_order: Sequence[str] | None = None,
+    publish_overlaps: bool | None = None,
+    overlap: bool | None = None,
+    observe: Observer = unobserved,
+) -> GradientSharding:
+    """Shard the gradients and the optimizer state of `model`, and return what to call `step` on.
+
+    Parameters are moved into flat buckets (they stay views of them) and made equal to the first rank's, and so are
+    buffers, once: as each rank trains, its BatchNorm statistics become its own. `optimizer_factory` gets this rank's
+    shards and must return an elementwise optimizer. Assumes that the loss is the mean over the rank's own samples; set
+    `.weights` where ranks have unequal batches. Parameters that a backward does not reach have zero gradients.
+
+    `mesh`, `group`: the ranks, all by default. On a mesh of two axes, (nodes, devices of a node), gradients are
+    reduce-scattered inside the node first, and pushed across nodes.
+    `parameters`: `sharded`: nothing is published, but every rank keeps its shard of the parameters alone, and those of
+    each of `units` (modules, in the order in which they run: a transformer's blocks) are gathered just before its
+    forward, freed, and gathered again for its backward. `gathered`: they stay from forward to backward. What no unit
+    has stays all the while. Between steps, parameters have no values; `model.state_dict()`, on all ranks, has them.
+
+    `shard_shares`: each rank's fraction of every bucket (even by default). `push`: what is sent, and how; by default
+    all, densely. `publish`: the same for updated parameters; with a threshold, owners keep a master copy of their shard
+    in any case. `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and
+    broadcasts.
+
+    `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
+    torch's optimizers take them; the factory then gets the same with shards in their place.
+    `scaler`: the GradScaler that scales the loss. Gradients travel scaled, and thresholds count for them unscaled;
+    then `unscale_`, `step` and `update` as usual. Costs a scalar all-reduce a backward, so that all skip alike.
+    `skip_nonfinite`: without a scaler, skip steps with NaN or infinite gradients (`skipped_steps` counts them); costs a
+    scalar all-reduce a step, or nothing where `clip_grad_norm_` is called.
+
+    `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own. `parameter_order`: the
+    order in which gradients become ready (reversed registration by default). `overlap`: whether gathers and reductions
+    inside nodes begin early, to go on beside the compute: by default where they can (nccl). `publish_overlaps`: whether
+    the next forward begins while published parameters are under way, each module waiting for its own (by default on
+    GPUs only).
+
+    Raises ValueError where parameters, units and options do not fit one another.
+    """
+    levels = levels_of(mesh, group)
+    publish = publish or Publish()
+    check_options(parameters, units, publish, param_groups)
+    shares = checked_shares(shard_shares, len(levels.ranks), scaler)
+    trained = trained_parameters(model, parameter_order)
+    buckets: Sequence[Bucket]
+    if parameters == "replicated":
+        found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
+        buckets = [_bucket(i, each.parameters, levels, shares) for i, each in enumerate(found)]
+        group_of = [each.group for each in found]
+    else:
+        buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
+        group_of = [0] * len(buckets)
+    levels.make_equal([*(bucket.whole for bucket in buckets), *unowned(model, trained)])
+    for bucket in buckets:
+        bucket.take_shard(master=publish.threshold is not None)
+    first = buckets[0].flat
+    overlap = runs_beside(levels.across, first.device) if overlap is None else overlap
+    gather_just_in_time(model, kept=parameters == "gathered", prefetch=overlap)
+    optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
+    rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
+    pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe)
+    overlaps = first.is_cuda if publish_overlaps is None else publish_overlaps
+    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps, inside=levels.inside)
+    if overlaps and parameters == "replicated":
+        ForwardWaits(model, list(buckets), publisher.wait, publisher.finish)
+    return GradientSharding(
+        buckets,
+        optimizer,
+        pusher,
+        publisher,
+        levels,
+        InNode(levels.inside, first.device, overlap=overlap, observe=observe),
+        model=model,
+        names={parameter: name for name, parameter in trained.items()},
+        scaler=scaler,
+        skip_nonfinite=skip_nonfinite,
+    )
+
+
+def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, shares: Sequence[float]) -> Bucket:
+    division = levels.division(sum(parameter.numel() for parameter in parameters), shares)
+    return Bucket(index, parameters, division, node=levels.node, place=levels.place)

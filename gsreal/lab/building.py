@@ -1,0 +1,202 @@
+"""Builds a lab's network, and takes it down whatever happens."""
+
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from gsreal.compiled import compiled
+from gsreal.lab.cleaning import claimed, take_down
+from gsreal.lab.interrupts import uninterrupted
+from gsreal.lab.namespaces import in_namespace
+from gsreal.lab.network import ADDRESS_DEVICE, Network, Wire
+from gsreal.lab.processes import before_first
+from gsreal.lab.shaping import Command, group_bytes, shape
+from gssim.units import RunFailedError
+
+SETTINGS = {
+    "ipv4/ip_forward": "1",
+    "ipv4/conf/all/rp_filter": "0",
+    "ipv4/conf/default/rp_filter": "0",
+    "ipv4/tcp_congestion_control": "reno",  # without losses it is as good as any, and every kernel has it
+    "ipv4/tcp_slow_start_after_idle": "0",  # a step's first message finds the link as the step before left it
+    "ipv4/tcp_no_metrics_save": "1",
+    "ipv6/conf/all/disable_ipv6": "1",  # nothing but the ranks says anything
+    "ipv6/conf/default/disable_ipv6": "1",
+}
+"""Of every namespace, under /proc/sys/net."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The process that delays wires in a kernel without netem."""
+
+    process: "subprocess.Popen[str]"
+
+    def end(self) -> None:
+        """Stop it; its devices go with it."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def node_commands(network: Network) -> list[Command]:
+    """Return the commands that make the namespaces."""
+    return [("ip", "netns", "add", node.namespace) for node in network.nodes]
+
+
+def wire_commands(wires: Iterable[Wire]) -> list[Command]:
+    """Return the commands that lay wires without a delay of their own."""
+    found: list[Command] = []
+    for wire in wires:
+        a, b = wire.ends
+        place = ("peer", "name", b.interface, "netns", b.namespace)
+        found.append(("ip", "-n", a.namespace, "link", "add", a.interface, "type", "veth", *place))
+    return found
+
+
+def address_commands(network: Network) -> list[Command]:
+    """Return the commands that give every interface its address, and take it into use."""
+    found: list[Command] = []
+    for node in network.nodes:
+        ip: Command = ("ip", "-n", node.namespace)
+        found.append((*ip, "link", "set", "lo", "up"))
+        if node.address:  # a bridge without ports is never down, whichever wires are there
+            found.append((*ip, "link", "add", ADDRESS_DEVICE, "type", "bridge"))
+            found.append((*ip, "addr", "add", f"{node.address}/32", "dev", ADDRESS_DEVICE))
+            found.append((*ip, "link", "set", ADDRESS_DEVICE, "up"))
+    size = str(group_bytes(network.slowest_bytes_per_s))
+    for end in (end for wire in network.wires for end in wire.ends):
+        ip = ("ip", "-n", end.namespace)
+        found.append((*ip, "addr", "add", f"{end.address}/30", "dev", end.interface))
+        found.append((*ip, "link", "set", end.interface, "gso_max_size", size, "up"))
+    return sorted(found, key=lambda command: command[2])
+
+
+def route_commands(network: Network) -> list[Command]:
+    """Return the commands that say how every node reaches every device."""
+    found = []
+    for route in network.routes:
+        source = ("src", route.source) if route.source else ()
+        where = ("via", route.via, "dev", route.interface, *source)
+        found.append(("ip", "-n", route.namespace, "route", "add", f"{route.destination}/32", *where))
+    return sorted(found, key=lambda command: command[2])
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network that is there."""
+
+    netem: bool
+    """Whether the kernel makes the delays."""
+    line: Line | None
+    """What makes them, if the kernel does not."""
+
+    def check(self) -> None:
+        """Raise RunFailedError where a part of it has died."""
+        if self.line is not None and self.line.process.poll() is not None:
+            raise RunFailedError(f"lab: the process that delays links died (exit code {self.line.process.returncode})")
+
+
+@contextmanager
+def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
+    """Build the network for as long as the context lasts; raise RunFailedError where a command fails.
+
+    Not `shaped`: links are as fast as this machine makes them.
+    """
+    with ExitStack() as stack:
+        if not stack.enter_context(claimed(network.run_id)):
+            raise RunFailedError(f"lab: run id {network.run_id} is taken")
+        stack.callback(_taken_down, network.run_id)
+        execute(node_commands(network))
+        netem = has_netem(network.nodes[0].namespace)
+        for node in network.nodes:
+            in_namespace(node.namespace, _settle)
+        delayed = [wire for wire in network.wires if wire.is_delayed and not netem]
+        execute(wire_commands(wire for wire in network.wires if wire not in delayed))
+        line = delay_line(delayed) if delayed else None
+        if line is not None:
+            stack.callback(_ended, line)
+        execute(address_commands(network))
+        execute(route_commands(network))
+        ends = [end for wire in network.wires for end in wire.ends]
+        if shaped:
+            execute([command for end in ends for command in shape(end, netem=netem)])
+        yield Built(netem, line)
+
+
+def _taken_down(run_id: str) -> None:
+    with uninterrupted():
+        take_down(run_id)
+
+
+def _ended(line: Line) -> None:
+    with uninterrupted():
+        line.end()
+
+
+def _settle() -> None:
+    for name, value in SETTINGS.items():
+        path = Path("/proc/sys/net", name)
+        if path.exists():
+            path.write_text(value, encoding="ascii")
+
+
+def has_netem(namespace: str) -> bool:
+    """Return whether the kernel has the queueing discipline that delays."""
+    tc = ("tc", "-n", namespace, "qdisc")
+    tried = subprocess.run([*tc, "add", "dev", "lo", "root", "netem", "delay", "1ms"], capture_output=True, check=False)
+    if tried.returncode:
+        return False
+    execute([(*tc, "del", "dev", "lo", "root")])
+    return True
+
+
+def delay_line(wires: Sequence[Wire]) -> Line:
+    """Start the process that makes wires with delay; return when their ends are there."""
+    program = compiled(Path(__file__).with_name("delay_line.cpp"))
+    if program is None:
+        raise RunFailedError("lab: delay_line.cpp cannot be compiled")
+    ends = [end for wire in wires for end in wire.ends]
+    words = [word for end in ends for word in (end.namespace, end.interface, str(round(end.delay_s * 1e9)))]
+    process = subprocess.Popen(
+        [program, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=before_first,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stderr:
+        if process.stdout.readline() != "ready\n":
+            said = process.stderr.read().strip()
+            Line(process).end()
+            raise RunFailedError(f"lab: links cannot be delayed: {said}")
+    return Line(process)
+
+
+def execute(commands: Iterable[Command]) -> None:
+    """Run commands, those of one program in one namespace at once; raise RunFailedError with what a failing one says.
+
+    Each is the words of a command line.
+    """
+    for start, group in groupby(commands, key=lambda command: command[:3] if command[1] == "-n" else command):
+        rest = [command[3:] for command in group]
+        batch = rest if start[1] == "-n" else []
+        words = [*start, "-batch", "-"] if batch else list(start)
+        lines = "".join(" ".join(each) + "\n" for each in batch)
+        try:
+            done = subprocess.run(words, input=lines, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise RunFailedError(f"lab: {start[0]} is gone") from None
+        if done.returncode:
+            said = " ".join(done.stderr.split())
+            number = said.rpartition("-:")[2] if batch else ""
+            failing = batch[int(number) - 1] if number.isdigit() and int(number) <= len(batch) else ()
+            raise RunFailedError(f"lab: {' '.join([*start, *failing])}: {said or f'exit code {done.returncode}'}")

@@ -1,0 +1,90 @@
+"""What a lab leaves behind when it ends, however it ends: nothing, or what `gsreal lab --clean` takes away.
+
+A lab holds a lock on a file that is named after its run; the kernel lets go of it when the process dies. So a lab whose
+lock can be taken is dead, and labs that are running are left alone.
+"""
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gsreal.lab.namespaces import FOLDER
+from gsreal.lab.network import PREFIX
+
+LOCKS = Path("/run/gsreal-lab")
+
+
+def run_of(namespace: str) -> str | None:
+    """Return the id of the run to which a namespace belongs; None for one that is not the lab's.
+
+    >>> run_of("gsreal-lab-1f2e3d-4"), run_of("gsreal-lab-"), run_of("mine")
+    ('1f2e3d', None, None)
+    """
+    run_id, _, number = namespace.removeprefix(PREFIX).rpartition("-")
+    return run_id if namespace.startswith(PREFIX) and run_id and number.isdigit() else None
+
+
+def namespaces_of(run_id: str) -> list[str]:
+    """Return the names of a run's namespaces that are there."""
+    return sorted(name for name in _names(FOLDER) if run_of(name) == run_id)
+
+
+def runs() -> list[str]:
+    """Return the ids of all runs of which there is anything."""
+    locks = {Path(name).stem for name in _names(LOCKS)}
+    return sorted(locks | {run for name in _names(FOLDER) if (run := run_of(name)) is not None})
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+@contextmanager
+def claimed(run_id: str) -> Iterator[bool]:
+    """Hold a run's lock, which goes when the run ends; False where another process holds it."""
+    LOCKS.mkdir(parents=True, exist_ok=True)
+    path = LOCKS / f"{run_id}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                LOCKS.rmdir()  # the last one
+    finally:
+        os.close(handle)
+
+
+def take_down(run_id: str) -> list[str]:
+    """Kill what still runs in a run's namespaces and remove them; return their names."""
+    found = namespaces_of(run_id)
+    for name in found:
+        said = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+        for pid in said.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    for name in found:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return found
+
+
+def clean() -> tuple[list[str], list[str]]:
+    """Take down what dead runs have left; return their ids, and those of the runs that are alive."""
+    removed: list[str] = []
+    alive: list[str] = []
+    for run_id in runs():
+        with claimed(run_id) as is_dead:
+            if is_dead:
+                take_down(run_id)
+            (removed if is_dead else alive).append(run_id)
+    return removed, alive

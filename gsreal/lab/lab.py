@@ -1,0 +1,133 @@
+"""A scenario in the lab: checked, its cluster built and verified, its ranks run, everything taken down."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gsreal.lab.building import built
+from gsreal.lab.check import check_compiler, check_tools
+from gsreal.lab.cleaning import runs
+from gsreal.lab.interrupts import unwinding
+from gsreal.lab.network import Network, network_of
+from gsreal.lab.ranks import run_ranks
+from gsreal.lab.throttle import Place, cores_of, share_of, throttle_library
+from gsreal.lab.verify import Verified, verify
+from gsreal.machine import device_name, processor_name, usable_cores
+from gssim.cluster import Cluster
+from gssim.result import Result, read_result
+from gssim.scenario import Loaded
+from gssim.units import RunFailedError, UserError
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What a lab is to be: its network, and the places of all devices."""
+
+    network: Network
+    places: tuple[Place, ...]
+
+
+def lab_of(cluster: Cluster, *, where: str) -> Lab:
+    """Return the lab of a cluster; raise UserError where this machine cannot be it."""
+    check_tools()
+    if cluster.backend != "gloo":
+        raise UserError(f"{where}: cluster.backend = '{cluster.backend}': the lab's ranks talk by gloo")
+    types = [cluster.type_of(rank) for rank in range(len(cluster.devices))]
+    others = sorted({kind.kind for kind in types} - {"cpu"})
+    if others:
+        raise UserError(
+            f"{where}: cluster.device_types: kind = '{others[0]}': the lab's devices are parts of cores: cpu"
+        )
+    network = network_of(cluster, os.urandom(3).hex(), where=f"{where}: cluster")
+    shares = tuple(map(share_of, types))
+    cores = cores_of(shares, usable_cores(), where=f"{where}: cluster")
+    check_compiler(network, shares)
+    library = throttle_library() if min(shares) < 1 else None
+    if library is None and min(shares) < 1:
+        raise RunFailedError("lab: throttle.cpp cannot be compiled")
+    names = [emulated_name(cluster, rank) for rank in range(len(types))]
+    placed = zip(names, cores, shares, strict=True)
+    return Lab(network, tuple(Place(name, core, share, str(library or "")) for name, core, share in placed))
+
+
+def emulated_name(cluster: Cluster, rank: int) -> str:
+    """Return the device that a rank of the lab really uses: its emulated type, if this is the processor it stands for.
+
+    Else the processor's own name says that the costs in the cluster file are another's.
+    """
+    name, kind = cluster.devices[rank].type, cluster.type_of(rank)
+    measured_on = kind.lab.processor if kind.lab else None
+    if measured_on in (None, processor_name()):
+        return name
+    import torch
+
+    return f"{device_name(torch.device('cpu'))}-at-{share_of(kind):g}"
+
+
+def run_lab(loaded: Loaded, arguments: Sequence[str], made: Path) -> Result:
+    """Run the scenario in its lab, and return the Result that rank 0 wrote to `made`, with what the links were.
+
+    `arguments`: the worker's. Raises RunFailedError where a rank fails, or the network cannot be built.
+    """
+    cluster, ranks = loaded.scenario.cluster, loaded.scenario.ranks
+    lab = lab_of(cluster, where=loaded.file)
+    _warn_of_other_processors(cluster)
+    _warn_of_other_labs()
+    with unwinding(), built(lab.network) as network:
+        links = verify(lab.network)
+        report(lab.network.run_id, links)
+        run_ranks(lab.network, lab.places[:ranks], "gsreal.worker", arguments, check=network.check)
+    found = read_result(made)
+    return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=network.netem)})
+
+
+def report(run_id: str, links: Sequence[Verified]) -> None:
+    """Say which links are not what they were asked to be."""
+    for link in links:
+        for fault in link.faults:
+            print(f"gsreal: lab: the link {link.name} has {fault}", file=sys.stderr)
+    print(f"gsreal: lab {run_id}: {len(links)} directed links verified", file=sys.stderr, flush=True)
+
+
+def provenance(lab: Lab, links: Sequence[Verified], *, netem: bool) -> dict[str, Any]:
+    """Return what the lab really was."""
+    return {
+        "delay_by": "netem" if netem else "user-space wire",
+        "devices": [{"core": place.core, "cpu_share_ratio": place.cpu_share_ratio} for place in lab.places],
+        "links": [
+            {
+                "name": link.name,
+                "rate_bytes_per_s": link.rate_bytes_per_s,
+                "measured_bytes_per_s": round(link.measured_bytes_per_s),
+                "delay_s": link.delay_s,
+                "measured_delay_s": round(link.measured_delay_s, 7),
+            }
+            for link in links
+        ],
+    }
+
+
+def _warn_of_other_labs() -> None:
+    others = runs()
+    if others:
+        print(
+            f"gsreal: lab: {', '.join(others)}: running too, so that times are not comparable, or left by a killed "
+            "run, which `gsreal lab --clean` removes",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_other_processors(cluster: Cluster) -> None:
+    others = {kind.lab.processor for kind in cluster.device_types.values() if kind.lab and kind.lab.processor} - {
+        processor_name()
+    }
+    for other in sorted(others):
+        print(
+            f"gsreal: lab: the cluster's costs were measured on {json.dumps(other)}, this is "
+            f"{json.dumps(processor_name())}: predictions for it are not comparable; calibrate again",
+            file=sys.stderr,
+        )

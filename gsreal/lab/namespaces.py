@@ -1,0 +1,65 @@
+"""Work inside a network namespace, without leaving this process."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+FOLDER = Path("/run/netns")
+"""Where `ip netns` keeps named namespaces."""
+
+T = TypeVar("T")
+
+
+def in_namespace(namespace: str, action: Callable[[], T]) -> T:
+    """Return what `action` returns, called in a thread that has entered the namespace.
+
+    Sockets belong to the namespace in which they are made, and what a file in /proc/sys/net says to that of the thread
+    which opens it.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            enter(FOLDER / namespace)
+            found.append(action())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def enter(namespace: Path) -> None:
+    """Let this thread enter a network namespace; raise OSError where it may not."""
+    handle = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _succeed(ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET), str(namespace))
+    finally:
+        os.close(handle)
+
+
+def may_be_made() -> bool:
+    """Return whether this process may make network namespaces: root in a container often may not."""
+    allowed: list[bool] = []
+
+    def work() -> None:
+        allowed.append(ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return allowed == [True]
+
+
+def _succeed(status: int, what: str) -> None:
+    if status:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), what)

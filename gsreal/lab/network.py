@@ -1,0 +1,193 @@
+"""The emulated network as data: a namespace for each device and switch, wires between them, and routes.
+
+It has the cluster's own shape, whatever that is: a star, a ring, two sites behind one link, a tree. Every device has an
+address of its own, and every node forwards; messages take the paths of fewest links, of those one of least latency, as
+in a prediction (which shares messages among equal paths, where here one is taken). Devices of one host have namespaces
+of their own too: what joins them is a link like any other.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gssim.cluster import Cluster
+from gssim.units import UserError
+
+PREFIX = "gsreal-lab-"
+"""Of the names of all namespaces."""
+ADDRESS_DEVICE = "rank"
+"""Name of the device, in a rank's namespace, that holds its address, whichever wires lead there."""
+FASTEST_BYTES_PER_S = 2.5e9 / 8
+"""Above this rate a shaped wire falls behind what it is set to by more than 5 % (backend-facts 5a)."""
+LEAST_DELAY_S = 0.5e-3
+"""Latencies below this are left to what the machine takes by itself: 0.03 to 0.1 ms for a wire."""
+MOST_NODES, MOST_WIRES = 64, 256
+
+
+@dataclass(frozen=True)
+class Node:
+    """A device or a switch."""
+
+    name: str
+    namespace: str
+    address: str | None
+    """Of a device: where its rank is reached."""
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a wire: an interface, and what happens to what leaves it."""
+
+    namespace: str
+    interface: str
+    address: str
+    rate_bytes_per_s: float
+    """Of what is said, headers left out."""
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link in both directions."""
+
+    name: str
+    ends: tuple[End, End]
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a direction has a delay of its own."""
+        return any(end.delay_s for end in self.ends)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a node sends to a device."""
+
+    namespace: str
+    destination: str
+    via: str
+    interface: str
+    source: str | None
+    """The address to send from, where the node is a device."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes (devices in rank order, then switches), wires and routes of one lab."""
+
+    run_id: str
+    nodes: tuple[Node, ...]
+    wires: tuple[Wire, ...]
+    routes: tuple[Route, ...]
+
+    @property
+    def slowest_bytes_per_s(self) -> float:
+        """Rate of the slowest wire."""
+        return min((end.rate_bytes_per_s for wire in self.wires for end in wire.ends), default=FASTEST_BYTES_PER_S)
+
+
+@dataclass(frozen=True)
+class _Edge:
+    source: int
+    target: int
+    rate_bytes_per_s: float
+    latency_s: float
+
+
+def network_of(cluster: Cluster, run_id: str, *, where: str = "cluster") -> Network:
+    """Return the network of a cluster; raise UserError where the lab cannot build it.
+
+    >>> from gssim.topology import Group, LinkType, Switch
+    >>> link = LinkType(bandwidth_bytes_per_s="100 Mbit/s", latency_s="20 ms", source="example")
+    >>> star = Switch(kind="switch", devices=(Group(device="a", count=2),), link=link)
+    >>> rates = dict(peak_flop_per_s={"fp32": 1e10}, memory_bandwidth_bytes_per_s=1e10)
+    >>> kinds = {"a": dict(kind="cpu", memory_bytes=1e9, source="example", **rates)}
+    >>> cluster = Cluster(name="two", backend="gloo", device_types=kinds, topology=star, source="example")
+    >>> lab = network_of(cluster, "7f")
+    >>> [(node.namespace, node.address) for node in lab.nodes]
+    [('gsreal-lab-7f-0', '10.77.0.1'), ('gsreal-lab-7f-1', '10.77.0.2'), ('gsreal-lab-7f-2', None)]
+    >>> [(wire.name, wire.ends[0].rate_bytes_per_s, wire.ends[0].delay_s) for wire in lab.wires]
+    [('device0 - switch', 12500000.0, 0.01), ('device1 - switch', 12500000.0, 0.01)]
+    """
+    edges = _edges(cluster, where)
+    wiring, devices = cluster.wiring, len(cluster.devices)
+    nodes = tuple(
+        Node(name, f"{PREFIX}{run_id}-{i}", f"10.77.0.{i + 1}" if i < devices else None)
+        for i, name in enumerate(wiring.names)
+    )
+    pairs = [pair for pair in edges if pair[0] < pair[1]]
+    wires = tuple(_wire(nodes, number, edges[a, b], edges[b, a]) for number, (a, b) in enumerate(pairs))
+    return Network(run_id, nodes, wires, tuple(_routes(nodes, devices, edges, dict(zip(pairs, wires, strict=True)))))
+
+
+def _edges(cluster: Cluster, where: str) -> dict[tuple[int, int], _Edge]:
+    """Return the directed links by their ends; refuse what cannot be built."""
+    wiring = cluster.wiring
+    can = (
+        f"the lab builds up to {MOST_NODES} devices and switches wired in any way (star, ring, tree, sites behind one "
+        f"link), with links both ways of up to {FASTEST_BYTES_PER_S * 8 / 1e9:g} Gbit/s"
+    )
+    if wiring.nodes > MOST_NODES or wiring.links > 2 * MOST_WIRES:
+        raise UserError(f"{where}: {wiring.nodes} devices and switches, {wiring.links} directed links: {can}")
+    columns = (wiring.source, wiring.target, wiring.bandwidth_bytes_per_s, wiring.latency_s)
+    edges = {(a, b): _Edge(a, b, rate, wait) for a, b, rate, wait in zip(*(c.tolist() for c in columns), strict=True)}
+    for (a, b), edge in edges.items():
+        name = f"the link from '{wiring.names[a]}' to '{wiring.names[b]}'"
+        if (b, a) not in edges:
+            raise UserError(f"{where}: {name} has no way back, which acknowledgements need: {can}")
+        if edge.rate_bytes_per_s > FASTEST_BYTES_PER_S:
+            raise UserError(f"{where}: {name} has {edge.rate_bytes_per_s * 8 / 1e9:g} Gbit/s: {can}")
+    reached = _next_hops(0, edges).keys() | {0}
+    apart = [wiring.names[i] for i in range(len(cluster.devices)) if i not in reached]
+    if apart:
+        raise UserError(f"{where}: no link leads from '{wiring.names[0]}' to '{apart[0]}': {can}")
+    return edges
+
+
+def _wire(nodes: tuple[Node, ...], number: int, there: _Edge, back: _Edge) -> Wire:
+    block = f"10.78.{number // 64}."
+    ends = tuple(
+        End(
+            namespace=nodes[edge.source].namespace,
+            interface=f"wire{number}",
+            address=f"{block}{number % 64 * 4 + 1 + side}",
+            rate_bytes_per_s=edge.rate_bytes_per_s,
+            delay_s=edge.latency_s if edge.latency_s >= LEAST_DELAY_S else 0.0,
+        )
+        for side, edge in enumerate((there, back))
+    )
+    return Wire(f"{nodes[there.source].name} - {nodes[there.target].name}", (ends[0], ends[1]))
+
+
+def _next_hops(target: int, edges: dict[tuple[int, int], _Edge]) -> dict[int, int]:
+    """Return the node to which each node that can reach `target` sends next: fewest links, then least latency."""
+    into: dict[int, list[_Edge]] = {}
+    for edge in edges.values():
+        into.setdefault(edge.target, []).append(edge)
+    found: dict[int, int] = {}
+    queue = [(0, 0.0, target, target)]
+    while queue:
+        links, latency_s, node, following = heapq.heappop(queue)
+        if node in found:
+            continue
+        found[node] = following
+        for edge in into.get(node, []):
+            if edge.source not in found:
+                heapq.heappush(queue, (links + 1, latency_s + edge.latency_s, edge.source, node))
+    del found[target]
+    return found
+
+
+def _routes(
+    nodes: tuple[Node, ...],
+    devices: int,
+    edges: dict[tuple[int, int], _Edge],
+    wires: dict[tuple[int, int], Wire],
+) -> Iterator[Route]:
+    for target in range(devices):
+        address = nodes[target].address
+        assert address is not None, "every device has one"
+        for node, following in sorted(_next_hops(target, edges).items()):
+            ends = wires[min(node, following), max(node, following)].ends
+            here, there = ends if node < following else ends[::-1]
+            yield Route(here.namespace, address, there.address, here.interface, nodes[node].address)

@@ -1,0 +1,70 @@
+"""How `tc` is told to shape what leaves an interface: a rate, a delay, and acknowledgements before all else."""
+
+from gsreal.lab.network import End
+
+SEGMENT_BYTES, FRAME_BYTES = 1448, 1514
+"""What an Ethernet frame of 1500 bytes carries beside the headers of TCP (with timestamps) and IP, and what it is."""
+BURST_S = 0.2e-3
+"""A wire that was idle sends so much at once: as late as a timer may wake it."""
+GROUP_S = 0.5e-3
+"""A group of segments that travels together takes no longer than this on the slowest wire: it arrives whole, and a
+message that is one group would arrive at once."""
+MOST_GROUPED_BYTES = 65536
+QUEUE_FRAMES = 10_000
+ACKNOWLEDGEMENT = ("match", "u16", "0x0000", "0xff80", "at", "2")
+"""Packets whose length (bytes 2 and 3 of the IP header) is below 128: behind a queue of data they hold up the other
+direction (backend-facts 5a')."""
+
+Command = tuple[str, ...]
+
+
+def wire_bits_per_s(rate_bytes_per_s: float) -> int:
+    """Return the rate of frames at which messages have the given rate.
+
+    >>> wire_bits_per_s(12.5e6)
+    104558011
+    """
+    return round(rate_bytes_per_s * 8 * FRAME_BYTES / SEGMENT_BYTES)
+
+
+def group_bytes(slowest_bytes_per_s: float) -> int:
+    """Return how large a group of segments may be, in a network whose slowest wire has this rate.
+
+    >>> group_bytes(12.5e6), group_bytes(1e5)
+    (6056, 1514)
+    """
+    frames = int(slowest_bytes_per_s * GROUP_S / SEGMENT_BYTES)
+    return max(FRAME_BYTES, min(frames * FRAME_BYTES, MOST_GROUPED_BYTES))
+
+
+def shape(end: End, *, netem: bool) -> list[Command]:
+    """Return the commands that shape what leaves an interface; without `netem`, the delay is left to the wire.
+
+    A hierarchical token bucket (HTB): class 1:20 for acknowledgements comes first, class 1:10 takes all else.
+    """
+    tc: Command = ("tc", "-n", end.namespace)
+    device: Command = ("dev", end.interface)
+    rate = wire_bits_per_s(end.rate_bytes_per_s)
+    burst = ("burst", f"{max(2 * FRAME_BYTES, int(end.rate_bytes_per_s * BURST_S))}b")
+    common = ("ceil", f"{rate}bit", *burst, "c" + burst[0], burst[1], "quantum", "60000")
+
+    def leaf(place: str, part: float, priority: int) -> Command:
+        rates = ("rate", f"{round(rate * part)}bit", *common, "prio", str(priority))
+        return (*tc, "class", "add", *device, "parent", "1:1", "classid", place, "htb", *rates)
+
+    def queue(place: str, handle: str) -> Command:
+        delay = round(end.delay_s * 1e6)
+        kind = ("netem", "delay", f"{delay}us", "limit") if netem and delay else ("pfifo", "limit")
+        return (*tc, "qdisc", "add", *device, "parent", place, "handle", handle, *kind, str(QUEUE_FRAMES))
+
+    whole = ("rate", f"{rate}bit", *common)
+    small = ("protocol", "ip", "prio", "1", "u32", *ACKNOWLEDGEMENT, "flowid", "1:20")
+    return [
+        (*tc, "qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "10"),
+        (*tc, "class", "add", *device, "parent", "1:", "classid", "1:1", "htb", *whole),
+        leaf("1:10", 0.9, 1),
+        leaf("1:20", 0.1, 0),
+        queue("1:10", "10:"),
+        queue("1:20", "20:"),
+        (*tc, "filter", "add", *device, "parent", "1:", *small),
+    ]

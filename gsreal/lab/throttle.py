@@ -1,0 +1,96 @@
+"""Unequal devices on equal cores: which core a rank computes on, and which part of its time.
+
+A rank's main thread, which computes, works and sleeps in turns (`throttle.cpp`): measured beside three other busy
+processes, it had 0.4 +- 0.002 and 0.25 +- 0.002 of a core, two of 0.4 on one core as well as one alone. A quota of a
+cgroup refills while a rank waits for the network, and lets it compute faster afterwards (backend-facts 5b). Gloo's
+threads are not slowed down, as little as a network card would be by a slow GPU beside it.
+"""
+
+import ctypes
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gsreal.compiled import compiled
+from gssim.cluster import DeviceType
+from gssim.units import RunFailedError, UserError
+
+VARIABLE = "GSREAL_LAB_PLACE"
+"""Environment variable in which a rank finds its place."""
+MOST_OF_THE_CORES = 0.8
+"""Of all cores together; the rest is for gloo's threads and the kernel's work for the network."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank of the lab computes, as what."""
+
+    device: str
+    """Name of the emulated device."""
+    core: int
+    cpu_share_ratio: float
+    library: str
+    """The compiled throttle; empty where the share is 1."""
+
+
+def share_of(device: DeviceType) -> float:
+    """Return which part of a core's time a device of this type computes in the lab."""
+    return device.lab.cpu_share_ratio if device.lab else 1.0
+
+
+def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tuple[int, ...]:
+    """Return the core of each device, the largest shares first, each to the core that has the most left.
+
+    Raises UserError where the cores do not suffice.
+
+    >>> cores_of([0.2, 0.8, 0.4], [4, 5], where="example")
+    (5, 4, 5)
+    """
+    total, room = sum(shares), MOST_OF_THE_CORES * len(cores)
+    if total > room + 1e-9:
+        raise UserError(
+            f"{where}: device_types: lab.cpu_share_ratio: the devices' shares add up to {total:g} cores, but this "
+            f"machine has {len(cores)}, of which the lab gives {MOST_OF_THE_CORES:g}: at most {room:g}, "
+            f"such as {room / len(shares):.3g} for each of {len(shares)}"
+        )
+    left = dict.fromkeys(cores, 1.0)
+    found: dict[int, int] = {}
+    for device in sorted(range(len(shares)), key=lambda i: -shares[i]):
+        core = max(left, key=lambda c: left[c])
+        left[core] -= shares[device]
+        found[device] = core
+    if min(left.values()) < -1e-9:
+        raise UserError(
+            f"{where}: device_types: lab.cpu_share_ratio: shares of {', '.join(f'{s:g}' for s in shares)} cannot be "
+            f"dealt out to {len(cores)} cores without more than a whole on one"
+        )
+    return tuple(found[i] for i in range(len(shares)))
+
+
+def throttle_library() -> Path | None:
+    """Return the compiled throttle, or None where nothing compiles it."""
+    return compiled(Path(__file__).with_name("throttle.cpp"), ["-shared", "-fPIC"])
+
+
+def own_place() -> Place | None:
+    """Return this process's place in the lab; None outside the lab."""
+    said = os.environ.get(VARIABLE)
+    return Place(**json.loads(said)) if said else None
+
+
+def as_variable(place: Place) -> dict[str, str]:
+    """Return what a rank's environment says of its place."""
+    return {VARIABLE: json.dumps(asdict(place))}
+
+
+def take(place: Place) -> None:
+    """Pin this thread to its core, and slow it down to its share of it."""
+    os.sched_setaffinity(0, {place.core})
+    if place.cpu_share_ratio < 1:
+        throttle = ctypes.CDLL(place.library).gsreal_throttle
+        throttle.argtypes = [ctypes.c_double]
+        failed = throttle(place.cpu_share_ratio)
+        if failed:
+            raise RunFailedError(f"the CPU share {place.cpu_share_ratio:g} cannot be set: {os.strerror(failed)}")

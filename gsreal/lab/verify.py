@@ -1,0 +1,185 @@
+"""Measures the built links before they are used: what a plain TCP connection between neighbours gets."""
+
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+from gsreal.lab.namespaces import in_namespace
+from gsreal.lab.network import End, Network
+from gsreal.lab.processes import before_first
+from gssim.units import RunFailedError
+
+TOLERANCE_RATIO = 0.05
+ATTEMPTS = 3
+"""A machine that is busy for a moment is asked again; the median counts."""
+PATIENCE_S = 5.0
+SKIPPED_S, MEASURED_S = 0.1, 0.25
+LEAST_BYTES = 60_000
+"""Measured at least: on slow links it takes longer."""
+MOST_MEASURED_S = 5.0
+ROUNDS = 7
+CHUNK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A directed link as it was asked for, and as it is."""
+
+    name: str
+    rate_bytes_per_s: float
+    measured_bytes_per_s: float
+    delay_s: float
+    """Asked for; 0: left to what the machine takes."""
+    measured_delay_s: float
+    """Half of a round trip of one byte."""
+
+    @property
+    def faults(self) -> list[str]:
+        """What is off by more than is tolerated, in words."""
+        found = []
+        if abs(self.measured_bytes_per_s / self.rate_bytes_per_s - 1) > TOLERANCE_RATIO:
+            asked, got = (rate * 8 / 1e6 for rate in (self.rate_bytes_per_s, self.measured_bytes_per_s))
+            found.append(f"{got:.4g} Mbit/s, not {asked:.4g} ({got / asked - 1:+.0%})")
+        if self.delay_s and abs(self.measured_delay_s / self.delay_s - 1) > TOLERANCE_RATIO:
+            asked, got = self.delay_s * 1e3, self.measured_delay_s * 1e3
+            found.append(f"a delay of {got:.4g} ms, not {asked:.4g} ({got / asked - 1:+.0%})")
+        return found
+
+
+def verify(network: Network) -> tuple[Verified, ...]:
+    """Return every directed link of the network, measured by a process that comes before all others.
+
+    Raises RunFailedError where a link does not work at all.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from gsreal.lab import verify; verify.main()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=before_first,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            made, said = process.communicate(pickle.dumps(network))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise RunFailedError(f"lab: links cannot be measured: {last[0]}")
+    found: tuple[Verified, ...] = pickle.loads(made)
+    return found
+
+
+def main() -> None:
+    """Measure the network that stdin describes, and say on stdout what was found."""
+    sys.stdout.buffer.write(pickle.dumps(measured(pickle.load(sys.stdin.buffer))))
+
+
+def measured(network: Network) -> tuple[Verified, ...]:
+    """Return every directed link, measured by this process, one after another."""
+    found = []
+    for wire in network.wires:
+        a, b = wire.ends
+        there, back = wire.name.split(" - ")
+        mean_delay_s = (a.delay_s + b.delay_s) / 2  # of a round trip, no more can be told
+        delay_s = _settled(partial(_delay_once, a, b), mean_delay_s)
+        for ends, name in (((a, b), f"{there} -> {back}"), ((b, a), f"{back} -> {there}")):
+            rate = _settled(partial(_rate_once, *ends), ends[0].rate_bytes_per_s)
+            found.append(Verified(name, ends[0].rate_bytes_per_s, rate, mean_delay_s, delay_s))
+    return tuple(found)
+
+
+def _settled(measure: Callable[[], float], asked: float) -> float:
+    """Return the median of measurements: one, where it is about what was asked for, else some more."""
+    found: list[float] = []
+    while len(found) < ATTEMPTS:
+        found.append(measure())
+        if asked and abs(median(found) / asked - 1) < TOLERANCE_RATIO / 2:
+            break
+    return median(found)
+
+
+def _rate_once(source: End, target: End) -> float:
+    """Return the bytes per second that arrive, once the connection is under way."""
+    with _connection(source, target) as (sender, receiver):
+        stop = threading.Event()
+
+        def send() -> None:
+            chunk = bytes(CHUNK_BYTES)
+            while not stop.is_set():
+                try:
+                    sender.send(chunk)
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            return _arriving(receiver, max(MEASURED_S, LEAST_BYTES / source.rate_bytes_per_s), source.delay_s)
+        finally:
+            stop.set()
+            receiver.close()  # wakes the sender
+            thread.join()
+
+
+def _arriving(receiver: socket.socket, long_s: float, delay_s: float) -> float:
+    start_s = time.perf_counter()
+    skipped_s = SKIPPED_S + 20 * delay_s  # the window opens within some round trips
+    first_s = last_s = 0.0
+    arrived = 0
+    while not first_s or last_s - first_s < min(long_s, MOST_MEASURED_S):
+        size = len(receiver.recv(CHUNK_BYTES))
+        last_s = time.perf_counter()
+        if not size:
+            raise RunFailedError("lab: a link broke while it was measured")
+        if first_s:
+            arrived += size
+        elif last_s - start_s > skipped_s:
+            first_s = last_s
+    return arrived / (last_s - first_s)
+
+
+def _delay_once(a: End, b: End) -> float:
+    """Return half of the median round trip of a byte."""
+    with _connection(a, b) as (near, far):
+        trips = []
+        for _ in range(ROUNDS):
+            start_s = time.perf_counter()
+            near.sendall(b"?")
+            far.sendall(far.recv(1))
+            near.recv(1)
+            trips.append(time.perf_counter() - start_s)
+    return median(trips) / 2
+
+
+@contextmanager
+def _connection(source: End, target: End) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Give both ends of a TCP connection over one wire; what is under way at the end is dropped."""
+    try:
+        with in_namespace(target.namespace, lambda: socket.create_server((target.address, 0))) as server:
+            server.settimeout(PATIENCE_S)
+            place = server.getsockname()
+            near = in_namespace(source.namespace, lambda: socket.create_connection(place, PATIENCE_S))
+            far = server.accept()[0]
+    except OSError as error:
+        raise RunFailedError(f"lab: {target.address} cannot be reached over {source.interface}: {error}") from None
+    try:
+        for end in (near, far):
+            end.settimeout(PATIENCE_S)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        yield near, far
+    finally:
+        near.close()
+        far.close()

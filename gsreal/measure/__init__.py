@@ -1,0 +1,7 @@
+"""What a real run shows: spans on a clock, exact peak bytes, and every collective as the process group sees it."""
+
+from gsreal.measure.collectives import CollectiveRecorder, Seen, collectives_of
+from gsreal.measure.memory import MemoryCounter, counting_allocator
+from gsreal.measure.timeline import Timeline
+
+__all__ = ["CollectiveRecorder", "MemoryCounter", "Seen", "Timeline", "collectives_of", "counting_allocator"]

@@ -1,0 +1,183 @@
+"""Every collective and message of a rank, as the process group sees it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gsreal.exchanges import Logical, observers
+from gssim.result import Collective, merge_collectives
+
+
+@dataclass
+class Seen:
+    """One collective that this rank handed to the process group."""
+
+    kind: str
+    group: tuple[int, ...]
+    size_bytes: int
+    data_dependent: bool = False
+    sent_bytes: float = 0
+    """By its point-to-point messages, or the one call of the backend, that carry it out."""
+
+
+KINDS = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all-to-all",
+    "allgather_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "allreduce_coalesced_": "all-reduce",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "barrier": "barrier",
+}
+FUNCTIONAL_KINDS = {
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast": "broadcast",
+}
+"""torch's functional collectives, which DTensor uses: they call the process group beneath the dispatcher."""
+LARGER_SIDE = ("all-gather", "reduce-scatter", "gather", "scatter", "all-to-all")
+"""Kinds whose size is that of the larger of their two tensors: output or input."""
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Records what reaches the process group: every collective and message of this rank, whoever sent it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Seen] = []
+        self._logical: Seen | None = None
+
+    def __enter__(self) -> "CollectiveRecorder":
+        observers.append(self._observe)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        observers.remove(self._observe)
+
+    def _observe(self, entry: Logical | None) -> None:
+        if entry is None:
+            self._logical = None
+            return
+        self._logical = Seen(entry.kind, entry.group, entry.declared_bytes, entry.data_dependent)
+        self.seen.append(self._logical)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it will come back with what it does on this rank
+        if func.namespace == "c10d":
+            self._record(func._schema.name.removeprefix("c10d::"), args)
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self._record_functional(func._schema.name.removeprefix("_c10d_functional::"), args, result)
+        return result
+
+    def _record_functional(self, name: str, args: Sequence[Any], result: Any) -> None:
+        if name not in FUNCTIONAL_KINDS:
+            return  # waiting, and wrapping what is waited for
+        sizes = [sum(t.numel() * t.element_size() for t in tree_leaves(each)) for each in (args[0], result)]
+        self.seen.append(Seen(FUNCTIONAL_KINDS[name], _functional_group(args), max(sizes)))
+
+    def _record(self, name: str, args: Sequence[Any]) -> None:
+        tensors = [tree_leaves(arg) for arg in args]
+        sizes = [sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) for leaves in tensors]
+        if name == "send":
+            self._sent(sizes[0], _ends_of(args))
+        elif name == "alltoall_base_" and self._logical is not None:
+            self._logical.sent_bytes += sizes[1]
+        elif name not in ("recv_", "recv_any_source_"):
+            kind = KINDS.get(name, name)
+            size = max(sizes) if kind in LARGER_SIDE else sizes[0]
+            self.seen.append(Seen(kind, _group_of(args), 0 if kind == "barrier" else size))
+
+    def _sent(self, size: int, group: tuple[int, ...]) -> None:
+        if self._logical is not None:
+            self._logical.sent_bytes += size
+        else:
+            self.seen.append(Seen("send", group, size))
+
+
+def _group_of(args: Sequence[Any]) -> tuple[int, ...]:
+    group = _process_group(args)
+    return tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
+
+
+def _ends_of(args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks between which a message goes: this one, and the one whose place in the group it names."""
+    group = _process_group(args)
+    places = [arg for arg in args if isinstance(arg, int)]
+    return tuple(sorted((dist.get_rank(), dist.get_process_group_ranks(group)[places[0]])))
+
+
+def _process_group(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            with suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(arg)
+    return None
+
+
+def _functional_group(args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks of the group that a functional collective names, or hands over."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group = args[-1] if not isinstance(args[-1], str) else _resolve_process_group(args[-1])  # type: ignore[arg-type]
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+@dataclass
+class _Merged:
+    size_bytes: int = 0
+    payload_bytes: float = 0
+    members: set[int] = field(default_factory=set)
+    data_dependent: bool = False
+
+
+def collectives_of(seen_by_rank: Sequence[Sequence[Seen]]) -> tuple[Collective, ...]:
+    """Return what all ranks saw as logical collectives, each counted once.
+
+    The k-th entry of a kind and group on one rank is the k-th on the others. Sizes of all-to-all-v and plain sends add
+    up over ranks; all others must be equal everywhere, and are entries of their own where they are not.
+    """
+    merged: dict[tuple[str, tuple[int, ...], int, int], _Merged] = defaultdict(_Merged)
+    for rank, seen in enumerate(seen_by_rank):
+        ordinals: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+        for entry in seen:
+            place = (entry.kind, entry.group)
+            adds_up = entry.kind == "all-to-all-v"
+            distinct = 0 if adds_up else entry.size_bytes
+            if entry.kind == "send":
+                distinct = rank + 1  # each rank's own
+            target = merged[(*place, ordinals[place], distinct)]
+            ordinals[place] += 1
+            target.size_bytes = target.size_bytes + entry.size_bytes if adds_up else entry.size_bytes
+            target.payload_bytes += entry.sent_bytes
+            target.data_dependent |= entry.data_dependent
+            target.members.add(rank)
+    return merge_collectives(
+        Collective(
+            kind=kind,
+            group=group,
+            bytes=entry.size_bytes,
+            count=1,
+            payload_bytes=float(entry.payload_bytes) if entry.data_dependent else None,
+        )
+        for (kind, group, _, _), entry in merged.items()
+    )
