@@ -118,8 +118,12 @@ def _last_words(log: str) -> str:
 
 
 def _dead_rank(log: str) -> tuple[int, int] | None:
-    """Return (rank, exit code) of torchrun's root cause, if it names one."""
-    cause = log.partition("Root Cause")[2]
-    rank = re.search(r"rank\s*:\s*(\d+)", cause)
-    code = re.search(r"exitcode\s*:\s*(-?\d+)", cause)
-    return (int(rank.group(1)), int(code.group(1))) if rank and code else None
+    """Return (rank, exit code) of the rank that took the others with it, if torchrun names one.
+
+    That is one that a signal ended (torchrun ends the others by SIGTERM), else torchrun's root cause: it looks at all
+    ranks now and then, and of those that ended meanwhile takes the first by number.
+    """
+    pairs = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
+    failures = [(int(rank), int(code)) for rank, code in pairs]
+    killed = [failure for failure in failures if failure[1] < 0 and failure[1] != -signal.SIGTERM]
+    return next(iter(killed or failures[-1:]), None)

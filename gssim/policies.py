@@ -208,10 +208,6 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
     _refuse_combination(plan, policies, file)
-    if policies.gradients == "local" and policies.pp == 1 and plan.gradient_sync == "micro-batch":
-        raise UserError(
-            f"{file}: plan.gradient_sync = 'micro-batch': method '{plan.method}' sends no gradients; allowed: 'step'"
-        )
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "

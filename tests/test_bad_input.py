@@ -191,7 +191,6 @@ PLAN_FAULTS = [
 
 NOT_YET = [
     (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
-    (("plan.method=tensor", "plan.gradient_sync=micro-batch"), "plan.gradient_sync = 'micro-batch': method 'tensor' sends no"),
     (("plan.method=ddp", "plan.pp=2", "plan.tp=2"), "plan.tp = 2: cannot run yet beside plan.pp = 2"),
     (("plan.method=tensor",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
     (("plan.method=gs_tp",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),

@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 import torch
 
 from gsreal import cli
+from gsreal.launch import _dead_rank
 from gsreal.machine import device_name, usable_cores
 from gsreal.modelfile import Request, traced_model, write_model
 from gssim.result import PHASES, Result, read_result
@@ -323,6 +324,28 @@ def test_a_run_works_under_torchrun_too(files):
 DENSE = ("plan.method=ddp", "plan.push={}", "plan.shares={}")
 
 # Ranks that die ------------------------------------------------------------------------------------------------------
+
+
+TORCHRUN_SAYS = """
+Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {other} (pid: 12)
+--------
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : {root} (pid: 11)
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "root", "dead"),
+    [(-9, 1, (1, -9)), (1, -6, (0, -6)), (1, 1, (0, 1)), (-15, 1, (0, 1))],
+)
+def test_of_ranks_that_ended_together_the_one_that_a_signal_ended_is_named(other, root, dead):
+    assert _dead_rank(TORCHRUN_SAYS.format(other=other, root=root)) == dead
+    assert _dead_rank("no more is known") is None
 
 
 @pytest.mark.parametrize(

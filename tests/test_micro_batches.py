@@ -109,3 +109,9 @@ def test_more_micro_batches_than_samples_are_refused(tmp_path: Path):
 
     with pytest.raises(UserError, match=r"plan.micro_batches = 9: rank 0 has 8 samples"):
         accumulated("ddp", 9)
+
+
+@pytest.mark.parametrize("method", ["single", "tensor", "gs_wgrad"])
+def test_gradients_that_stay_have_no_micro_batch_to_leave_in(method: str):
+    """They are summed on the rank, whatever `gradient_sync` says."""
+    assert peak_of(accumulated(method, 4, gradient_sync="micro-batch")) == peak_of(accumulated(method, 4))

@@ -247,7 +247,7 @@ class Lowering:
     @cached_property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
         """The parts in which each rank's samples are taken, one after another."""
-        each = self.scenario.policies.gradient_sync == "micro-batch"
+        each = self.policies.gradients != "local" and self.policies.gradient_sync == "micro-batch"
         count = self.scenario.plan.micro_batches
         return tuple(MicroBatch(i, count, leaves=each or i == count - 1, left=each) for i in range(count))
 
