@@ -243,6 +243,7 @@ def test_what_was_measured_is_what_is_predicted_of_the_same_collectives(ranks):
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_a_calibration_of_messages_says_all_that_a_cluster_file_needs(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
     from gsreal.benchmarks.communication import OVERFLOWING_BYTES, POSTED_BYTES, shapes

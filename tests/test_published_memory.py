@@ -224,7 +224,7 @@ def traced(factory: str, *, width: int, heads: int) -> Model:
     return traced_model(request)
 
 
-SIZES = [(32, 2), (48, 4)]
+SIZES = [(32, 2), pytest.param(48, 4, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("h", "a"), SIZES)

@@ -4,6 +4,7 @@ import gc
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,11 @@ NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
 SMALL = [name for name in NAMES if load_model(MODELS / f"{name}.toml").elements < 50e6]
 """Those that a test may really make, weights and all."""
 TRANSFORMERS = [name for name in SMALL if name != "resnet-digits"]
+
+
+def larger_is_slow(name: str) -> Any:
+    """Return a model's name as a test's parameter: what the larger one shows, the smaller ones show too."""
+    return pytest.param(name, marks=[pytest.mark.slow] if name == "gpt-byte-10m" else [])
 
 
 # Modules -------------------------------------------------------------------------------------------------------------
@@ -356,7 +362,7 @@ def test_the_replayed_peak_is_the_counted_one(name):
     assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", [larger_is_slow(name) for name in TRANSFORMERS])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_the_replayed_peak_of_checkpointed_blocks_is_the_counted_one(name, recompute):
     model = shipped(name)
@@ -374,7 +380,7 @@ def work_of_a_step(model, shape, *, recompute):
     return work.flop, work.bytes_moved, work.operations
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [larger_is_slow(name) for name in SMALL])
 def test_checkpointing_runs_again_what_is_traced_and_no_more(name):
     model = shipped(name)
     shape = untraced_shape(model)
@@ -394,7 +400,7 @@ def test_kernel_scratch_alone_is_missing_from_the_replayed_peak_of_convolutions(
     assert 0.9 <= replayed_peak_bytes(model, shape) / counted_peak_bytes(model, shape) <= 1.0
 
 
-@pytest.mark.parametrize("name", ["gpt-byte-1m", "bert-byte-1m", "resnet-digits"])
+@pytest.mark.parametrize("name", ["gpt-byte-1m", pytest.param("bert-byte-1m", marks=pytest.mark.slow), "resnet-digits"])
 def test_tracing_a_model_file_again_changes_no_byte_of_it(name, tmp_path):
     path = MODELS / f"{name}.toml"
     version = torch.__version__.partition("+")[0]
