@@ -123,7 +123,7 @@ def _dead_rank(log: str) -> tuple[int, int] | None:
     That is one that a signal ended (torchrun ends the others by SIGTERM), else torchrun's root cause: it looks at all
     ranks now and then, and of those that ended meanwhile takes the first by number.
     """
-    pairs = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL)
+    pairs = re.findall(r"^ *rank +: (\d+)[^\n]*\n *exitcode +: (-?\d+)", log, re.MULTILINE)
     failures = [(int(rank), int(code)) for rank, code in pairs]
     killed = [failure for failure in failures if failure[1] < 0 and failure[1] != -signal.SIGTERM]
     return next(iter(killed or failures[-1:]), None)
