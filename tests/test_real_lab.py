@@ -102,6 +102,9 @@ def test_a_lab_trains_as_predicted_and_leaves_nothing(tmp_path):
     # never faster than what the slowest link must carry: all of the gradients, in and out
     carried = sum(entry.bytes * entry.count for entry in measured.collectives)
     assert measured.step_time_s > 0.95 * carried / 12.5e6
+    for entry in measured.ranks:  # as the interfaces count, with headers and acknowledgements
+        assert entry.bytes_sent == pytest.approx(predicted.ranks[0].bytes_sent, rel=0.05)
+        assert entry.bytes_received == pytest.approx(predicted.ranks[0].bytes_received, rel=0.05)
     assert len(measured.provenance["lab"]["links"]) == 4
     assert [device["cpu_share_ratio"] for device in measured.provenance["lab"]["devices"]] == [0.8, 0.8]
     assert run_in(line) not in runs()
