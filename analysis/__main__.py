@@ -38,6 +38,7 @@ def compare_command(
     from analysis.compare import compare, join
     from analysis.groups import group_table
     from analysis.report import print_comparison
+    from analysis.rivals import rival_table
     from analysis.table import find_results
 
     found = find_results(results)
@@ -51,11 +52,11 @@ def compare_command(
     comparison = compare(joined.pairs)
     groups = group_table(comparison)
     # drawn before anything is written: a fault leaves no half of the answer
-    figures = {
-        "predicted_vs_measured.png": charts.predicted_vs_measured(comparison),
-        "phases.png": charts.phases(comparison),
-    }
+    rivals = rival_table(joined.pairs)
+    figures = charts.comparison_figures(comparison, rivals)
     tables = {"comparison.csv": comparison, "groups.csv": groups}
+    if not rivals.is_empty():
+        tables["gs_against_dense.csv"] = rivals
     try:
         for name, table in tables.items():
             write_text(out / name, table.write_csv())
@@ -66,6 +67,28 @@ def compare_command(
     print_comparison(comparison, groups)
     for name in (*tables, *figures):
         print(out / name)
+
+
+@app.command("timeline")
+def timeline_command(
+    predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],
+    measured: Annotated[Path, typer.Argument(help="Trace of `gsreal run --trace` or `gsreal lab --trace`.")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG).")],
+) -> None:
+    """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
+    from analysis import charts
+    from analysis.timeline import read_step
+
+    sides = read_step(predicted), read_step(measured)
+    if None not in (ids := {side.scenario_id for side in sides}) and len(ids) > 1:
+        both = " and ".join(str(side.scenario_id) for side in sides)
+        raise UserError(f"{predicted}, {measured}: traces of different scenarios ({both})")
+    figure = charts.timeline(*sides, names=(predicted.name, measured.name))
+    try:
+        charts.save(figure, out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    print(out)
 
 
 @app.command("draw")

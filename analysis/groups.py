@@ -185,3 +185,11 @@ def spearman(times_s: Sequence[tuple[float, float]]) -> float | None:
     if len(times_s) < FEWEST_RANKED or len(set(predicted)) == 1 or len(set(measured)) == 1:
         return None
     return round(float(spearmanr(predicted, measured).statistic), 12)
+
+
+WORST_SHOWN = 10
+
+
+def worst_of(rows: Sequence[Row], most: int = WORST_SHOWN) -> list[Row]:
+    """Return the rows whose step times are furthest off, the worst first."""
+    return sorted(rows, key=lambda row: -abs(row["step_time_error_ratio"] or 0.0))[:most]

@@ -49,7 +49,7 @@ def run_command(
     ended_s = time.perf_counter()
     result = simulated.result
     if trace is not None:
-        write_text(trace, chrome_trace(simulated.spans))
+        write_text(trace, chrome_trace(simulated.spans, result))
     if out is not None:
         write_text(out / f"{loaded.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
     if as_json:

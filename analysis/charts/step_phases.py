@@ -35,11 +35,11 @@ DARK_PHASES = frozenset({"backward", "exposed_communication"})
 """Hatched in white, the others in dark grey."""
 
 
-def phases(comparison: pl.DataFrame) -> Figure:
+def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
     """Return stacked bars of a step's phases, for each scenario the predicted bar (hatched) above the measured one.
 
     Steps of very different length go to panels of their own, each with its own axis: on one axis the short ones
-    would vanish.
+    would vanish. `note`: which scenarios these are.
     """
     labels = point_labels(comparison)
     rows = list(comparison.iter_rows(named=True))
@@ -58,7 +58,7 @@ def phases(comparison: pl.DataFrame) -> Figure:
             axes = figure.add_axes((left_in / width_in, bottom / height_in, bar_in / width_in, panel_in / height_in))
             _phase_panel(axes, [rows[i] for i in group], [labels[i] for i in group])
             bottom -= between_in
-        _phase_heading(figure, several=len(groups) > 1)
+        _phase_heading(figure, note, several=len(groups) > 1)
     return figure
 
 
@@ -76,7 +76,7 @@ def magnitudes(values: Sequence[float]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _phase_heading(figure: Figure, *, several: bool) -> None:
+def _phase_heading(figure: Figure, which: str, *, several: bool) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
     title = "Where does a step's time go, and does the simulator see it?"
@@ -84,7 +84,8 @@ def _phase_heading(figure: Figure, *, several: bool) -> None:
     note = "Top bar of a pair (hatched): predicted; bottom bar (plain): measured. Means over ranks."
     if several:
         note += " Mind the different time axes."
-    figure.text(x, 1 - 0.62 / height_in, note, va="center", color="0.25")
+    note = f"{which} {note}".lstrip()
+    figure.text(x, 1 - 0.62 / height_in, plain(note), va="center", color="0.25")
     swatches = [
         Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " ")) for p in PHASES
     ]

@@ -223,7 +223,8 @@ class Machine:
         yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
         del self.waiting[index, stream]
         if stream == "compute" and self.env.now > began_s:
-            self._span(index, stream, f"wait {task.label}", "exposed_communication", began_s)
+            label = task.label if task.label.startswith("wait") else f"wait {task.label}"
+            self._span(index, stream, label, "exposed_communication", began_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
         host, device = self.hosts[self.classes[index].host], self.devices[index]
