@@ -77,13 +77,16 @@ def timeline_command(
 ) -> None:
     """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
     from analysis import charts
-    from analysis.timeline import read_step
+    from analysis.timeline import named_alike, read_step
 
     sides = read_step(predicted), read_step(measured)
+    for side, source, path in zip(sides, ("simulated", "measured"), (predicted, measured), strict=True):
+        if side.source not in (None, source):
+            raise UserError(f"{path}: a {side.source} step where the {source} one belongs")
     if None not in (ids := {side.scenario_id for side in sides}) and len(ids) > 1:
         both = " and ".join(str(side.scenario_id) for side in sides)
         raise UserError(f"{predicted}, {measured}: traces of different scenarios ({both})")
-    figure = charts.timeline(*sides, names=(predicted.name, measured.name))
+    figure = charts.timeline(named_alike(*sides), sides[1], names=(predicted.name, measured.name))
     try:
         charts.save(figure, out)
     except OSError as error:

@@ -48,6 +48,8 @@ class Step:
     lanes: tuple[Lane, ...]
     scenario_id: str | None = None
     """Absent where the trace does not say what it is of."""
+    source: str | None = None
+    """The same."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -64,10 +66,10 @@ def read_step(path: Path) -> Step:
     """Return the step in a trace file; raise UserError where there is none."""
     data = _read(path)
     spans, about = _spans_of(data, path), data.get("otherData", {})
-    time_s, scenario_id = about.get("step_time_s"), about.get("scenario_id")
-    if not isinstance(time_s, float) or time_s <= 0:
-        time_s = max(span.end_s for span in spans)
-    return replace(step_of(spans, time_s), scenario_id=scenario_id)
+    time_s, source = about.get("step_time_s"), about.get("source")
+    if source != "simulated" or not isinstance(time_s, float):
+        time_s = max(span.end_s for span in spans)  # a measured step ends with its last span
+    return replace(step_of(spans, time_s), scenario_id=about.get("scenario_id"), source=source)
 
 
 def step_of(spans: Sequence[Span], time_s: float) -> Step:
@@ -84,6 +86,22 @@ def step_of(spans: Sequence[Span], time_s: float) -> Step:
             for (rank, stream), own in sorted(streams.items())
         ),
     )
+
+
+def named_alike(step: Step, other: Step) -> Step:
+    """Return a step in which what the other step calls by a shorter name has that name: layers are not told apart.
+
+    `all-gather blocks.0` becomes `all-gather` where the other step has that.
+    """
+    names = {block.label for lane in other.lanes for block in lane.blocks}
+
+    def alike(block: Block) -> Block:
+        words = block.label.split(" ")
+        shorter = (" ".join(words[:count]) for count in range(len(words), 0, -1))
+        return replace(block, label=next((name for name in shorter if name in names), block.label))
+
+    lanes = tuple(replace(lane, blocks=tuple(map(alike, lane.blocks))) for lane in step.lanes)
+    return replace(step, lanes=lanes)
 
 
 def uncovered(spans: Iterable[Span]) -> list[Span]:

@@ -306,5 +306,6 @@ def chrome_trace(spans: Sequence[Span], result: Result | None = None) -> str:
     )
     trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
     if result is not None:
-        trace["otherData"] = {"scenario_id": result.scenario_id, "step_time_s": result.step_time_s}
+        keys = ("source", "scenario_id", "step_time_s")
+        trace["otherData"] = {key: getattr(result, key) for key in keys}
     return json.dumps(trace) + "\n"

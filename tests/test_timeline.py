@@ -13,7 +13,7 @@ from test_analysis import assert_refused, make_result
 
 from analysis.__main__ import main
 from analysis.charts import timeline
-from analysis.timeline import Block, read_step, step_of, uncovered
+from analysis.timeline import Block, named_alike, read_step, step_of, uncovered
 from gssim.result import Span, chrome_trace, phases_of, write_text
 
 PREDICTED = [
@@ -59,6 +59,18 @@ def test_a_step_ends_where_the_result_says_and_the_next_one_is_cut_off() -> None
     step = step_of([*PREDICTED, Span(1, "compute", "late", "forward", 10.2, 10.4)], 10.0)
     assert step.ranks == (0,)
     assert max(block.end_s for lane in step.lanes for block in lane.blocks) == 10.0
+
+
+def test_layers_that_the_other_side_does_not_tell_apart_have_its_name() -> None:
+    def step(*labels: str) -> Any:
+        return step_of(
+            [Span(0, "compute", label, "exposed_communication", i, i + 1) for i, label in enumerate(labels)], 9
+        )
+
+    alike = named_alike(
+        step("all-gather blocks.0", "publish bucket 1", "send x"), step("all-gather", "publish bucket 1")
+    )
+    assert [block.label for block in alike.lanes[0].blocks] == ["all-gather", "publish bucket 1", "send x"]
 
 
 SPANS = st.lists(
@@ -123,6 +135,14 @@ def test_traces_of_different_scenarios_are_refused(
     paths = write_traces(tmp_path, other="b" * 16)
     status = run(monkeypatch, *paths, "--out", tmp_path / "t.png")
     assert_refused(capsys, status, *map(str, paths), "different scenarios", "a" * 16, "b" * 16)
+
+
+def test_traces_in_the_wrong_order_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted, measured = write_traces(tmp_path)
+    status = run(monkeypatch, measured, predicted, "--out", tmp_path / "t.png")
+    assert_refused(capsys, status, str(measured), "a measured step where the simulated one belongs")
 
 
 @pytest.mark.parametrize(
