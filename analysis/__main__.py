@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import run_command_line
-from gssim.result import write_text
+from gssim.result import check_place, write_text
 from gssim.units import UserError, human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -58,12 +58,9 @@ def compare_command(
         "predicted_vs_measured.png": charts.predicted_vs_measured(comparison),
         "phases.png": charts.phases(comparison),
     }
-    try:
-        write_text(out / "comparison.csv", comparison.write_csv())
-        for name, figure in figures.items():
-            charts.save(figure, out / name)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    write_text(out / "comparison.csv", comparison.write_csv())
+    for name, figure in figures.items():
+        charts.save(figure, out / name)
     print_comparison(comparison)
     for name in ("comparison.csv", *figures):
         print(out / name)
@@ -79,11 +76,10 @@ def draw_command(
     from analysis.draw import draw
     from gssim.scenario import load_cluster
 
-    figure = draw(load_cluster(cluster), file=cluster.name)
-    try:
-        charts.save(figure, out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: is a PNG file, whose name must end in .png")
+    check_place(out)
+    charts.save(draw(load_cluster(cluster), file=cluster.name), out)
     print(out)
 
 
@@ -103,6 +99,7 @@ def convergence_command(
     from analysis.convergence.runs import train
     from analysis.convergence.study import load_study
 
+    check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
     rows = rows_of(loaded.study, train(loaded, out))
     found = findings_of(loaded.study, rows)
