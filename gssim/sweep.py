@@ -1,0 +1,196 @@
+"""Sweeps: a base scenario, and the points in which plans, clusters and models differ from it."""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from gssim.data import PATHS
+from gssim.scenario import Loaded, as_overrides, first_comment, load_scenario, read_toml
+from gssim.units import PositiveInt, UserError, spec, validated
+
+MOST_POINTS = 1_000_000
+"""More than anybody waits for; a product of axes grows beyond it unawares."""
+FILES = ("cluster", "workload.model", "workload.gradients", *(f"workload.data.{key}" for key in PATHS))
+"""Keys whose values may name files."""
+SEPARATOR = "--"
+"""Between the parts of a point's name; what stands before the first one is its group."""
+NAME = re.compile(r"[A-Za-z0-9._+]+(-[A-Za-z0-9._+]+)*")
+
+
+@spec
+class Group:
+    """Points that are compared with one another: on the same cluster, as a rule, with the same model."""
+
+    name: str
+    set: dict[str, Any] = field(default_factory=dict)
+    """Overrides of the scenario's keys, for all of the group."""
+    variants: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Names of those that it has; absent: all."""
+    axes: dict[str, Any] = field(default_factory=dict)
+    """Lists of values, by key; besides the sweep's own, or in the place of the same one."""
+
+
+@spec
+class Sweep:
+    """A table of questions: every group has a point for each of its variants and each combination of axes' values.
+
+    Where keys are overridden more than once the later counts: the sweep's, the group's, the variant's, the axes'.
+    """
+
+    scenario: str
+    """The file whose keys are overridden, beside this one."""
+    question: str = ""
+    """What all points together answer; the first line's comment."""
+    set: dict[str, Any] = field(default_factory=dict)
+    """Overrides of the scenario's keys, for all points. Files are looked up beside the sweep, then the scenario."""
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Overrides, by name of the variant."""
+    axes: dict[str, Any] = field(default_factory=dict)
+    """Lists of values, by key."""
+    groups: tuple[Group, ...] = ()
+    """None: one, named after the file."""
+    repeats: PositiveInt = 1
+    """How often each point is measured, where it is."""
+
+    def __post_init__(self) -> None:
+        """Refuse names that name no file, or nothing, and axes without values."""
+        for name in (*self.variants, *(group.name for group in self.groups)):
+            if not NAME.fullmatch(name):
+                raise ValueError(
+                    f"'{name}': names are of letters, digits, '.', '_', '+' and single '-': files have them"
+                )
+        for axes in (self.axes, *(group.axes for group in self.groups)):
+            axes_of(axes)
+        for group in self.groups:
+            for name in group.variants or ():
+                if name not in self.variants:
+                    known = ", ".join(self.variants) or "none"
+                    raise ValueError(
+                        f"groups '{group.name}': variants: no variant is named '{name}'; there are {known}"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One question of a sweep: a scenario file, and what is overridden in it."""
+
+    name: str
+    """`GROUP--VARIANT`, and the axes' values behind it."""
+    file: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def group(self) -> str:
+        """Name of the group.
+
+        >>> Point("two-hosts--ddp", Path("a.toml"), ()).group
+        'two-hosts'
+        """
+        return self.name.partition(SEPARATOR)[0]
+
+    def load(self, *, gradients_needed: bool = True) -> Loaded:
+        """Return its scenario; raise UserError where it is none."""
+        return load_scenario(self.file, self.overrides, gradients_needed=gradients_needed)
+
+
+def load_sweep(path: Path) -> Sweep:
+    """Return the sweep in the TOML file `path`; raise UserError (one line: file, key path, what is allowed)."""
+    text, data = read_toml(path)
+    data.setdefault("question", first_comment(text))
+    return validated(Sweep, data, file=str(path))
+
+
+def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tuple[Point, ...]:
+    """Return the points of the sweep in `file`, group by group; `overrides`: of the command line, which have the last
+    word.
+
+    Raises UserError where there are too many, or two have the same name.
+    """
+    folder = file.parent
+    scenario = folder / sweep.scenario
+    if not scenario.is_file():
+        raise UserError(f"{file}: scenario = '{sweep.scenario}': no such file beside it")
+    groups = sweep.groups or (Group(name=file.stem),)
+    count = sum(_size(sweep, group) for group in groups)
+    if count > MOST_POINTS:
+        raise UserError(f"{file}: has {count:,} points; at most {MOST_POINTS:,} are allowed")
+    points = tuple(
+        Point(name, scenario, (*_located([*as_overrides(sweep.set), *own], folder), *overrides, f'name="{name}"'))
+        for group in groups
+        for name, own in _named(sweep, group)
+    )
+    twice = [name for name, times in Counter(point.name for point in points).items() if times > 1]
+    if twice:
+        raise UserError(f"{file}: two points are named '{twice[0]}'; groups and values of axes must differ in name")
+    return points
+
+
+def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True) -> Loaded:
+    """Return the point's scenario; raise UserError that names the sweep and the point where it is none."""
+    try:
+        return point.load(gradients_needed=gradients_needed)
+    except UserError as error:
+        raise UserError(f"{file}: {point.name}: {error}") from None
+
+
+def axes_of(table: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """Return lists of values by their keys' whole paths; raise ValueError for what is no list, or empty.
+
+    >>> axes_of({"plan": {"push": {"threshold": [1e-4, 1e-3]}}, "plan.method": ["gs"]})
+    {'plan.push.threshold': [0.0001, 0.001], 'plan.method': ['gs']}
+    """
+    found: dict[str, list[Any]] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found |= axes_of(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value:
+            found[f"{prefix}{key}"] = value
+        else:
+            raise ValueError(f"axes: {prefix}{key} = {value!r}: must be a list of values, one at least")
+    return found
+
+
+def _size(sweep: Sweep, group: Group) -> int:
+    """Return how many points a group has, without making them."""
+    variants = len(sweep.variants) if group.variants is None else len(group.variants)
+    return max(1, variants) * math.prod(map(len, (axes_of(sweep.axes) | axes_of(group.axes)).values()))
+
+
+def _named(sweep: Sweep, group: Group) -> Iterator[tuple[str, list[str]]]:
+    """Yield the names of a group's points, and what each overrides beyond the sweep."""
+    axes = axes_of(sweep.axes) | axes_of(group.axes)
+    names: Iterable[str | None] = tuple(sweep.variants) if group.variants is None else group.variants
+    for variant in names or (None,):
+        own = [*as_overrides(group.set), *as_overrides(sweep.variants[variant] if variant else {})]
+        for values in itertools.product(*axes.values()):
+            place = dict(zip(axes, values, strict=True))
+            words = [group.name, *([variant] if variant else []), *(_label(*each) for each in place.items())]
+            yield SEPARATOR.join(words), [*own, *as_overrides(place)]
+
+
+def _label(key: str, value: Any) -> str:
+    """Return a value of an axis as part of a name.
+
+    >>> _label("plan.push.threshold", 1e-3), _label("cluster", "clusters/two-sites.toml"), _label("plan.tp", 2)
+    ('threshold-0.001', 'two-sites', 'tp-2')
+    """
+    if isinstance(value, str):
+        words = Path(value).stem if key in FILES else value
+    else:
+        words = f"{key.rpartition('.')[2]}-{value}"
+    return "-".join(re.findall(r"[A-Za-z0-9._+]+", words)) or "none"
+
+
+def _located(overrides: Iterable[str], folder: Path) -> Iterator[str]:
+    """Yield overrides, files that are beside the sweep named by where they are."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        found = folder / value.strip('"')
+        yield f'{key}="{found}"' if key in FILES and value.startswith('"') and found.exists() else override
