@@ -94,6 +94,9 @@ def lab_command(
         Path | None,
         typer.Option("--sweep", help="Instead of a scenario: measure every point of this sweep that --out lacks."),
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
 ) -> None:
     """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
@@ -101,11 +104,13 @@ def lab_command(
 
     if clean + (scenario is not None) + (sweep is not None) != 1:
         raise UserError("lab: give one of these: a scenario, --sweep, --clean")
+    if only and sweep is None:
+        raise UserError("lab: --only chooses points of a --sweep")
     check_tools()
     if sweep is not None:
         if out is None or trace is not None:
             raise UserError("lab: --sweep needs --out, and writes no --trace")
-        _lab_sweep(sweep, overrides or [], out, as_json=as_json)
+        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json)
     elif scenario is not None:
         from gsreal.lab.lab import run_lab, warn_of_other_processors
 
@@ -118,14 +123,14 @@ def lab_command(
         _clean()
 
 
-def _lab_sweep(file: Path, overrides: list[str], out: Path, *, as_json: bool) -> None:
+def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool) -> None:
     from gsreal.lab.lab import run_lab, warn_of_other_processors
     from gsreal.lab.sweep import cells_of, checked_points, measure_cells, middle_ones
     from gssim.console import print_results
-    from gssim.sweep import load_sweep, points_of
+    from gssim.sweep import chosen, load_sweep, points_of
 
     sweep = load_sweep(file)
-    points = points_of(sweep, file=file, overrides=overrides)
+    points = chosen(points_of(sweep, file=file, overrides=overrides), only, file=file)
     loaded = checked_points(points, sweep=file)
     warn_of_other_processors(each.scenario.cluster for each in loaded)
     cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)

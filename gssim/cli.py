@@ -14,7 +14,7 @@ from gssim.predictions import predict, usable_cores
 from gssim.result import chrome_trace, file_name, write_text
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
-from gssim.sweep import load_sweep, points_of
+from gssim.sweep import chosen, load_sweep, points_of
 from gssim.units import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -72,13 +72,16 @@ def sweep_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Results, kept as they end.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Predict also what is in --out already.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
+    ] = None,
 ) -> None:
     """Predict every point of a sweep."""
     count = usable_cores() if jobs is None else jobs
     if count < 1:
         raise UserError(f"--jobs {jobs}: must be at least 1")
     asked = load_sweep(sweep)
-    points = points_of(asked, file=sweep, overrides=overrides or [])
+    points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
     try:
         with progress_bar("predicting") as told:
             results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)

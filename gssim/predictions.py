@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -52,6 +53,7 @@ def predict(
     tasks = [Task(point, sweep) for point in points]
     with _processes(min(jobs, len(tasks))) as run:
         questions = _asked(each for _, each in sorted(run(question_of, tasks), key=lambda each: each[0]))
+        _warn_of_equal(points, questions)
         found: dict[int, Result] = {}
         if out is not None and not again:
             for i, (point, question) in enumerate(zip(points, questions, strict=True)):
@@ -85,6 +87,15 @@ def kept_prediction(out: Path, point: Point, question: Question) -> Result | Non
     except UserError:  # none, or a damaged one
         return None
     return found if found.calibration_id == question.calibration_id else None
+
+
+def _warn_of_equal(points: Sequence[Point], questions: Sequence[Question]) -> None:
+    """Say which points are one question under two names: what was varied changes nothing."""
+    first: dict[Question, str] = {}
+    for point, question in zip(points, questions, strict=True):
+        other = first.setdefault(question, point.name)
+        if other != point.name:
+            print(f"gssim: sweep: {point.name} asks the same as {other}", file=sys.stderr)
 
 
 def question_of(task: Task) -> Question | UserError:

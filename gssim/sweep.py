@@ -2,10 +2,12 @@
 
 import itertools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +31,8 @@ class Group:
     """Points that are compared with one another: on the same cluster, as a rule, with the same model."""
 
     name: str
+    scenario: str | None = None
+    """Another file whose keys are overridden, beside this one; absent: the sweep's."""
     set: dict[str, Any] = field(default_factory=dict)
     """Overrides of the scenario's keys, for all of the group."""
     variants: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
@@ -113,23 +117,33 @@ def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tup
 
     Raises UserError where there are too many, or two have the same name.
     """
-    folder = file.parent
-    scenario = folder / sweep.scenario
-    if not scenario.is_file():
-        raise UserError(f"{file}: scenario = '{sweep.scenario}': no such file beside it")
     groups = sweep.groups or (Group(name=file.stem),)
+    for name in (sweep.scenario, *(group.scenario for group in groups if group.scenario)):
+        if not (file.parent / name).is_file():
+            raise UserError(f"{file}: scenario = '{name}': no such file beside it")
     count = sum(_size(sweep, group) for group in groups)
     if count > MOST_POINTS:
         raise UserError(f"{file}: has {count:,} points; at most {MOST_POINTS:,} are allowed")
     points = tuple(
-        Point(name, scenario, (*_located([*as_overrides(sweep.set), *own], folder), *overrides, f'name="{name}"'))
+        Point(name, _beside(group.scenario or sweep.scenario, file), (*own, *overrides, f'name="{name}"'))
         for group in groups
-        for name, own in _named(sweep, group)
+        for name, own in _named(sweep, group, file)
     )
     twice = [name for name, times in Counter(point.name for point in points).items() if times > 1]
     if twice:
         raise UserError(f"{file}: two points are named '{twice[0]}'; groups and values of axes must differ in name")
     return points
+
+
+def chosen(points: Sequence[Point], patterns: Sequence[str], *, file: Path) -> tuple[Point, ...]:
+    """Return the points whose names match one of the patterns (`*`, `?`), all where there is no pattern.
+
+    Raises UserError for a pattern that matches none.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(point.name, pattern) for point in points):
+            raise UserError(f"--only {pattern}: no point of {file} is so named; the first is {points[0].name}")
+    return tuple(p for p in points if not patterns or any(fnmatchcase(p.name, pattern) for pattern in patterns))
 
 
 def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True) -> Loaded:
@@ -163,16 +177,17 @@ def _size(sweep: Sweep, group: Group) -> int:
     return max(1, variants) * math.prod(map(len, (axes_of(sweep.axes) | axes_of(group.axes)).values()))
 
 
-def _named(sweep: Sweep, group: Group) -> Iterator[tuple[str, list[str]]]:
-    """Yield the names of a group's points, and what each overrides beyond the sweep."""
+def _named(sweep: Sweep, group: Group, file: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the names of a group's points, and what each overrides."""
     axes = axes_of(sweep.axes) | axes_of(group.axes)
     names: Iterable[str | None] = tuple(sweep.variants) if group.variants is None else group.variants
     for variant in names or (None,):
-        own = [*as_overrides(group.set), *as_overrides(sweep.variants[variant] if variant else {})]
+        tables = (sweep.set, group.set, sweep.variants[variant] if variant else {})
         for values in itertools.product(*axes.values()):
             place = dict(zip(axes, values, strict=True))
             words = [group.name, *([variant] if variant else []), *(_label(*each) for each in place.items())]
-            yield SEPARATOR.join(words), [*own, *as_overrides(place)]
+            overrides = (override for table in (*tables, place) for override in as_overrides(table))
+            yield SEPARATOR.join(words), [_located(override, file) for override in overrides]
 
 
 def _label(key: str, value: Any) -> str:
@@ -188,9 +203,14 @@ def _label(key: str, value: Any) -> str:
     return "-".join(re.findall(r"[A-Za-z0-9._+]+", words)) or "none"
 
 
-def _located(overrides: Iterable[str], folder: Path) -> Iterator[str]:
-    """Yield overrides, files that are beside the sweep named by where they are."""
-    for override in overrides:
-        key, _, value = override.partition("=")
-        found = folder / value.strip('"')
-        yield f'{key}="{found}"' if key in FILES and value.startswith('"') and found.exists() else override
+def _located(override: str, file: Path) -> str:
+    """Return an override, a file that is beside the sweep named by where it is."""
+    key, _, value = override.partition("=")
+    if key not in FILES or not value.startswith('"'):
+        return override
+    found = _beside(value.strip('"'), file)
+    return f'{key}="{found}"' if found.exists() else override
+
+
+def _beside(name: str, file: Path) -> Path:
+    return Path(os.path.normpath(file.parent / name))
