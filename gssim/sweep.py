@@ -63,23 +63,6 @@ class Sweep:
     repeats: PositiveInt = 1
     """How often each point is measured, where it is."""
 
-    def __post_init__(self) -> None:
-        """Refuse names that name no file, or nothing, and axes without values."""
-        for name in (*self.variants, *(group.name for group in self.groups)):
-            if not NAME.fullmatch(name):
-                raise ValueError(
-                    f"'{name}': names are of letters, digits, '.', '_', '+' and single '-': files have them"
-                )
-        for axes in (self.axes, *(group.axes for group in self.groups)):
-            axes_of(axes)
-        for group in self.groups:
-            for name in group.variants or ():
-                if name not in self.variants:
-                    known = ", ".join(self.variants) or "none"
-                    raise ValueError(
-                        f"groups '{group.name}': variants: no variant is named '{name}'; there are {known}"
-                    )
-
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -108,7 +91,27 @@ def load_sweep(path: Path) -> Sweep:
     """Return the sweep in the TOML file `path`; raise UserError (one line: file, key path, what is allowed)."""
     text, data = read_toml(path)
     data.setdefault("question", first_comment(text))
-    return validated(Sweep, data, file=str(path))
+    sweep = validated(Sweep, data, file=str(path))
+    _check_names(sweep, path)
+    for place, axes in (("axes", sweep.axes), *((f"groups[{i}].axes", g.axes) for i, g in enumerate(sweep.groups))):
+        axes_of(axes, f"{path}: {place}")
+    return sweep
+
+
+def _check_names(sweep: Sweep, file: Path) -> None:
+    """Raise UserError for names that cannot name files, or name nothing."""
+    named = [(f"groups[{i}].name", group.name) for i, group in enumerate(sweep.groups)]
+    for place, name in (*((f"variants.{name}", name) for name in sweep.variants), *named):
+        if not NAME.fullmatch(name):
+            raise UserError(f"{file}: {place}: '{name}' names files: letters, digits, '.', '_', '+' and single '-'")
+    for i, group in enumerate(sweep.groups):
+        for name in group.variants or ():
+            if name not in sweep.variants:
+                known = ", ".join(sweep.variants) or "none"
+                raise UserError(f"{file}: groups[{i}].variants: there is no variant '{name}'; there are {known}")
+    for name in (sweep.scenario, *(group.scenario for group in sweep.groups if group.scenario)):
+        if not (file.parent / name).is_file():
+            raise UserError(f"{file}: scenario = '{name}': no such file beside it")
 
 
 def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tuple[Point, ...]:
@@ -118,9 +121,6 @@ def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tup
     Raises UserError where there are too many, or two have the same name.
     """
     groups = sweep.groups or (Group(name=file.stem),)
-    for name in (sweep.scenario, *(group.scenario for group in groups if group.scenario)):
-        if not (file.parent / name).is_file():
-            raise UserError(f"{file}: scenario = '{name}': no such file beside it")
     count = sum(_size(sweep, group) for group in groups)
     if count > MOST_POINTS:
         raise UserError(f"{file}: has {count:,} points; at most {MOST_POINTS:,} are allowed")
@@ -154,8 +154,8 @@ def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True) -> 
         raise UserError(f"{file}: {point.name}: {error}") from None
 
 
-def axes_of(table: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Return lists of values by their keys' whole paths; raise ValueError for what is no list, or empty.
+def axes_of(table: Mapping[str, Any], where: str = "axes", prefix: str = "") -> dict[str, list[Any]]:
+    """Return lists of values by their keys' whole paths; raise UserError for what is no list, or empty.
 
     >>> axes_of({"plan": {"push": {"threshold": [1e-4, 1e-3]}}, "plan.method": ["gs"]})
     {'plan.push.threshold': [0.0001, 0.001], 'plan.method': ['gs']}
@@ -163,11 +163,11 @@ def axes_of(table: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            found |= axes_of(value, f"{prefix}{key}.")
+            found |= axes_of(value, where, f"{prefix}{key}.")
         elif isinstance(value, list) and value:
             found[f"{prefix}{key}"] = value
         else:
-            raise ValueError(f"axes: {prefix}{key} = {value!r}: must be a list of values, one at least")
+            raise UserError(f"{where}: {prefix}{key} = {value!r}: must be a list of values, one at least")
     return found
 
 
