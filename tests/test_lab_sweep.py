@@ -1,5 +1,6 @@
 """What is measured of a sweep in the lab, and in which order, with measurements that cost nothing."""
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 from strategies import write_files
 
+from gsreal.lab.interrupts import EndedError, deferred, unwinding
 from gsreal.lab.sweep import cells_of, kept, measure_cells, middle_ones
 from gssim.result import read_result
 from gssim.simulate import simulate
@@ -105,3 +107,14 @@ def test_another_network_is_measured_anew_and_another_calibration_is_not(tmp_pat
     shared = text.replace('kind = "cpu"', 'kind = "cpu"\nlab = { cpu_share_ratio = 0.5 }')
     cluster.write_text(shared)
     assert not any(kept(cell) for cell in cells_in(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_in_the_middle_of_a_fork_waits_for_its_end(number):
+    reached = []
+    with pytest.raises((KeyboardInterrupt, EndedError)), unwinding():
+        with deferred():
+            signal.raise_signal(number)
+            reached.append("the end of what is not interrupted")
+        reached.append("what comes after it")
+    assert reached == ["the end of what is not interrupted"]

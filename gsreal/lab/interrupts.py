@@ -37,3 +37,21 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let those signals and the user's interrupt wait meanwhile.
+
+    Raised in what Python calls around a fork, where it can but say that it ignores them, they would be lost.
+    """
+    noted: list[int] = []
+    numbers = (*ENDING, signal.SIGINT)
+    before = {number: signal.signal(number, lambda each, frame: noted.append(each)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in noted[:1]:
+            signal.raise_signal(number)
