@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,11 +12,12 @@ from strategies import write_files
 
 from gsreal.lab.interrupts import EndedError, deferred, unwinding
 from gsreal.lab.sweep import cells_of, kept, measure_cells, middle_ones
-from gssim.result import read_result
+from gssim.result import read_result, write_text
 from gssim.simulate import simulate
 from gssim.sweep import load_sweep, points_of
 from gssim.units import RunFailedError
 
+SWEEPS = sorted((Path(__file__).resolve().parents[1] / "scenarios" / "sweeps").glob("*.toml"))
 SWEEP_TOML = """# Which plan is faster?
 scenario = "scenario.toml"
 [variants]
@@ -94,6 +96,15 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_call(tmp_path, c
     assert run.asked == [cells[1].file.name, cells[4].file.name]
 
 
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_what_was_measured_in_the_shipped_labs_is_known_again(path, tmp_path):
+    first = {point.group: point for point in reversed(points_of(load_sweep(path), file=path))}
+    loaded = [point.load(gradients_needed=False) for point in first.values()]
+    for cell in cells_of(tuple(first.values()), loaded, repeats=1, out=tmp_path):
+        write_text(cell.file, replace(simulate(cell.loaded).result, source="measured").to_json())
+        assert kept(cell) is not None
+
+
 def test_another_network_is_measured_anew_and_another_calibration_is_not(tmp_path):
     measure_cells(cells_in(tmp_path), Measured())
     cluster = tmp_path / "pair.toml"
@@ -112,9 +123,14 @@ def test_another_network_is_measured_anew_and_another_calibration_is_not(tmp_pat
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_in_the_middle_of_a_fork_waits_for_its_end(number):
     reached = []
-    with pytest.raises((KeyboardInterrupt, EndedError)), unwinding():
-        with deferred():
-            signal.raise_signal(number)
-            reached.append("the end of what is not interrupted")
-        reached.append("what comes after it")
+
+    def forked():
+        with unwinding():
+            with deferred():
+                signal.raise_signal(number)
+                reached.append("the end of what is not interrupted")
+            reached.append("what comes after it")
+
+    with pytest.raises((KeyboardInterrupt, EndedError)):
+        forked()
     assert reached == ["the end of what is not interrupted"]

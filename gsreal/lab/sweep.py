@@ -1,19 +1,20 @@
 """A sweep in the lab: every point measured one after another, round by round, what is finished kept."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gsreal.checks import check_real
 from gsreal.lab.lab import lab_of
+from gsreal.lab.network import Network, network_of
+from gsreal.lab.throttle import share_of
+from gssim.cluster import Cluster
 from gssim.result import Result, file_name, read_result, write_text
 from gssim.scenario import Loaded
 from gssim.sweep import Point, loaded_point
-from gssim.units import RunFailedError, UserError, human_seconds
+from gssim.units import RunFailedError, UserError, human_seconds, validated
 
 
 @dataclass(frozen=True)
@@ -62,24 +63,19 @@ def kept(cell: Cell) -> Result | None:
     """Return the measurement, if it is there already: of the same question on the same emulated cluster."""
     try:
         found = read_result(cell.file)
-    except UserError:  # none, or a damaged one
+        cluster = validated(Cluster, found.scenario["cluster"], file=str(cell.file))
+        return found if emulated(cluster) == emulated(cell.loaded.scenario.cluster) else None
+    except UserError:  # none, a damaged one, or one of before files were read otherwise
         return None
-    asked = json.loads(json.dumps(cell.loaded.scenario.resolved()["cluster"]))
-    return found if emulated(found.scenario["cluster"]) == emulated(asked) else None
 
 
-def emulated(cluster: dict[str, Any]) -> dict[str, Any]:
-    """Return what a lab makes of a cluster as a Result keeps it: devices, their shares of cores, and links.
+def emulated(cluster: Cluster) -> tuple[Network, tuple[tuple[str, float], ...], dict[str, str]]:
+    """Return what a lab makes of a cluster: its network, its devices with their shares of cores, its algorithms.
 
     What devices are predicted to take, which a calibration changes, is no part of a measurement.
-
-    >>> types = {"slow": {"lab": {"cpu_share_ratio": 0.25, "processor": "x"}, "peak_flop_per_s": {"fp32": 1e9}}}
-    >>> emulated({"device_types": types, "devices": [{"name": "a", "type": "slow"}], "links": []})["shares"]
-    [0.25]
     """
-    labs = [cluster["device_types"][device["type"]].get("lab") or {} for device in cluster["devices"]]
-    wiring = {key: cluster.get(key) for key in ("backend", "devices", "switches", "links", "topology", "algorithms")}
-    return {**wiring, "shares": [lab.get("cpu_share_ratio", 1.0) for lab in labs]}
+    devices = ((device.type, share_of(cluster.device_types[device.type])) for device in cluster.devices)
+    return network_of(cluster, "", where="cluster"), tuple(devices), cluster.algorithms
 
 
 def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result]) -> list[Result]:
