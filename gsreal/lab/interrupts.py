@@ -46,12 +46,13 @@ def deferred() -> Iterator[None]:
     Raised in what Python calls around a fork, where it can but say that it ignores them, they would be lost.
     """
     noted: list[int] = []
-    numbers = (*ENDING, signal.SIGINT)
-    before = {number: signal.signal(number, lambda each, frame: noted.append(each)) for number in numbers}
+    before = {
+        number: signal.signal(number, lambda each, frame: noted.append(each)) for number in (*ENDING, signal.SIGINT)
+    }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in noted[:1]:
-            signal.raise_signal(number)
+        if noted:
+            signal.raise_signal(noted[0])
