@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.ending import run_command_line
+from gssim.result import file_name
 from gssim.units import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def run_command(
     _check_positive("--every", every)
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
-    name = f"{ours.name}.{ours.scenario_id}.measured.json"
+    name = file_name(ours.name, ours.scenario_id, "measured")
     _check_places(trace, out and out / name)
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
@@ -64,7 +65,8 @@ def run_command(
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)
-        arguments = _worker_arguments(scenario, overrides, made, trace, checkpoint, every)
+        arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
+        arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
             worker.main(*arguments)
             leave()
@@ -77,48 +79,69 @@ def run_command(
     _hand_over(result, text, out / name if out else None, as_json=as_json)
 
 
-def _worker_arguments(
-    scenario: Path,
-    overrides: list[str] | None,
-    made: Path,
-    trace: Path | None,
-    checkpoint: Path | None = None,
-    every: int = 0,
-) -> list[str]:
-    """Return what `worker.main` is called with; an empty text stands for a path that is not given."""
-    paths = (str(path.absolute()) if path else "" for path in (trace, checkpoint))
-    return [str(scenario), json.dumps(overrides or []), str(made), *paths, str(every)]
-
-
 @app.command("lab")
 def lab_command(
     scenario: Annotated[
         Path | None, typer.Argument(help="Its cluster is emulated on this machine (needs root).")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the Result's JSON file; a sweep needs it, and goes on there."),
+    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option("--sweep", help="Instead of a scenario: measure every point of this sweep that --out lacks."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
 ) -> None:
-    """Execute one scenario on an emulated cluster: shaped links between namespaces, slowed-down cores."""
+    """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
     from gsreal.lab.check import check_tools
 
-    if clean == (scenario is not None):
-        raise UserError("lab: give either a scenario or --clean")
+    if clean + (scenario is not None) + (sweep is not None) != 1:
+        raise UserError("lab: give one of these: a scenario, --sweep, --clean")
+    if only and sweep is None:
+        raise UserError("lab: --only chooses points of a --sweep")
     check_tools()
-    if scenario is None:
-        _clean()
-        return
-    from gsreal.lab.lab import run_lab
+    if sweep is not None:
+        if out is None or trace is not None:
+            raise UserError("lab: --sweep needs --out, and writes no --trace")
+        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json)
+    elif scenario is not None:
+        from gsreal.lab.lab import run_lab, warn_of_other_processors
 
-    loaded = _checked(scenario, overrides)
-    name = f"{loaded.scenario.name}.{loaded.scenario.scenario_id}.measured.json"
-    _check_places(trace, out and out / name)
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
-        made = Path(folder, name)
-        result = run_lab(loaded, _worker_arguments(scenario, overrides, made, trace), made)
-    _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+        loaded = _checked(scenario, overrides)
+        name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
+        _check_places(trace, out and out / name)
+        warn_of_other_processors([loaded.scenario.cluster])
+        result = run_lab(loaded, overrides or [], trace=trace)
+        _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+    else:
+        _clean()
+
+
+def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool) -> None:
+    from gsreal.lab.lab import run_lab, warn_of_other_processors
+    from gsreal.lab.sweep import cells_of, checked_points, measure_cells, middle_ones
+    from gssim.console import print_results
+    from gssim.sweep import chosen, load_sweep, points_of
+
+    _check_places(out / file.name)
+    sweep = load_sweep(file)
+    points = chosen(points_of(sweep, file=file, overrides=overrides), only, file=file)
+    loaded = checked_points(points, sweep=file)
+    warn_of_other_processors(each.scenario.cluster for each in loaded)
+    cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
+    results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides))
+    if as_json:
+        print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+    else:
+        print_results(middle_ones(cells, results), sweep.question)
 
 
 def _clean() -> None:
@@ -130,18 +153,11 @@ def _clean() -> None:
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     """Return a scenario that can run for real; raise UserError for what cannot."""
-    from gsreal.data import check_data
-    from gsreal.evaluation import check_evaluation
-    from gsreal.machine import check_machine
-    from gsreal.stages import check_stages
+    from gsreal.checks import check_real
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
-    ours = loaded.scenario
-    check_machine(ours.cluster, ours.ranks, where=loaded.file)
-    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
-    check_stages(ours, where=loaded.file)
-    check_evaluation(ours, where=loaded.file)
+    check_real(loaded)
     return loaded
 
 
