@@ -71,7 +71,7 @@ def _binomial_at_once(n: int, size: float, rate: float, latency: float) -> float
     """Each level of the tree takes as long as its holder with most children needs to send to all of them."""
     children = [sum(rank < 2**i and rank + 2**i < n for i in range(n.bit_length())) for rank in range(n)]
     levels = [[children[rank] for rank in range(n) if rank.bit_count() == level] for level in range(n.bit_length())]
-    return sum(latency + max(level) * size / rate for level in levels if max(level))
+    return float(sum(latency + max(level) * size / rate for level in levels if max(level)))
 
 
 def _chain(n: int, size: float, rate: float, latency: float) -> float:
