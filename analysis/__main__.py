@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import run_command_line
-from gssim.result import write_text
+from gssim.result import check_place, write_text
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -57,13 +57,10 @@ def compare_command(
     tables = {"comparison.csv": comparison, "groups.csv": groups}
     if not rivals.is_empty():
         tables["gs_against_dense.csv"] = rivals
-    try:
-        for name, table in tables.items():
-            write_text(out / name, table.write_csv())
-        for name, figure in figures.items():
-            charts.save(figure, out / name)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    for name, table in tables.items():
+        write_text(out / name, table.write_csv())
+    for name, figure in figures.items():
+        charts.save(figure, out / name)
     print_comparison(comparison, groups)
     for name in (*tables, *figures):
         print(out / name)
@@ -79,6 +76,7 @@ def timeline_command(
     from analysis import charts
     from analysis.timeline import named_alike, read_step
 
+    _check_picture(out)
     sides = read_step(predicted), read_step(measured)
     for side, source, path in zip(sides, ("simulated", "measured"), (predicted, measured), strict=True):
         if side.source not in (None, source):
@@ -87,10 +85,7 @@ def timeline_command(
         both = " and ".join(str(side.scenario_id) for side in sides)
         raise UserError(f"{predicted}, {measured}: traces of different scenarios ({both})")
     figure = charts.timeline(named_alike(*sides), sides[1], names=(predicted.name, measured.name))
-    try:
-        charts.save(figure, out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    charts.save(figure, out)
     print(out)
 
 
@@ -104,12 +99,16 @@ def draw_command(
     from analysis.draw import draw
     from gssim.scenario import load_cluster
 
-    figure = draw(load_cluster(cluster), file=cluster.name)
-    try:
-        charts.save(figure, out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    _check_picture(out)
+    charts.save(draw(load_cluster(cluster), file=cluster.name), out)
     print(out)
+
+
+def _check_picture(out: Path) -> None:
+    """Raise UserError where a picture cannot be written, before anything is read or drawn."""
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: is a PNG file, whose name must end in .png")
+    check_place(out)
 
 
 @app.command("convergence")
@@ -128,6 +127,7 @@ def convergence_command(
     from analysis.convergence.runs import train
     from analysis.convergence.study import load_study
 
+    check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
     rows = rows_of(loaded.study, train(loaded, out))
     found = findings_of(loaded.study, rows)

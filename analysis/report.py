@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from analysis.compare import medians
-from analysis.groups import ALL, SEPARATOR, error_column, worst_of
+from analysis.groups import ALL, error_column, variant_of, worst_of
 from analysis.targets import Target, targets
 from gssim.units import human_bytes, human_seconds
 
@@ -111,7 +111,7 @@ def _best(group: dict[str, Any]) -> str:
         return f"right in {group['best_right']}/{group['choices']}" if group["choices"] else ""
     if not group["choices"]:
         return ""
-    predicted, measured = (group[f"{side}_best"].rpartition(SEPARATOR)[2] for side in ("predicted", "measured"))
+    predicted, measured = (variant_of(group[f"{side}_best"]) for side in ("predicted", "measured"))
     if predicted == measured:
         return f"{predicted}: right"
     return f"{predicted}: as fast as {measured}" if group["best_right"] else f"{predicted}: wrong, {measured}"

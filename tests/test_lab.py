@@ -332,9 +332,10 @@ def test_slow_devices_and_delays_need_a_compiler(monkeypatch):
         check.check_compiler(far, [1.0, 1.0])
 
 
-def test_either_a_scenario_or_clean(monkeypatch, capsys):
-    for words in (["lab"], ["lab", SHIPPED[0], "--clean"]):
-        assert refusal(monkeypatch, capsys, *words) == "gsreal: lab: give either a scenario or --clean"
+def test_either_a_scenario_or_a_sweep_or_clean(monkeypatch, capsys):
+    for words in (["lab"], ["lab", SHIPPED[0], "--clean"], ["lab", SHIPPED[0], "--sweep", "sweep.toml"]):
+        assert refusal(monkeypatch, capsys, *words) == "gsreal: lab: give one of these: a scenario, --sweep, --clean"
+    assert refusal(monkeypatch, capsys, "lab", SHIPPED[0], "--only", "ddp").startswith("gsreal: lab: --only chooses")
 
 
 # Dead and alive ------------------------------------------------------------------------------------------------------
@@ -416,10 +417,11 @@ def test_types_are_measured_two_by_two_and_the_backend_by_the_fastest(tmp_path, 
     cluster = load_cluster(SCENARIOS / "clusters" / "lab-unequal-devices.toml")
     asked = []
 
-    def measure(pair, settings, *, where):
+    def measure(pair, _settings):
         asked.append([device.type for device in pair.devices])
         return measured(pair.devices[0].type)
 
+    monkeypatch.setattr(calibration, "lab_of", lambda pair, *, where: pair)
     monkeypatch.setattr(calibration, "_measured", measure)
     monkeypatch.setattr(calibration, "processor_name", lambda: "this one")
     settings = Settings((), (2, 4), 128, "fp32", "cpu")

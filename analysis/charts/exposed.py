@@ -21,7 +21,7 @@ from analysis.charts.drawing import (
     plain,
     unit_for,
 )
-from analysis.groups import SEPARATOR
+from analysis.groups import variant_of
 
 FEWEST_APART = 3
 """Scenarios of the largest group, from which on each group has a panel of its own."""
@@ -94,7 +94,7 @@ def _labels(axes: Axes, rows: Sequence[Row], factor: float, limit: float) -> Non
             left = measured > limit / 2
             above = predicted > measured
             axes.annotate(
-                plain(f"{str(rows[i]['name']).rpartition(SEPARATOR)[2]} {percent(errors[i])}"),
+                plain(f"{variant_of(rows[i]['name'])} {percent(errors[i])}"),
                 (measured, predicted),
                 (-6 if left else 6, 7 if above else -7),
                 textcoords="offset points",

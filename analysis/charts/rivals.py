@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, MARKS, STYLE, label_width_in, new_figure, percent, plain
-from analysis.groups import SEPARATOR
+from analysis.groups import variant_of
 from analysis.rivals import DENSE
 
 PANEL_IN, ROW_IN, TOP_IN, BOTTOM_IN, COLUMN_IN = 5.2, 0.3, 1.55, 1.2, 1.25
@@ -55,7 +55,7 @@ def _lines(rows: Sequence[Row]) -> list[Line]:
 
 
 def _label(row: Row) -> str:
-    name = str(row["name"]).rpartition(SEPARATOR)[2]
+    name = variant_of(row["name"])
     return f"{name} (control)" if row["control"] else name
 
 
