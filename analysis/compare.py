@@ -1,15 +1,19 @@
 """Predicted beside measured: join by scenario id, then the errors of time, memory and what was communicated.
 
-Every error ratio is predicted / measured - 1: positive where the prediction is too large.
+Every error ratio is predicted / measured - 1: positive where the prediction is too large. Where a scenario was measured
+several times, its step time is the median of the repeats; all else is of the repeat nearest to that.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
+from analysis.baselines import naive
+from analysis.groups import group_of
+from analysis.noise import noise_ratio_of, repeat_of, step_time_of, typical_repeat
 from analysis.table import ResultFile, devices_by_rank, peaks_by_rank, phase_table, result_table
 from analysis.thresholds import effects
 from gssim.result import PHASES, Collective, Result
@@ -30,6 +34,14 @@ COLUMNS = (
     "payload_error_ratio",
     "peak_rank",
     "collectives_difference",
+    "group",
+    "repeats",
+    "noise_ratio",
+    "naive_compute_s",
+    "naive_compute_error_ratio",
+    "naive_link_s",
+    "naive_link_error_ratio",
+    "exposed_communication_error_of_step_ratio",
     "step_time_p10_predicted_s",
     "step_time_p10_measured_s",
     "device",
@@ -60,6 +72,16 @@ STRUCTURE_COLUMNS = {
     "payload_error_ratio": pl.Float64,
 }
 
+REPEAT_COLUMNS = {
+    "scenario_id": pl.String,
+    "group": pl.String,
+    "repeats": pl.Int64,
+    "noise_ratio": pl.Float64,
+    "median_s": pl.Float64,
+    "naive_compute_s": pl.Float64,
+    "naive_link_s": pl.Float64,
+}
+
 EFFECT_COLUMNS = {
     "scenario_id": pl.String,
     "speed_up_over": pl.String,
@@ -71,10 +93,21 @@ EFFECT_COLUMNS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A prediction and a measurement of the same scenario."""
+    """A prediction and the measurements of the same scenario."""
 
     predicted: ResultFile
-    measured: ResultFile
+    repeats: tuple[ResultFile, ...]
+    """All measurements, at least one, in the order of their repeats."""
+
+    @property
+    def measured(self) -> ResultFile:
+        """The measurement that stands for all: of the repeats the one nearest to their median step time."""
+        return self.repeats[typical_repeat(self.measurements)]
+
+    @property
+    def measurements(self) -> list[Result]:
+        """The Results of all measurements."""
+        return [file.result for file in self.repeats]
 
 
 @dataclass(frozen=True)
@@ -89,26 +122,33 @@ class Joined:
 
 
 def join(files: Iterable[ResultFile]) -> Joined:
-    """Return simulated and measured results joined by scenario id; of several of one id and source the newest counts.
+    """Return simulated and measured results joined by scenario id.
+
+    Measurements that differ in `provenance.repeat` are repeats; of several of one repeat, and of several predictions,
+    the newest counts.
 
     Raises UserError where a prediction for one device would meet a run on another.
     """
-    newest: dict[tuple[str, str], ResultFile] = {}
+    predictions: dict[str, dict[int, ResultFile]] = defaultdict(dict)
+    measurements: dict[str, dict[int, ResultFile]] = defaultdict(dict)
     superseded = []
     for file in sorted(files, key=lambda file: (file.modified_ns, str(file.path))):
-        key = (file.result.scenario_id, file.result.source)
-        if key in newest:
-            superseded.append((newest[key], file))
-        newest[key] = file
+        side = predictions if file.result.source == "simulated" else measurements
+        repeats, repeat = side[file.result.scenario_id], repeat_of(file.result)
+        if repeat in repeats:
+            superseded.append((repeats[repeat], file))
+        repeats[repeat] = file
     pairs: list[Pair] = []
     unmatched: list[ResultFile] = []
-    for scenario_id in sorted({scenario_id for scenario_id, _ in newest}):
-        predicted, measured = newest.get((scenario_id, "simulated")), newest.get((scenario_id, "measured"))
+    for scenario_id in sorted(predictions.keys() | measurements.keys()):
+        predicted = predictions[scenario_id].get(0)
+        measured = tuple(file for _, file in sorted(measurements[scenario_id].items(), key=lambda item: item[0]))
         if predicted and measured:
-            _check_devices(predicted, measured)
+            for file in measured:
+                _check_devices(predicted, file)
             pairs.append(Pair(predicted, measured))
         else:
-            unmatched.extend(file for file in (predicted, measured) if file)
+            unmatched.extend((predicted, *measured) if predicted else measured)
     return Joined(tuple(pairs), tuple(unmatched), tuple(superseded))
 
 
@@ -136,19 +176,42 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     predicted = _side([pair.predicted.result for pair in pairs], "predicted")
     measured = _side([pair.measured.result for pair in pairs], "measured")
     structure = pl.DataFrame([_structure(pair) for pair in pairs], schema=STRUCTURE_COLUMNS)
+    repeats = pl.DataFrame([_repeats(pair) for pair in pairs], schema=REPEAT_COLUMNS)
     return (
         measured.join(
             predicted.drop("name", "method", "threshold", "device", "ranks"), on="scenario_id", validate="1:1"
         )
         .join(structure, on="scenario_id", validate="1:1")
+        .join(repeats, on="scenario_id", validate="1:1")
         .join(_effects(pairs), on="scenario_id", how="left", validate="1:1")
+        .with_columns(pl.col("median_s").alias("step_time_measured_s"))
         .with_columns(
             _error_ratio("step_time_predicted_s", "step_time_measured_s").alias("step_time_error_ratio"),
             _error_ratio("peak_predicted_bytes", "peak_measured_bytes").alias("peak_error_ratio"),
+            _error_ratio("naive_compute_s", "step_time_measured_s").alias("naive_compute_error_ratio"),
+            _error_ratio("naive_link_s", "step_time_measured_s").alias("naive_link_error_ratio"),
+            _ratio(
+                pl.col("exposed_communication_predicted_s") - pl.col("exposed_communication_measured_s"),
+                "step_time_measured_s",
+            ).alias("exposed_communication_error_of_step_ratio"),
         )
         .sort("name", "threshold", "scenario_id")
         .select(COLUMNS)
     )
+
+
+def _repeats(pair: Pair) -> dict[str, Any]:
+    """Return what the repeats of a measurement say together, and the naive predictions of the same."""
+    guess = naive(pair.predicted.result)
+    return {
+        "scenario_id": pair.predicted.result.scenario_id,
+        "group": group_of(pair.predicted.result),
+        "repeats": len(pair.repeats),
+        "noise_ratio": noise_ratio_of(pair.measurements),
+        "median_s": step_time_of(pair.measurements),
+        "naive_compute_s": guess.compute_s,
+        "naive_link_s": guess.link_s,
+    }
 
 
 def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
@@ -182,7 +245,11 @@ def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
 
 def _error_ratio(predicted: str, measured: str) -> pl.Expr:
     """Return predicted / measured - 1, null where nothing was measured."""
-    return pl.when(pl.col(measured) != 0).then(pl.col(predicted) / pl.col(measured) - 1)
+    return _ratio(pl.col(predicted), measured) - 1
+
+
+def _ratio(value: pl.Expr, to: str) -> pl.Expr:
+    return pl.when(pl.col(to) != 0).then(value / pl.col(to))
 
 
 def _structure(pair: Pair) -> dict[str, Any]:

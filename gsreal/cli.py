@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.ending import run_command_line
+from gssim.result import file_name
 from gssim.units import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run_command(
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
-    name = f"{ours.name}.{ours.scenario_id}.measured.json"
+    name = file_name(ours.name, ours.scenario_id, "measured")
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
@@ -85,29 +86,61 @@ def lab_command(
         Path | None, typer.Argument(help="Its cluster is emulated on this machine (needs root).")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the Result's JSON file; a sweep needs it, and goes on there."),
+    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option("--sweep", help="Instead of a scenario: measure every point of this sweep that --out lacks."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
 ) -> None:
-    """Execute one scenario on an emulated cluster: shaped links between namespaces, slowed-down cores."""
+    """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
     from gsreal.lab.check import check_tools
 
-    if clean == (scenario is not None):
-        raise UserError("lab: give either a scenario or --clean")
+    if clean + (scenario is not None) + (sweep is not None) != 1:
+        raise UserError("lab: give one of these: a scenario, --sweep, --clean")
+    if only and sweep is None:
+        raise UserError("lab: --only chooses points of a --sweep")
     check_tools()
-    if scenario is None:
-        _clean()
-        return
-    from gsreal.lab.lab import run_lab
+    if sweep is not None:
+        if out is None or trace is not None:
+            raise UserError("lab: --sweep needs --out, and writes no --trace")
+        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json)
+    elif scenario is not None:
+        from gsreal.lab.lab import run_lab, warn_of_other_processors
 
-    loaded = _checked(scenario, overrides)
-    name = f"{loaded.scenario.name}.{loaded.scenario.scenario_id}.measured.json"
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
-        made = Path(folder, name)
-        arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
-        result = run_lab(loaded, [*arguments, "", "0"], made)
-    _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+        loaded = _checked(scenario, overrides)
+        warn_of_other_processors([loaded.scenario.cluster])
+        result = run_lab(loaded, overrides or [], trace=trace)
+        name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
+        _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+    else:
+        _clean()
+
+
+def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool) -> None:
+    from gsreal.lab.lab import run_lab, warn_of_other_processors
+    from gsreal.lab.sweep import cells_of, checked_points, measure_cells, middle_ones
+    from gssim.console import print_results
+    from gssim.sweep import chosen, load_sweep, points_of
+
+    sweep = load_sweep(file)
+    points = chosen(points_of(sweep, file=file, overrides=overrides), only, file=file)
+    loaded = checked_points(points, sweep=file)
+    warn_of_other_processors(each.scenario.cluster for each in loaded)
+    cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
+    results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides))
+    if as_json:
+        print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+    else:
+        print_results(middle_ones(cells, results), sweep.question)
 
 
 def _clean() -> None:
@@ -120,18 +153,11 @@ def _clean() -> None:
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     """Return a scenario that can run for real; raise UserError for what cannot."""
-    from gsreal.data import check_data
-    from gsreal.evaluation import check_evaluation
-    from gsreal.machine import check_machine
-    from gsreal.stages import check_stages
+    from gsreal.checks import check_real
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
-    ours = loaded.scenario
-    check_machine(ours.cluster, ours.ranks, where=loaded.file)
-    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
-    check_stages(ours, where=loaded.file)
-    check_evaluation(ours, where=loaded.file)
+    check_real(loaded)
     return loaded
 
 

@@ -232,6 +232,15 @@ class Result:
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
 
+def file_name(name: str, scenario_id: str, source: str, repeat: int = 0) -> str:
+    """Return the name of a Result's file.
+
+    >>> file_name("ddp", "06206a394dd25997", "measured"), file_name("ddp", "06206a394dd25997", "measured", 2)
+    ('ddp.06206a394dd25997.measured.json', 'ddp.06206a394dd25997.measured-2.json')
+    """
+    return f"{name}.{scenario_id}.{source}{f'-{repeat}' if repeat else ''}.json"
+
+
 def read_result(path: Path) -> Result:
     """Return the Result in the JSON file `path`; raise UserError where it is not one."""
     try:

@@ -23,7 +23,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = (), *, gradients_needed
     """
     text, data = read_toml(path)
     data.setdefault("name", path.stem)
-    data.setdefault("question", _first_comment(text))
+    data.setdefault("question", first_comment(text))
     folders = {"": path.parent}
     for override in overrides:
         key = _apply(data, override)
@@ -78,7 +78,8 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
-def _first_comment(text: str) -> str:
+def first_comment(text: str) -> str:
+    """Return what the first line of a TOML file says, if it is a comment: the question."""
     first = text.splitlines()[0] if text else ""
     return first.lstrip("# ").strip() if first.startswith("#") else ""
 
