@@ -14,7 +14,7 @@ import polars as pl
 from analysis.baselines import naive
 from analysis.groups import group_of
 from analysis.noise import noise_ratio_of, repeat_of, step_time_of, typical_repeat
-from analysis.table import ResultFile, devices_by_rank, peaks_by_rank, phase_table, result_table
+from analysis.table import ResultFile, devices_by_rank, peaks_by_rank, result_table, sweep_group
 from analysis.thresholds import effects
 from gssim.result import PHASES, Collective, Result
 from gssim.units import UserError
@@ -63,7 +63,6 @@ COLUMNS = (
 """The columns of comparison.csv, in order."""
 
 STRUCTURE_COLUMNS = {
-    "scenario_id": pl.String,
     "peak_rank": pl.Int64,
     "peak_predicted_bytes": pl.Float64,
     "peak_measured_bytes": pl.Float64,
@@ -73,7 +72,6 @@ STRUCTURE_COLUMNS = {
 }
 
 REPEAT_COLUMNS = {
-    "scenario_id": pl.String,
     "group": pl.String,
     "repeats": pl.Int64,
     "noise_ratio": pl.Float64,
@@ -83,7 +81,6 @@ REPEAT_COLUMNS = {
 }
 
 EFFECT_COLUMNS = {
-    "scenario_id": pl.String,
     "speed_up_over": pl.String,
     "speed_up_predicted_ratio": pl.Float64,
     "speed_up_measured_ratio": pl.Float64,
@@ -122,27 +119,27 @@ class Joined:
 
 
 def join(files: Iterable[ResultFile]) -> Joined:
-    """Return simulated and measured results joined by scenario id.
+    """Return simulated and measured results joined by scenario id, those of a sweep within their group.
 
     Measurements that differ in `provenance.repeat` are repeats; of several of one repeat, and of several predictions,
     the newest counts.
 
     Raises UserError where a prediction for one device would meet a run on another.
     """
-    predictions: dict[str, dict[int, ResultFile]] = defaultdict(dict)
-    measurements: dict[str, dict[int, ResultFile]] = defaultdict(dict)
+    predictions: dict[tuple[str, str], dict[int, ResultFile]] = defaultdict(dict)
+    measurements: dict[tuple[str, str], dict[int, ResultFile]] = defaultdict(dict)
     superseded = []
     for file in sorted(files, key=lambda file: (file.modified_ns, str(file.path))):
         side = predictions if file.result.source == "simulated" else measurements
-        repeats, repeat = side[file.result.scenario_id], repeat_of(file.result)
+        repeats, repeat = side[file.result.scenario_id, sweep_group(file.result)], repeat_of(file.result)
         if repeat in repeats:
             superseded.append((repeats[repeat], file))
         repeats[repeat] = file
     pairs: list[Pair] = []
     unmatched: list[ResultFile] = []
-    for scenario_id in sorted(predictions.keys() | measurements.keys()):
-        predicted = predictions[scenario_id].get(0)
-        measured = tuple(file for _, file in sorted(measurements[scenario_id].items(), key=lambda item: item[0]))
+    for key in sorted(predictions.keys() | measurements.keys()):
+        predicted = predictions[key].get(0)
+        measured = tuple(file for _, file in sorted(measurements[key].items(), key=lambda item: item[0]))
         if predicted and measured:
             for file in measured:
                 _check_devices(predicted, file)
@@ -177,13 +174,9 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     measured = _side([pair.measured.result for pair in pairs], "measured")
     structure = pl.DataFrame([_structure(pair) for pair in pairs], schema=STRUCTURE_COLUMNS)
     repeats = pl.DataFrame([_repeats(pair) for pair in pairs], schema=REPEAT_COLUMNS)
+    twice = ("scenario_id", "name", "method", "threshold", "device", "ranks")
     return (
-        measured.join(
-            predicted.drop("name", "method", "threshold", "device", "ranks"), on="scenario_id", validate="1:1"
-        )
-        .join(structure, on="scenario_id", validate="1:1")
-        .join(repeats, on="scenario_id", validate="1:1")
-        .join(_effects(pairs), on="scenario_id", how="left", validate="1:1")
+        pl.concat([measured, predicted.drop(twice), structure, repeats, _effects(pairs)], how="horizontal")
         .with_columns(pl.col("median_s").alias("step_time_measured_s"))
         .with_columns(
             _error_ratio("step_time_predicted_s", "step_time_measured_s").alias("step_time_error_ratio"),
@@ -204,7 +197,6 @@ def _repeats(pair: Pair) -> dict[str, Any]:
     """Return what the repeats of a measurement say together, and the naive predictions of the same."""
     guess = naive(pair.predicted.result)
     return {
-        "scenario_id": pair.predicted.result.scenario_id,
         "group": group_of(pair.predicted.result),
         "repeats": len(pair.repeats),
         "noise_ratio": noise_ratio_of(pair.measurements),
@@ -216,10 +208,9 @@ def _repeats(pair: Pair) -> dict[str, Any]:
 
 def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
     """Return one row per result of one side, phases as columns, its columns named after the side."""
-    phases = (
-        phase_table(results)
-        .with_columns(column=pl.col("phase") + f"_{side}_s")
-        .pivot(on="column", on_columns=[f"{phase}_{side}_s" for phase in PHASES], index="scenario_id", values="time_s")
+    phases = pl.DataFrame(
+        [{f"{phase}_{side}_s": result.phases_s.get(phase) for phase in PHASES} for result in results],
+        schema={f"{phase}_{side}_s": pl.Float64 for phase in PHASES},
     )
     named = {
         "step_time_s": f"step_time_{side}_s",
@@ -230,15 +221,17 @@ def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
         "calibration_id": f"calibration_id_{side}",
     }
     rows = result_table(results).select("scenario_id", "name", "method", "threshold", "device", "ranks", *named)
-    return rows.rename(named).join(phases, on="scenario_id", validate="1:1")
+    return pl.concat([rows.rename(named), phases], how="horizontal")
 
 
 def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
-    """Return what thresholds changed beside dense training, a row for each thresholded result that has a dense one."""
+    """Return what thresholds changed beside dense training, a row for each pair; nulls where nothing is thresholded."""
     found = effects([pair.measured.result for pair in pairs], [pair.predicted.result for pair in pairs])
     rows = [
-        (key, each.dense, each.speed_up_predicted_ratio, each.speed_up_measured_ratio, each.loss_change_ratio)
-        for key, each in found.items()
+        (each.dense, each.speed_up_predicted_ratio, each.speed_up_measured_ratio, each.loss_change_ratio)
+        if each
+        else (None,) * len(EFFECT_COLUMNS)
+        for each in found
     ]
     return pl.DataFrame(rows, schema=EFFECT_COLUMNS, orient="row")
 
@@ -259,7 +252,6 @@ def _structure(pair: Pair) -> dict[str, Any]:
     rank = worst_rank(ours, theirs)
     difference = collectives_difference(predicted.collectives, measured.collectives)
     return {
-        "scenario_id": measured.scenario_id,
         "peak_rank": rank,
         "peak_predicted_bytes": None if rank is None else ours[rank],
         "peak_measured_bytes": None if rank is None else theirs[rank],
