@@ -377,6 +377,30 @@ def test_a_fault_of_the_users_that_ranks_find_is_exit_2(files, tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
+ORPHAN = """
+import os, sys, time
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+from pathlib import Path
+import gsreal.rank
+Path(sys.argv[2], "adopted").write_text(str(os.getppid()))
+gsreal.rank.run_on_rank(Path(sys.argv[2], "worked").touch, [])
+"""
+
+
+def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_path):
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    line = f"{sys.executable} {tmp_path}/orphan.py $$ {tmp_path} & kill -9 $$"
+    subprocess.run(["sh", "-c", line], env={**os.environ, "GSREAL_LAUNCHER": str(os.getpid())}, check=False)
+    until = time.monotonic() + 60
+    while not (tmp_path / "adopted").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    if (tmp_path / "adopted").read_text() != "1":
+        pytest.skip("here another process than the first adopts orphans")
+    time.sleep(0.5)
+    assert not (tmp_path / "worked").exists()
+
+
 def test_an_interrupt_stops_every_rank(files, tmp_path):
     changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=1000000", *DENSE]
     started = tmp_path / "started"
