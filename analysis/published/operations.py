@@ -115,20 +115,13 @@ class Chain:
         """Return the places of the operations that read an output."""
         return [i for i, each in enumerate(self.operations) if name in each.reads]
 
-    def buffers(self, *, gradient_held: int) -> Iterable[Buffer]:
-        """Give all buffers; `gradient_held`: place of the backward of the layer before that lets its gradient go."""
+    def buffers(self, passed: Polynomial, held: int) -> Iterable[Buffer]:
+        """Give all buffers; `passed`: bytes of what it reads, whose gradient goes at place `held` of the layer before."""
         yield from self._made()
         yield from self._gradients()
-        size = self._input_size()
-        first = min(self.readers(INPUT), default=0)
-        if size is not None:
-            freed = Moment("b", gradient_held, -1)
-            yield Buffer(Moment("b", self.last - first), freed, "temporaries", size)
-
-    def _input_size(self) -> Polynomial | None:
-        summed = [each for each in self.operations if INPUT in each.reads and each.passes_gradient]
-        norms = [each for each in self.operations if INPUT in each.reads]
-        return (summed or norms)[0].output if norms else None
+        if self.readers(INPUT):
+            born, freed = Moment("b", self.last - min(self.readers(INPUT))), Moment("b", held, -1)
+            yield Buffer(born, freed, "temporaries", passed)
 
     def _made(self) -> Iterable[Buffer]:
         for place, each in enumerate(self.operations):
@@ -162,8 +155,8 @@ class Chain:
     def _saved(self) -> set[str]:
         return {name for each in self.operations for name in each.saves}
 
-    def layer(self, name: str, modules: Sequence[str], *, block: bool, gradient_held: int = 0) -> Layer:
-        """Return the layer, `modules` of them in a row."""
+    def layer(self, name: str, modules: Sequence[str], *, block: bool, passed: Polynomial, held: int = 0) -> Layer:
+        """Return the layer, `modules` of them in a row; see `buffers`."""
         every, again = self.operations, self.again
         rerun = tuple(each for each in again if not each.kept)
         moved = [total([each.operands, each.streamed]) for each in every]
@@ -198,7 +191,7 @@ class Chain:
             selective_streamed_bytes=total(each.streamed for each in rerun),
             selective_operations=sum(each.kernels for each in rerun),
             selective_positions=tuple(i for i, each in enumerate(every) if each.kept),
-            buffers=tuple(self.buffers(gradient_held=gradient_held)),
+            buffers=tuple(self.buffers(passed, held)),
             units=self.cut.ranks if self.cut.ranks > 1 else None,
             reductions=tuple(self._sums()) if self.cut.ranks > 1 else (),
             linear=True if self.cut.ranks > 1 else None,

@@ -29,6 +29,10 @@ class Platform:
     nccl: str | dict[str, Any]
     float8_ratio: PositiveFloat | None = None
     """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
+    attention_ratio: PositiveFloat = 1.0
+    """Rate of flash attention over that of maps; see `Software`."""
+    reserved_ratio: PositiveFloat = 1.0
+    """Peak bytes that the allocator holds over those that tensors take, where no replay of the allocator tells."""
     calibrated_on: tuple[str, ...] = field(default=())
     """The rows, by their id, that numbers of the device were fitted to."""
 

@@ -36,9 +36,12 @@ def predict(run: Run) -> Prediction:
     results = [_result(run, count) for count in dict.fromkeys((few, more))]
     first, last = results[0].step_time_s, results[-1].step_time_s
     step_s = last + (run.micro_batches - more) * (last - first) / max(1, more - few)
-    allocated = max(rank.peak_allocated_bytes for rank in results[-1].ranks)
-    reserved = max(getattr(rank, "peak_reserved_bytes", None) or rank.peak_allocated_bytes for rank in results[-1].ranks)
-    return Prediction(step_s, allocated, reserved, reserved + cluster_of_run(run).type_of(0).context_bytes)
+    cluster, platform = cluster_of_run(run), platform_of(run.gpu)
+    ranks = results[-1].ranks
+    allocated = max(rank.peak_allocated_bytes for rank in ranks)
+    ratio = platform.reserved_ratio if platform else 1.0
+    reserved = max(rank.peak_reserved_bytes or ratio * rank.peak_allocated_bytes for rank in ranks)
+    return Prediction(step_s, allocated, reserved, reserved + cluster.type_of(0).context_bytes)
 
 
 def _counts(run: Run) -> tuple[int, int]:

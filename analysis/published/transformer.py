@@ -5,10 +5,10 @@ writes v*n each way, and in its backward reads two tensors twice and writes one;
 a mask of n; a softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and writes v a score.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from analysis.published.operations import INPUT, NOTHING, Chain, Cut, Operation, Weight
+from analysis.published.operations import INPUT, NOTHING, Chain, Cut, Operation, Weight, total
 from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import Layer, Model, Module, Polynomial, TokenInput
 
@@ -60,6 +60,11 @@ class Software:
     """Scores are never written, and where the mask is causal, only half of them are computed."""
     dropout: bool = True
     """Of attention and of each map's output."""
+    fused_softmax: bool = True
+    """Scale, mask and softmax are one kernel, as in half precision; else three, of torch."""
+    partitioned: bool = False
+    """Between blocks a rank has its part of the activations, as where stages of a pipeline pass on parts of them that
+    are gathered on arrival (Narayanan et al. 2021, section 4.1; DeepSpeed's PipelineEngine does it too)."""
     compiled: bool = False
     """Operations that only stream are fused with their neighbours (torch.compile)."""
     early_stop: bool = True
@@ -70,8 +75,8 @@ class Software:
     map_speedup: float = 1.0
     """Rate of the blocks' maps over that of the precision: float8."""
     float8_casts: bool = False
-    fused_loss: bool = False
-    """Megatron's cross entropy of logits that stay cut; else torch's, of float logits."""
+    attention_ratio: float = 1.0
+    """Rate of flash attention over that of maps."""
 
 
 class Writer:
@@ -89,11 +94,22 @@ class Writer:
         """Return the same of a tensor outside cut maps: with sequence parallelism, shared too."""
         return self.tokens(width, shared=self.software.sequence_parallel, value=value)
 
+    def passed(self) -> Polynomial:
+        """Return the bytes of what a block hands on."""
+        shared = self.software.sequence_parallel or self.software.partitioned
+        return self.tokens(self.shape.hidden, shared=shared)
+
     def scores(self, per_score: float) -> Polynomial:
         """Return so many for each score of a head."""
         return self.cut.size(bss=per_score * self.shape.heads * self.software.context_ranks)
 
-    def norm(self, name: str, reads: str) -> Operation:
+    def gathered(self) -> Operation:
+        """Return what a rank gets of the others' parts of a block's input."""
+        parts = self.cut.ranks
+        width = self.shape.hidden * (parts - 1) / parts
+        return Operation(name="gathered", output=self.tokens(width, shared=False))
+
+    def norm(self, name: str, *reads: str) -> Operation:
         h, v = self.shape.hidden, self.value
         weights = (Weight(name="{}." + name + ".weight", shape=(h,)),)
         if self.shape.kind == "gpt":
@@ -102,14 +118,14 @@ class Writer:
         passes = 2.0 if self.shape.kind == "gpt" or self.software.compiled else 2.0 + 4 * FLOAT / v
         return Operation(
             name=name,
-            reads=(reads,),
+            reads=reads,
             output=self.whole(h),
             streamed=self.whole(h * passes),
             backward_streamed=self.whole(h * (5 if passes == 2 else 2 * passes)),
-            saves=(reads,),
+            saves=reads,
             noted=self.whole(2 if self.shape.kind == "gpt" else 1, value=FLOAT),
             weights=weights,
-            kernels=1 if passes == 2 else 5,
+            kernels=2 if passes == 2 else 5,
         )
 
     def linear(
@@ -143,11 +159,12 @@ class Writer:
             saves=(reads,),
             weights=tuple(weights),
             kept=kept,
+            kernels=1 if self.software.compiled else 3,
             summed=summed if by_rows else None,
             backward_summed=None if by_rows else summed,
         )
 
-    def add(self, name: str, reads: tuple[str, str]) -> Operation:
+    def add(self, name: str, reads: tuple[str, str], *, last: bool = False) -> Operation:
         """Return a sum with the residual, behind bias and dropout where there are such."""
         h, v = self.shape.hidden, self.value
         dropped = self.shape.kind == "gpt" and self.software.dropout
@@ -155,11 +172,12 @@ class Writer:
         return Operation(
             name=name,
             reads=reads,
-            output=self.whole(h),
+            output=self.passed() if last else self.whole(h),
             streamed=self.whole(h * (passes + dropped / v)),
             backward_streamed=self.whole(h * (passes + (2 + 1 / v) * dropped)),
             noted=self.whole(h, value=1) if dropped else NOTHING,
             passes_gradient=not dropped,
+            kernels=3 if self.shape.kind == "gpt" else 1,
         )
 
     # Attention -------------------------------------------------------------------------------------------------------
@@ -171,7 +189,7 @@ class Writer:
     def flash(self, reads: tuple[str, ...]) -> Operation:
         shape = self.shape
         # forward 2 products of 2 FLOP, half of it masked; backward 5 of them (Dao 2023, FlashAttention-2, section 3.1)
-        forward = 4 * shape.hidden / 2 / shape.heads
+        forward = 4 * shape.hidden / 2 / shape.heads / self.software.attention_ratio
         return Operation(
             name="context",
             reads=reads,
@@ -185,25 +203,33 @@ class Writer:
         )
 
     def unfused(self, reads: str) -> list[Operation]:
-        h, v, heads = self.shape.hidden, self.value, self.shape.heads
-        product = 2 * h / heads
+        """Return attention whose scores are written.
+
+        A head's products have so few FLOP a byte that their scores' bytes count beside them.
+        """
+        h, v = self.shape.hidden, self.value
+        product = 2 * h / self.shape.heads
+        more = 0 if self.software.fused_softmax else 4
         found = [
             Operation(
                 name="scores",
                 reads=(reads,),
                 output=self.scores(v),
                 flop=self.scores(product),
-                operands=self.scores(v),
+                streamed=self.scores(v),
+                backward_streamed=self.scores(2 * v),
                 saves=(reads,),
                 kept=True,
+                kernels=4,
             ),
             Operation(
                 name="softmax",
                 reads=("scores",),
                 output=self.scores(v),
-                streamed=self.scores(2 * v),
-                backward_streamed=self.scores(3 * v),
+                streamed=self.scores((2 + more) * v),
+                backward_streamed=self.scores((3 + more) * v),
                 saves=("softmax",),
+                kernels=3 if more else 1,
             ),
         ]
         if self.software.dropout:
@@ -223,11 +249,11 @@ class Writer:
             reads=(weights, reads),
             output=self.tokens(h),
             flop=self.scores(product),
-            operands=self.scores(v),
-            streamed=self.tokens(2 * h),
-            backward_streamed=self.tokens(2 * h),
+            streamed=total([self.tokens(2 * h), self.scores(v)]),
+            backward_streamed=total([self.tokens(2 * h), self.scores(2 * v)]),
             saves=(weights, reads),
             kept=True,
+            kernels=4,
         )
         return [*found, context]
 
@@ -240,7 +266,8 @@ class Writer:
     def gpt_block(self) -> tuple[Operation, ...]:
         h, ffn = self.shape.hidden, self.shape.ffn
         return (
-            self.norm("attention_norm", INPUT),
+            *([self.gathered()] if self.software.partitioned else []),
+            self.norm("attention_norm", INPUT, *(["gathered"] if self.software.partitioned else [])),
             self.linear("qkv", "attention_norm", h, h + 2 * self.shape.kv_width, by_rows=False),
             *self.attention(("qkv",)),
             self.linear("out", "context", h, h, by_rows=True),
@@ -256,7 +283,7 @@ class Writer:
                 saves=("up",),
             ),
             self.linear("down", "gelu", ffn, h, by_rows=True),
-            self.add("mapped", ("down", "attended")),
+            self.add("mapped", ("down", "attended"), last=True),
         )
 
     def llama_block(self) -> tuple[Operation, ...]:
@@ -295,7 +322,7 @@ class Writer:
                 kernels=2 if eager else 1,
             ),
             self.linear("down", "swiglu", ffn, h, by_rows=True),
-            self.add("mapped", ("down", "attended")),
+            self.add("mapped", ("down", "attended"), last=True),
         )
 
     def embedding(self) -> tuple[Operation, ...]:
@@ -307,7 +334,7 @@ class Writer:
             Operation(
                 name="embedding",
                 reads=(),
-                output=self.whole(h),
+                output=self.passed(),
                 streamed=self.whole((2.0 if shape.kind == "llama" else 6.0) * h),
                 backward_streamed=self.whole(3.0 * h),
                 noted=self.tokens(1, shared=False, value=8),
@@ -319,16 +346,7 @@ class Writer:
     def head(self, *, tied: bool) -> tuple[Operation, ...]:
         h, v, vocabulary = self.shape.hidden, self.value, self.shape.vocabulary
         logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, speedup=1.0)
-        weights = () if tied else logits.weights[:1]
-        logits = Operation(**{**vars(logits), "weights": weights, "name": "logits"})
-        loss = Operation(
-            name="loss",
-            reads=("float_logits",),
-            output=self.cut.size(one=FLOAT, shared=False),
-            streamed=self.tokens(2 * vocabulary, value=FLOAT),
-            backward_streamed=self.tokens(3 * vocabulary, value=FLOAT),
-            saves=("log_softmax",),
-        )
+        logits = replace(logits, weights=() if tied else logits.weights[:1])
         cast = Operation(
             name="float_logits",
             reads=("logits",),
@@ -344,7 +362,12 @@ class Writer:
             backward_streamed=self.tokens(3 * vocabulary, value=FLOAT),
             saves=("log_softmax",),
         )
-        loss = Operation(**{**vars(loss), "reads": ("log_softmax",), "streamed": NOTHING})
+        loss = Operation(
+            name="loss",
+            reads=("log_softmax",),
+            output=self.cut.size(one=FLOAT, shared=False),
+            backward_streamed=self.tokens(vocabulary, value=FLOAT),
+        )
         return (self.norm("norm", INPUT), logits, cast, softmax, loss)
 
 
@@ -356,9 +379,9 @@ def layers_of(shape: Shape, software: Software, ranks: int, *, tied: bool) -> tu
     held = next(len(block) - 1 - place for place, each in enumerate(block) if each.name == "map_norm")
     modules = [f"blocks.{number}" for number in range(shape.layers)]
     return (
-        Chain(writer.embedding(), cut, stop).layer("embedding", ["embedding"], block=False, gradient_held=held),
-        Chain(block, cut, stop).layer("blocks.0", modules, block=True, gradient_held=held),
-        Chain(writer.head(tied=tied), cut, stop).layer("head", ["head"], block=False, gradient_held=held),
+        Chain(writer.embedding(), cut, stop).layer("embedding", ["embedding"], block=False, held=held, passed=writer.passed()),
+        Chain(block, cut, stop).layer("blocks.0", modules, block=True, held=held, passed=writer.passed()),
+        Chain(writer.head(tied=tied), cut, stop).layer("head", ["head"], block=False, held=held, passed=writer.passed()),
     )
 
 

@@ -106,7 +106,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     if precision not in (*SIXTEEN_BITS, *FLOAT8):
         raise Skipped(f"precision '{precision}' is not modelled")
     if _is_early_megatron(record):
-        return Software(early_stop=False)
+        return Software(early_stop=False, partitioned=tp > 1 and (count(record, "pp") or 1) > 1)
     platform = platform_of(record["gpu"])
     ratio = platform.float8_ratio if platform else None
     if precision in FLOAT8 and ratio is None:
@@ -114,6 +114,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     return Software(
         flash_attention=True,
         dropout=False,
+        attention_ratio=platform.attention_ratio if platform else 1.0,
         compiled=record["compile"] == "yes",
         sequence_parallel=tp > 1,
         context_ranks=context,

@@ -44,7 +44,9 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
         gpu=gpu,
         per_node=per_node,
         shape=MODELS[record["model"]],
-        software=Software(precision="fp32", dropout=False, early_stop=False),
+        software=Software(
+            precision="fp32", dropout=False, fused_softmax=False, early_stop=False, partitioned=tp > 1 and pp > 1
+        ),
         method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor",
         dp=dp,
         tp=tp,

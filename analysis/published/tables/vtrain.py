@@ -16,6 +16,7 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
     dp, micro = needed(record, "data parallelism"), needed(record, "micro batch")
     hidden, heads = needed(record, "hidden size"), needed(record, "attention heads")
     pp, milliseconds = needed(record, "pipeline parallelism"), number(record, "iteration time (ms)")
+    tp = needed(record, "tensor parallelism")
     shape = Shape(
         kind="gpt",
         layers=needed(record, "# layers"),
@@ -32,10 +33,10 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
         gpu=GPU,
         per_node=8,
         shape=shape,
-        software=Software(early_stop=False),
+        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1),
         method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor",
         dp=dp,
-        tp=needed(record, "tensor parallelism"),
+        tp=tp,
         pp=pp,
         micro_batch=micro,
         micro_batches=divided(divided(needed(record, "global batch"), dp, "samples"), micro, "micro-batches"),
