@@ -60,9 +60,7 @@ class Work(NamedTuple):
 def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
     """Return what a phase does; of what runs again, the whole forward where the model file tells no more."""
     if phase == "b":
-        return Work(
-            layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes
-        )
+        return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
     forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations, layer.forward_streamed_bytes)
     if phase == "f":
         return forward

@@ -116,7 +116,7 @@ class Chain:
         return [i for i, each in enumerate(self.operations) if name in each.reads]
 
     def buffers(self, passed: Polynomial, held: int) -> Iterable[Buffer]:
-        """Give all buffers; `passed`: bytes of what it reads, whose gradient goes at place `held` of the layer before."""
+        """Give all buffers; `passed`: bytes of its input, whose gradient goes at place `held` of the layer before."""
         yield from self._made()
         yield from self._gradients()
         if self.readers(INPUT):

@@ -50,9 +50,7 @@ def platform_of(gpu: str) -> Platform | None:
     >>> platform_of("A100-SXM-80GB (as they say)").nics, platform_of("abacus")
     (8, None)
     """
-    found = [
-        (len(name), platform) for platform in platforms().values() for name in platform.names if _is(gpu, name)
-    ]
+    found = [(len(name), platform) for platform in platforms().values() for name in platform.names if _is(gpu, name)]
     return max(found, key=lambda each: each[0])[1] if found else None
 
 

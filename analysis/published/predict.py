@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from analysis.published.platforms import cluster_of, platform_of
-from analysis.published.runs import Run, Skipped
+from analysis.published.runs import Run, SkippedError
 from analysis.published.transformer import transformer
+from gssim.cluster import Cluster
 from gssim.plan import Plan
 from gssim.result import Result
 from gssim.scenario import Loaded, Scenario, check
@@ -28,7 +29,7 @@ class Prediction:
 
 
 def predict(run: Run) -> Prediction:
-    """Return the prediction for a run; raise Skipped where the project cannot predict it.
+    """Return the prediction for a run; raise SkippedError where the project cannot predict it.
 
     Of many micro-batches not all are simulated: in its steady state, each more takes as long as the one before it.
     """
@@ -53,14 +54,15 @@ def _counts(run: Run) -> tuple[int, int]:
     return few, few + every
 
 
-def cluster_of_run(run: Run) -> Any:
+def cluster_of_run(run: Run) -> Cluster:
+    """Return the cluster that a run was on."""
     return cluster_of(run.gpu, run.ranks, run.per_node)
 
 
 def scenario_of(run: Run, micro_batches: int) -> Scenario:
-    """Return the scenario of a run with so many micro-batches; raise Skipped for a GPU that is not known."""
+    """Return the scenario of a run with so many micro-batches; raise SkippedError for a GPU that is not known."""
     if platform_of(run.gpu) is None:
-        raise Skipped("a GPU that platforms.toml does not know")
+        raise SkippedError("a GPU that platforms.toml does not know")
     context = run.software.context_ranks
     model = transformer(
         run.identity, run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.kind == "gpt",
@@ -111,7 +113,7 @@ def _result(run: Run, micro_batches: int) -> Result:
         check(scenario, file=run.identity)
         return simulate(Loaded(file=run.identity, scenario=scenario)).result
     except UserError as error:
-        raise Skipped(f"gssim refuses the plan: {_reason(str(error))}") from None
+        raise SkippedError(f"gssim refuses the plan: {_reason(str(error))}") from None
 
 
 def _reason(text: str) -> str:

@@ -9,7 +9,7 @@ Metric = Literal["allocated", "reserved", "device"]
 """Peak bytes that tensors took; that the allocator had taken from the device; that were in use on the device."""
 
 
-class Skipped(Exception):
+class SkippedError(Exception):
     """A row that cannot be scored: why, in words that many rows share."""
 
 
@@ -23,7 +23,7 @@ class Run:
     per_node: int | None
     shape: Shape
     software: Software
-    method: str
+    method: Literal["single", "ddp", "zero2", "zero3", "pipeline", "tensor"]
     dp: int
     tp: int = 1
     pp: int = 1
@@ -50,7 +50,3 @@ class Run:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.dp * self.micro_batches * self.micro_batch * self.shape.sequence_length
-
-
-Rows = list[tuple[str, "Run | Skipped"]]
-"""By the row's id."""

@@ -110,10 +110,10 @@ class Writer:
         return Operation(name="gathered", output=self.tokens(width, shared=False))
 
     def norm(self, name: str, *reads: str) -> Operation:
+        """Return a norm of what is read."""
         h, v = self.shape.hidden, self.value
-        weights = (Weight(name="{}." + name + ".weight", shape=(h,)),)
-        if self.shape.kind == "gpt":
-            weights += (Weight(name="{}." + name + ".bias", shape=(h,)),)
+        names = ("weight", "bias") if self.shape.kind == "gpt" else ("weight",)
+        weights = tuple(Weight(name=f"{{}}.{name}.{each}", shape=(h,)) for each in names)
         # eager RMS norms are five operations, in float (square, mean, product, cast, product)
         passes = 2.0 if self.shape.kind == "gpt" or self.software.compiled else 2.0 + 4 * FLOAT / v
         return Operation(
@@ -187,6 +187,7 @@ class Writer:
         return [self.flash(reads)] if self.software.flash_attention else self.unfused(reads[0])
 
     def flash(self, reads: tuple[str, ...]) -> Operation:
+        """Return attention whose scores stay on the chip."""
         shape = self.shape
         # forward 2 products of 2 FLOP, half of it masked; backward 5 of them (Dao 2023, FlashAttention-2, section 3.1)
         forward = 4 * shape.hidden / 2 / shape.heads / self.software.attention_ratio
@@ -264,6 +265,7 @@ class Writer:
         return self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
 
     def gpt_block(self) -> tuple[Operation, ...]:
+        """Return a GPT block: norms come first."""
         h, ffn = self.shape.hidden, self.shape.ffn
         return (
             *([self.gathered()] if self.software.partitioned else []),
@@ -326,6 +328,7 @@ class Writer:
         )
 
     def embedding(self) -> tuple[Operation, ...]:
+        """Return the look-up of tokens, and of positions where they are learned."""
         h, shape = self.shape.hidden, self.shape
         weights = [Weight(name="{}.weight", shape=(shape.vocabulary, h), cut=0)]
         if shape.kind == "gpt":
@@ -344,6 +347,7 @@ class Writer:
         )
 
     def head(self, *, tied: bool) -> tuple[Operation, ...]:
+        """Return the last norm, the logits and the loss; `tied`: the embedding's weight serves for logits too."""
         h, v, vocabulary = self.shape.hidden, self.value, self.shape.vocabulary
         logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, speedup=1.0)
         logits = replace(logits, weights=() if tied else logits.weights[:1])
@@ -378,10 +382,16 @@ def layers_of(shape: Shape, software: Software, ranks: int, *, tied: bool) -> tu
     block = writer.block()
     held = next(len(block) - 1 - place for place, each in enumerate(block) if each.name == "map_norm")
     modules = [f"blocks.{number}" for number in range(shape.layers)]
-    return (
-        Chain(writer.embedding(), cut, stop).layer("embedding", ["embedding"], block=False, held=held, passed=writer.passed()),
-        Chain(block, cut, stop).layer("blocks.0", modules, block=True, held=held, passed=writer.passed()),
-        Chain(writer.head(tied=tied), cut, stop).layer("head", ["head"], block=False, held=held, passed=writer.passed()),
+    parts = {"embedding": writer.embedding(), "blocks.0": block, "head": writer.head(tied=tied)}
+    return tuple(
+        Chain(operations, cut, stop).layer(
+            name,
+            modules if operations is block else [name],
+            block=operations is block,
+            passed=writer.passed(),
+            held=held,
+        )
+        for name, operations in parts.items()
     )
 
 

@@ -178,8 +178,10 @@ class Scheduler:
         return self._groups[members]
 
     def _place_among_equals(self, members: Members) -> bytes | None:
-        """Return what tells a group apart where all servers are alike and hang on one switch: hosts in order of
-        appearance, and places in them; None elsewhere."""
+        """Return what tells a group apart where all servers are alike and hang on one switch; None elsewhere.
+
+        That is hosts in their order of appearance, and places in them.
+        """
         topology = self.cluster.topology
         if topology is None or topology.kind != "servers" or len(topology.servers) > 1:
             return None

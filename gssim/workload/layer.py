@@ -9,7 +9,6 @@ from gssim.workload.buffer import Buffer, Moment
 from gssim.workload.parameter import Parameter, Reduction
 from gssim.workload.polynomial import Quantity, text_of
 
-
 STREAMED = (
     "forward_streamed_bytes",
     "backward_streamed_bytes",

@@ -1,11 +1,12 @@
 """Tables of published figures, each kind known by its columns."""
 
 import csv
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.published.runs import Rows, Run, Skipped
+from analysis.published.runs import Run, SkippedError
 from analysis.published.tables.many import many_sources
 from analysis.published.tables.sailor import sailor
 from analysis.published.tables.vtrain import vtrain
@@ -23,14 +24,14 @@ class Kind:
 
 
 KINDS = (
-    Kind(frozenset({"id", "source", "gpu", "n_gpus", "layers", "hidden", "seq", "tp", "pp", "iter_time_s"}), many_sources),
+    Kind(frozenset({"id", "source", "gpu", "n_gpus", "model", "layers", "tp", "pp", "iter_time_s"}), many_sources),
     Kind(frozenset({"# GPUs", "hidden size", "tensor parallelism", "iteration time (ms)"}), vtrain),
     Kind(frozenset({"layers_per_stage", "stages", "mbs", "gbs", "measured_iter_s"}), sailor),
 )
 
 
-def read_table(path: Path) -> Rows:
-    """Return the rows of a table by their ids: of each, what was run, or why it cannot be told.
+def read_table(path: Path) -> list[tuple[str, str, Run | SkippedError]]:
+    """Return (id, source, run) of every row of a table; instead of a run, why it cannot be told.
 
     Raises UserError where there is no such file, or its columns are of no kind that is known.
     """
@@ -47,11 +48,12 @@ def read_table(path: Path) -> Rows:
     return list(_read(records, kind, path.stem))
 
 
-def _read(records: list[dict[str, str]], kind: Kind, name: str) -> Iterator[tuple[str, Run | Skipped]]:
+def _read(records: list[dict[str, str]], kind: Kind, name: str) -> Iterator[tuple[str, str, Run | SkippedError]]:
     for number, record in enumerate(records, start=1):
-        filled = {key: (value or "").strip() for key, value in record.items() if key is not None}
+        filled = defaultdict(str, {key: (value or "").strip() for key, value in record.items() if key is not None})
         identity = filled.get("id") or f"{name} row {number}"
         try:
-            yield identity, kind.read(filled, identity)
-        except Skipped as reason:
-            yield identity, reason
+            run = kind.read(filled, identity)
+            yield identity, run.source, run
+        except SkippedError as reason:
+            yield identity, filled.get("source") or name, reason

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import isfinite
 
-from analysis.published.runs import Skipped
+from analysis.published.runs import SkippedError
 
 
 def number(record: Mapping[str, str], key: str) -> float | None:
@@ -26,15 +26,15 @@ def count(record: Mapping[str, str], key: str) -> int | None:
 
 
 def needed(record: Mapping[str, str], key: str) -> int:
-    """Return a whole number; raise Skipped where there is none."""
+    """Return a whole number; raise SkippedError where there is none."""
     value = count(record, key)
     if value is None:
-        raise Skipped(f"the row does not say {key}")
+        raise SkippedError(f"the row does not say {key}")
     return value
 
 
 def divided(total: int, parts: int, what: str) -> int:
-    """Return a part of what is divided evenly; raise Skipped where it cannot be."""
+    """Return a part of what is divided evenly; raise SkippedError where it cannot be."""
     if total % parts:
-        raise Skipped(f"{what} do not divide evenly")
+        raise SkippedError(f"{what} do not divide evenly")
     return total // parts

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Literal
 
 from analysis.published.platforms import platform_of
-from analysis.published.runs import Metric, Run, Skipped
+from analysis.published.runs import Metric, Run, SkippedError
 from analysis.published.tables.fields import count, divided, needed, number
 from analysis.published.transformer import Shape, Software
 
 GIB = 2**30
+Method = Literal["single", "ddp", "zero2", "zero3", "pipeline", "tensor"]
 UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")
 """The table's own remarks: of these, details are missing."""
 METRICS: dict[str, Metric] = {
@@ -20,7 +21,7 @@ METRICS: dict[str, Metric] = {
 """By what the kind of a memory figure begins with."""
 SIXTEEN_BITS = ("fp16", "bf16", "BF16", "fp16 AMP", "bf16/fp16")
 FLOAT8 = ("bf16+float8", "bf16+float8 linear, fp8 all-gather", "float8 tensorwise", "FP8-CS")
-METHODS = {
+METHODS: dict[str, Method] = {
     "": "ddp",
     "none (DDP)": "ddp",
     "DDP": "ddp",
@@ -35,12 +36,12 @@ METHODS = {
 
 
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise Skipped where it lacks something, or is of a kind that is not scored."""
+    """Return what a row says; raise SkippedError where it lacks something, or is of a kind that is not scored."""
     _refuse(record)
     dp, tp, pp = (needed(record, key) for key in ("dp", "tp", "pp"))
     context = count(record, "cp") or 1
     if dp * tp * pp * context != needed(record, "n_gpus"):
-        raise Skipped("dp x tp x pp x cp are not the GPUs")
+        raise SkippedError("dp x tp x pp x cp are not the GPUs")
     micro, micro_batches = _batches(record, dp, pp)
     memory = number(record, "mem_gib")
     metric = next((name for start, name in METRICS.items() if record["mem_kind"].startswith(start)), None)
@@ -73,18 +74,18 @@ def _is_early_megatron(record: Mapping[str, str]) -> bool:
 
 
 def _refuse(record: Mapping[str, str]) -> None:
-    """Raise Skipped for rows that are not to be scored, or whose model is of another kind."""
+    """Raise SkippedError for rows that are not to be scored, or whose model is of another kind."""
     remarks = " ".join(record.get(key, "") for key in ("source", "system", "gpu", "note"))
     if any(each in remarks for each in UNTRUSTED):
-        raise Skipped("the table says that details are missing")
+        raise SkippedError("the table says that details are missing")
     if number(record, "iter_time_s") is None and number(record, "mem_gib") is None:
-        raise Skipped("the row has neither a time nor a memory")
+        raise SkippedError("the row has neither a time nor a memory")
     if "MoE" in record["note"] or (count(record, "ep") or 1) > 1:
-        raise Skipped("a mixture of experts")
+        raise SkippedError("a mixture of experts")
     if not record["model"].lower().startswith(("gpt", "llama", "mt-nlg")):
-        raise Skipped("neither a GPT nor a Llama")
+        raise SkippedError("neither a GPT nor a Llama")
     if platform_of(record["gpu"]) is None:
-        raise Skipped("a GPU that platforms.toml does not know")
+        raise SkippedError("a GPU that platforms.toml does not know")
 
 
 def _shape(record: Mapping[str, str]) -> Shape:
@@ -104,13 +105,13 @@ def _shape(record: Mapping[str, str]) -> Shape:
 def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     precision = record["precision"]
     if precision not in (*SIXTEEN_BITS, *FLOAT8):
-        raise Skipped(f"precision '{precision}' is not modelled")
+        raise SkippedError(f"precision '{precision}' is not modelled")
     if _is_early_megatron(record):
         return Software(early_stop=False, partitioned=tp > 1 and (count(record, "pp") or 1) > 1)
     platform = platform_of(record["gpu"])
     ratio = platform.float8_ratio if platform else None
     if precision in FLOAT8 and ratio is None:
-        raise Skipped("a GPU whose rate in float8 platforms.toml does not know")
+        raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     return Software(
         flash_attention=True,
         dropout=False,
@@ -123,9 +124,9 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
     )
 
 
-def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> str:
+def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> Method:
     if record["sharding"] not in METHODS:
-        raise Skipped(f"sharding '{record['sharding']}' is not known")
+        raise SkippedError(f"sharding '{record['sharding']}' is not known")
     method = METHODS[record["sharding"]]
     if method == "ddp" and data == 1:
         return "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
@@ -139,7 +140,7 @@ def _batches(record: Mapping[str, str], dp: int, pp: int) -> tuple[int, int]:
     if micro is None and pp == 1:
         return samples, 1
     if micro is None:
-        raise Skipped("the row does not say micro_batch")
+        raise SkippedError("the row does not say micro_batch")
     return micro, divided(samples, micro, "micro-batches")
 
 
@@ -151,4 +152,4 @@ def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"
         return "selective"
     if said == "none":
         return "none"
-    raise Skipped("the row does not say what is recomputed")
+    raise SkippedError("the row does not say what is recomputed")

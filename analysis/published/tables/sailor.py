@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from analysis.published.runs import Run, Skipped
+from analysis.published.runs import Run, SkippedError
 from analysis.published.tables.fields import divided, needed, number
 from analysis.published.transformer import Shape, Software
 
@@ -23,16 +23,16 @@ MODELS = {
 
 
 def sailor(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise Skipped where it lacks something, or stages are not alike."""
+    """Return what a row says; raise SkippedError where it lacks something, or stages are not alike."""
     if record["model"] not in MODELS:
-        raise Skipped(f"the model {record['model']} is not known")
+        raise SkippedError(f"the model {record['model']} is not known")
     stages = [stage.strip().split("|") for stage in record["stages"].split(";")]
     replicas = {replica.strip() for stage in stages for replica in stage}
     if len(replicas) > 1 or len({len(stage) for stage in stages}) > 1:
-        raise Skipped("stages on unequal devices")
+        raise SkippedError("stages on unequal devices")
     found = re.fullmatch(r"(.+)x(\d+):tp(\d+)", replicas.pop())
     if found is None:
-        raise Skipped("stages that cannot be read")
+        raise SkippedError("stages that cannot be read")
     gpu, per_node, tp = found.group(1), int(found.group(2)), int(found.group(3))
     dp, pp, micro = len(stages[0]), len(stages), needed(record, "mbs")
     layers = [int(each) for each in record["layers_per_stage"].split("/")]

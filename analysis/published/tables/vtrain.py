@@ -7,12 +7,13 @@ from analysis.published.tables.fields import divided, needed, number
 from analysis.published.transformer import Shape, Software
 
 GPU = "A100-SXM-80GB, 4 cards"
+NODE = 8
 VOCABULARY = 51200
 """Megatron's own, padded; the tables do not say."""
 
 
 def vtrain(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise Skipped where it lacks something."""
+    """Return what a row says; raise SkippedError where it lacks something."""
     dp, micro = needed(record, "data parallelism"), needed(record, "micro batch")
     hidden, heads = needed(record, "hidden size"), needed(record, "attention heads")
     pp, milliseconds = needed(record, "pipeline parallelism"), number(record, "iteration time (ms)")
@@ -29,7 +30,7 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
     )
     return Run(
         identity=identity,
-        source=f"vTrain, {'several nodes' if needed(record, '# GPUs') > 8 else 'one node'}",
+        source=f"vTrain, {'several nodes' if needed(record, '# GPUs') > NODE else 'one node'}",
         gpu=GPU,
         per_node=8,
         shape=shape,
