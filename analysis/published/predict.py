@@ -14,9 +14,6 @@ from gssim.simulate import simulate
 from gssim.units import UserError
 from gssim.workload import Workload
 
-ROUNDS_SIMULATED = 2
-"""Of a pipeline's micro-batches, as many as it has stages each: what is more repeats itself."""
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -46,9 +43,12 @@ def predict(run: Run) -> Prediction:
 
 
 def _counts(run: Run) -> tuple[int, int]:
-    """Return how many micro-batches are simulated, twice: the numbers are as far apart as the schedule repeats."""
+    """Return how many micro-batches are simulated, twice: the numbers are as far apart as the schedule repeats.
+
+    It does from the micro-batch on that finds a pipeline filled: interleaved, that takes two rounds of its ranks.
+    """
     every = run.pp
-    few = (ROUNDS_SIMULATED - 1) * every if run.pp > 1 else 2
+    few = max(2, every * (2 if run.chunks > 1 else 1))
     if run.micro_batches <= few + every or run.micro_batches % every:
         return run.micro_batches, run.micro_batches
     return few, few + every

@@ -155,12 +155,20 @@ class SourceScore:
         return agreement_of(self.rows)
 
 
-def score(files: Sequence[Path], *, told: Callable[[str], None] = lambda _: None) -> list[SourceScore]:
-    """Return the scores of all rows of some tables, by source; `told` hears of every row as it is predicted."""
+def score(
+    files: Sequence[Path],
+    *,
+    told: Callable[[str], None] = lambda _: None,
+    only: Callable[[str], bool] = lambda _: True,
+) -> list[SourceScore]:
+    """Return the scores of the rows of some tables, by source.
+
+    `told` hears of every row, by id, as it is predicted; `only`: which rows, by id.
+    """
     found: dict[str, list[Scored]] = defaultdict(list)
     skipped: dict[str, Counter[str]] = defaultdict(Counter)
     for file in files:
-        for identity, source, run in read_table(file):
+        for identity, source, run in (each for each in read_table(file) if only(each[0])):
             try:
                 row = _scored(identity, run)
             except SkippedError as reason:
