@@ -1,5 +1,6 @@
 """`python -m analysis`: studies of results. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -144,6 +145,22 @@ def convergence_command(
     print_study(rows, found.all)
     for name in ("convergence.csv", "findings.txt", *figures):
         print(out / name)
+
+
+@app.command("published")
+def published_command(
+    files: Annotated[list[Path], typer.Argument(help="Tables of measured figures (CSV).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Scores and every row's figures as JSON.")] = False,
+) -> None:
+    """Predict what others measured, row by row: errors by source, beside a naive baseline."""
+    from analysis.published import report
+    from analysis.published.score import score
+
+    scores = score(files, told=lambda row: print(row, file=sys.stderr))
+    if as_json:
+        print(json.dumps(report.as_json(scores), indent=1))
+    else:
+        report.print_scores(scores)
 
 
 def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
