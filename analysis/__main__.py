@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import run_command_line
-from gssim.result import write_text
+from gssim.result import check_place, write_text
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -56,13 +56,10 @@ def compare_command(
         "phases.png": charts.phases(comparison),
     }
     tables = {"comparison.csv": comparison, "groups.csv": groups}
-    try:
-        for name, table in tables.items():
-            write_text(out / name, table.write_csv())
-        for name, figure in figures.items():
-            charts.save(figure, out / name)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    for name, table in tables.items():
+        write_text(out / name, table.write_csv())
+    for name, figure in figures.items():
+        charts.save(figure, out / name)
     print_comparison(comparison, groups)
     for name in (*tables, *figures):
         print(out / name)
@@ -78,11 +75,10 @@ def draw_command(
     from analysis.draw import draw
     from gssim.scenario import load_cluster
 
-    figure = draw(load_cluster(cluster), file=cluster.name)
-    try:
-        charts.save(figure, out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: is a PNG file, whose name must end in .png")
+    check_place(out)
+    charts.save(draw(load_cluster(cluster), file=cluster.name), out)
     print(out)
 
 
@@ -102,6 +98,7 @@ def convergence_command(
     from analysis.convergence.runs import train
     from analysis.convergence.study import load_study
 
+    check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
     rows = rows_of(loaded.study, train(loaded, out))
     found = findings_of(loaded.study, rows)

@@ -57,11 +57,12 @@ def run_command(
     _check_positive("--every", every)
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
+    name = file_name(ours.name, ours.scenario_id, "measured")
+    _check_places(trace, out and out / name)
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
-    name = file_name(ours.name, ours.scenario_id, "measured")
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
@@ -115,9 +116,10 @@ def lab_command(
         from gsreal.lab.lab import run_lab, warn_of_other_processors
 
         loaded = _checked(scenario, overrides)
+        name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
+        _check_places(trace, out and out / name)
         warn_of_other_processors([loaded.scenario.cluster])
         result = run_lab(loaded, overrides or [], trace=trace)
-        name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
         _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
     else:
         _clean()
@@ -129,6 +131,7 @@ def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, 
     from gssim.console import print_results
     from gssim.sweep import chosen, load_sweep, points_of
 
+    _check_places(out / file.name)
     sweep = load_sweep(file)
     points = chosen(points_of(sweep, file=file, overrides=overrides), only, file=file)
     loaded = checked_points(points, sweep=file)
@@ -145,8 +148,7 @@ def _clean() -> None:
     from gsreal.lab.cleaning import clean
 
     removed, alive = clean()
-    running = f"; {len(alive)} running, left alone" if alive else ""
-    print(f"gsreal: lab: {len(removed)} dead removed{running}", file=sys.stderr)
+    print(f"gsreal: lab: dead runs removed: {len(removed)}; running, left alone: {len(alive)}", file=sys.stderr)
 
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
@@ -196,6 +198,7 @@ def gradients_command(
 
     _check_positive("--every", every)
     _check_positive("--batches", batches)
+    _check_places(out)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
@@ -224,27 +227,20 @@ def calibrate_command(
     import torch
 
     from gsreal.benchmarks.bench import Settings
-    from gsreal.calibrate import averaged, cluster_data, measure, write_cluster
-    from gsreal.machine import usable_cores
-    from gssim.scenario import load_model, read_toml
+    from gsreal.calibrate import averaged, cluster_data, measure, measured_before, write_cluster
+    from gsreal.machine import device_name, usable_cores
     from gssim.units import PRECISION_BYTES
-    from gssim.workload import TokenInput
 
+    _check_places(out)
     if precision not in PRECISION_BYTES:
         raise UserError(f"--precision {precision}: allowed: {', '.join(PRECISION_BYTES)}")
-    sizes = sorted(_numbers(batch_sizes, "--batch-sizes"))
-    if sizes[0] < 1 or any(size % 1 for size in sizes) or sequence_length < 1:
-        raise UserError("--batch-sizes and --sequence-length must be whole numbers of at least 1")
-    for path in models or []:
-        source = load_model(path).input
-        if isinstance(source, TokenInput) and sequence_length > source.maximum_sequence_length:
-            raise UserError(
-                f"--sequence-length {sequence_length}: {path} takes at most {source.maximum_sequence_length}"
-            )
+    sizes = _whole_numbers(batch_sizes, "--batch-sizes")
+    _check_sequence_length(sequence_length, models or [])
+    names = tuple(map(str, models or []))
     if lab is not None:
         if again or ranks is not None:
             raise UserError("--lab: measures two ranks of each device type, all at once: leave out --again and --ranks")
-        asked = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, "cpu")
+        asked = Settings(names, sizes, sequence_length, precision, "cpu")
         _calibrate_lab(lab, asked, out)
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,21 +249,40 @@ def calibrate_command(
     _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
-    before = read_toml(out)[1] if again else None
-    settings = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, kind, again)
+    before = measured_before(out, device_name(torch.device(kind))) if again else None
+    settings = Settings(names, sizes, sequence_length, precision, kind, again)
     measured = measure(settings, ranks=count)
     data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
     write_cluster(out, data)
 
 
+def _check_sequence_length(length: int, models: list[Path]) -> None:
+    """Raise UserError where it is none, or one of the models takes no such sequences."""
+    from gssim.scenario import load_model
+    from gssim.workload import TokenInput
+
+    _check_positive("--sequence-length", length)
+    for path in models:
+        source = load_model(path).input
+        if isinstance(source, TokenInput) and length > source.maximum_sequence_length:
+            raise UserError(f"--sequence-length {length}: {path} takes at most {source.maximum_sequence_length}")
+
+
 def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     from gsreal.lab.calibration import calibrate_types, write_types
-    from gsreal.lab.check import check_tools
     from gssim.scenario import load_cluster
 
-    check_tools()
     cluster = load_cluster(file)
     write_types(out, *calibrate_types(cluster, settings, where=str(file)))
+
+
+def _check_places(*files: Path | None) -> None:
+    """Raise UserError where one of the files that are named cannot be written: after the work it would be too late."""
+    from gssim.result import check_place
+
+    for file in files:
+        if file is not None:
+            check_place(file)
 
 
 def _check_positive(option: str, value: int) -> None:
@@ -283,6 +298,14 @@ def _numbers(text: str, option: str) -> list[float]:
     if not all(0 <= number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
         raise UserError(f"{option} {text}: must be distinct numbers of at least 0, separated by commas")
     return numbers
+
+
+def _whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Return rising whole numbers from 1 on."""
+    numbers = sorted(_numbers(text, option))
+    if numbers[0] < 1 or any(number % 1 for number in numbers):
+        raise UserError(f"{option} {text}: must be whole numbers of at least 1")
+    return tuple(map(int, numbers))
 
 
 @app.command("trace")
@@ -310,8 +333,9 @@ def trace_command(
     ] = None,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU."""
-    from gsreal.modelfile import Request, traced_model, write_model
+    from gsreal.modelfile import Request, check_options, traced_model, write_model
 
+    _check_places(out)
     request = Request(
         model=model,
         arguments=tuple(arguments or ()),
@@ -326,6 +350,7 @@ def trace_command(
         sequence_length=sequence_length,
         precision=precision,
     )
+    check_options(request)
     traced = traced_model(request)
     write_model(out, traced)
     print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)

@@ -29,7 +29,7 @@ def about() -> None:
 
 @app.command("check")
 def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
-    """Validate scenario files and say nothing else than what is wrong."""
+    """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
     for path in scenarios:
         loaded = load_scenario(path, overrides or [])
         print(f"{path}: {loaded.scenario.plan.method} on {loaded.scenario.ranks} ranks, {loaded.scenario.scenario_id}")

@@ -55,7 +55,7 @@ def received_bytes(found: tuple[Stage, ...], group) -> dict[int, float]:
     [
         ("all-reduce", "gloo", 2),
         ("all-reduce", "nccl", 2),
-        ("reduce-scatter", "gloo", 2),  # an all-reduce on the wire: backend-facts 0.2
+        ("reduce-scatter", "gloo", 2),  # an all-reduce on the wire, as measured
         ("reduce-scatter", "nccl", 1),
         ("all-gather", "gloo", 1),
         ("all-gather", "nccl", 1),
@@ -69,7 +69,7 @@ def test_every_rank_of_a_ring_sends_its_part_of_the_tensor(kind, backend, factor
 
 
 def test_four_ranks_put_on_the_wire_what_was_measured_with_gloo():
-    # backend-facts 1, as fractions of the tensor
+    # counted on a loopback, as fractions of the tensor
     group = (0, 1, 2, 3)
     sent = {kind: sent_bytes(stages(Communication(kind, group, 100), "gloo"), group) for kind in KINDS[:4]}
     assert sent["all-reduce"][0] == sent["reduce-scatter"][0] == pytest.approx(150)

@@ -417,10 +417,11 @@ def test_types_are_measured_two_by_two_and_the_backend_by_the_fastest(tmp_path, 
     cluster = load_cluster(SCENARIOS / "clusters" / "lab-unequal-devices.toml")
     asked = []
 
-    def measure(pair, settings, *, where):
+    def measure(pair, _settings):
         asked.append([device.type for device in pair.devices])
         return measured(pair.devices[0].type)
 
+    monkeypatch.setattr(calibration, "lab_of", lambda pair, *, where: pair)
     monkeypatch.setattr(calibration, "_measured", measure)
     monkeypatch.setattr(calibration, "processor_name", lambda: "this one")
     settings = Settings((), (2, 4), 128, "fp32", "cpu")

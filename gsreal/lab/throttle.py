@@ -2,7 +2,7 @@
 
 A rank's main thread, which computes, works and sleeps in turns (`throttle.cpp`): measured beside three other busy
 processes, it had 0.4 +- 0.002 and 0.25 +- 0.002 of a core, two of 0.4 on one core as well as one alone. A quota of a
-cgroup refills while a rank waits for the network, and lets it compute faster afterwards (backend-facts 5b). Gloo's
+cgroup refills while a rank waits for the network, and lets it compute faster afterwards (measured). Gloo's
 threads are not slowed down, as little as a network card would be by a slow GPU beside it.
 """
 

@@ -70,11 +70,13 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read: it is no text in UTF-8: {error.reason}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets without end
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -92,7 +94,7 @@ def _apply(data: dict[str, Any], override: str) -> str:
         raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()
     table = data
     *parents, last = key.split(".")
@@ -122,6 +124,8 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if any(candidate.is_dir() for candidate in candidates):
+        raise UserError(f"{file}: {key} = '{name}': is a folder, not a file")
     folder = candidates[-1].parent
     known = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     close = difflib.get_close_matches(Path(name).name, known, n=1)

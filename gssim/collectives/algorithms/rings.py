@@ -62,7 +62,7 @@ def _crossings(starts: Ints, sizes: Ints, rings: int) -> tuple[Ints, Ints]:
 def _ring(members: Members, size_bytes: float, *, turns: int, reduces: bool = False) -> Stage:
     """Return `turns` (1 or 2) rounds about the ring, each of n-1 steps with an n-th of the size.
 
-    gloo reduces towards lower ranks and gathers towards higher ones (backend-facts 1); NCCL's rings have one direction.
+    gloo reduces towards lower ranks and gathers towards higher ones (measured); NCCL's rings have one direction.
     """
     n = members.count
     direction = -1 if reduces and not members.multirail else 1
