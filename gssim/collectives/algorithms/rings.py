@@ -136,8 +136,8 @@ def store_and_forward(members: Members, communication: Communication) -> tuple[S
     """Ring of unequal parts, each passed on once it has come whole: in step r, member i sends the part of member i-r.
 
     What gsreal's ring of point-to-point messages does; a reduce-scatter is the same, backwards. Without parts they are
-    equal, and all steps are one stage; so are those of a reduce-scatter of equal parts. Receives are posted ahead, but in a reduce-scatter of unequal parts among more
-    than three, whose output cannot hold what is passed on.
+    equal, and all steps are one stage; so are those of a reduce-scatter of equal parts. Receives are posted ahead, but
+    in a reduce-scatter of unequal parts among more than three, whose output cannot hold what is passed on.
     """
     n = members.count
     backwards = communication.carried_kind == "reduce-scatter-v"
