@@ -21,6 +21,7 @@ from gssim.collectives import Communication
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.slow,
     pytest.mark.skipif(missing() is not None, reason=f"the lab {missing()}"),
     pytest.mark.skipif(compiler() is None, reason="the lab's delays need a C++ compiler"),
 ]
