@@ -196,7 +196,10 @@ class DeviceType:
     workspace_bytes: Bytes = 0.0
     """Memory that libraries take from the allocator and keep (cuBLAS workspaces): part of what is allocated."""
     context_bytes: Bytes = 0.0
-    """Memory outside the allocator: context, libraries, communicators."""
+    """Memory outside the allocator: context, libraries, and communicators as far as the source says so."""
+    communicator_bytes: Bytes = 0.0
+    """Memory outside the allocator for each group of ranks that one communicates with (NCCL); 0 where the context has
+    it."""
     communicating_slowdown_ratio: Slowdown = 1.0
     """Compute time while this device communicates, over compute time alone."""
     neighbour_slowdown_ratio: Slowdown = 1.0
@@ -221,8 +224,9 @@ class DeviceType:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        if self.lab is None:
-            del data["lab"]
+        for key in ("lab", "communicator_bytes"):
+            if not data[key]:
+                del data[key]
         return data
 
 

@@ -14,6 +14,7 @@ from gssim.workload.model import (
 )
 from gssim.workload.parameter import Parameter, Reduction
 from gssim.workload.polynomial import Polynomial, Quantity, Terms
+from gssim.workload.shortened import shortened
 from gssim.workload.workload import Workload
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "gradient_order",
     "handed_back",
     "handed_on",
+    "shortened",
     "unrolled",
 ]
