@@ -198,8 +198,7 @@ class DeviceType:
     context_bytes: Bytes = 0.0
     """Memory outside the allocator: context, libraries, and communicators as far as the source says so."""
     communicator_bytes: Bytes = 0.0
-    """Memory outside the allocator for each group of ranks that one communicates with (NCCL); 0 where the context has
-    it."""
+    """Memory outside the allocator for each group that a rank communicates in (NCCL); 0 where the context has it."""
     communicating_slowdown_ratio: Slowdown = 1.0
     """Compute time while this device communicates, over compute time alone."""
     neighbour_slowdown_ratio: Slowdown = 1.0

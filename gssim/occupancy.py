@@ -4,19 +4,23 @@
 and what is taken outside of it are no more than the memory; or, where it reserves more, if it can give enough of that
 back in time: the step is then replayed with no more than there is. On other devices what is reserved is what is
 allocated.
+
+[Note: alike] Of ranks with as many tasks, the two whose peaks are largest and smallest are replayed, or one where these
+are nearly equal. What the allocator adds to the peaks between them is taken to grow in proportion.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gssim.cluster import DeviceType
 from gssim.program import Program
-from gssim.reservation import Reservation, Reservations, replay
+from gssim.reservation import replay, reservation
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
 
 ALIKE_RATIO = 0.02
-"""Ranks with as many tasks share what their allocators add to their peaks, where these differ by no more than this."""
+"""Peaks that differ by no more than this are nearly equal."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +69,47 @@ Peak = tuple[int, Mapping[str, float]]
 """A rank, and what it asks for at its worst moment, by category."""
 
 
-def occupancies(
-    scenario: Scenario, program: Program, peaks: Sequence[Peak], *, whole: bool = False
-) -> list[Occupancy]:
-    """Return what ranks need; `whole`: nothing is extrapolated, and no rank's replay stands for another's."""
-    reservations = Reservations(scenario, program, whole=whole)
-    replayed: dict[int, list[tuple[float, Reservation]]] = {}
-    found: dict[int, Occupancy] = {}
-    for place, (rank, peak) in sorted(enumerate(peaks), key=lambda each: -sum(each[1][1].values())):
+def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak], *, whole: bool = False) -> list[Occupancy]:
+    """Return what ranks need; see [Note: alike]. `whole`: the steps of all ranks are replayed, all their tasks."""
+    found = []
+    for rank, peak in peaks:
         device = scenario.cluster.type_of(rank)
         outside = outside_bytes(device, scenario, program, rank)
-        occupied = Occupancy(rank, device.memory_bytes, peak, sum(peak.values()), outside)
-        if device.kind == "cuda" and peak:
-            alike = replayed.setdefault(len(program.tasks[program.role_of[rank]]), [])
-            known = occupied.allocated_bytes
-            near = [each for at, each in alike if abs(at - known) <= ALIKE_RATIO * at]
-            if whole or not near:
-                near = [reservations.of(rank, known_bytes=known)]
-                alike.append((known, near[0]))
-            occupied = _limited(_reserving(occupied, near[0]), program)
-        found[place] = occupied
-    return [found[place] for place in range(len(peaks))]
+        found.append(Occupancy(rank, device.memory_bytes, peak, sum(peak.values()), outside))
+    alike: dict[int, list[int]] = defaultdict(list)
+    for place, each in enumerate(found):
+        if scenario.cluster.type_of(each.rank).kind == "cuda" and each.peak:
+            tasks = len(program.tasks[program.role_of[each.rank]])
+            alike[place if whole else -tasks].append(place)
+    for places in alike.values():
+        by_peak = sorted(places, key=lambda place: (found[place].allocated_bytes, -place))
+        ends = [found[by_peak[-1]], found[by_peak[0]]]
+        if ends[0].allocated_bytes - ends[1].allocated_bytes <= ALIKE_RATIO * ends[0].allocated_bytes:
+            del ends[1]
+        added = [_added(scenario, program, end, whole=whole) for end in ends]
+        for place in places:
+            found[place] = _limited(_with_added(found[place], added), program)
+    return found
+
+
+Added = tuple[float, float, float]
+"""A peak, what the allocator's blocks are larger than that, and what it then reserves beside them, in bytes."""
+
+
+def _added(scenario: Scenario, program: Program, occupied: Occupancy, *, whole: bool) -> Added:
+    """Return what a rank's allocator adds to its peak."""
+    peak_bytes = occupied.allocated_bytes
+    found = reservation(scenario, program, occupied.rank, known_bytes=peak_bytes, whole=whole)
+    return peak_bytes, found.allocated_bytes - found.requested_bytes, found.reserved_bytes - found.allocated_bytes
+
+
+def _with_added(occupied: Occupancy, added: Sequence[Added]) -> Occupancy:
+    """Return what a rank needs with what its allocator adds, which is in proportion between two that are known."""
+    (most, *largest), (least, *smallest) = added[0], added[-1]
+    part = (most - occupied.allocated_bytes) / (most - least) if most > least else 0.0
+    rounding, unused = (max(0.0, a + part * (b - a)) for a, b in zip(largest, smallest, strict=True))
+    peak = {**occupied.peak, "rounding": rounding} if rounding else occupied.peak
+    return replace(occupied, peak=peak, reserved_bytes=sum(peak.values()) + unused)
 
 
 def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank: int) -> dict[str, float]:
@@ -97,14 +121,6 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
         communicators = len(groups)
     sizes = {"context": device.context_bytes, "communicators": communicators * device.communicator_bytes}
     return {name: size for name, size in sizes.items() if size}
-
-
-def _reserving(occupied: Occupancy, found: Reservation) -> Occupancy:
-    """Return what a rank needs with what its allocator adds to what is asked of it."""
-    rounding = max(0.0, found.allocated_bytes - found.requested_bytes)
-    peak = {**occupied.peak, "rounding": rounding} if rounding else occupied.peak
-    unused = max(0.0, found.reserved_bytes - found.allocated_bytes)
-    return replace(occupied, peak=peak, reserved_bytes=sum(peak.values()) + unused)
 
 
 def _limited(occupied: Occupancy, program: Program) -> Occupancy:

@@ -1,34 +1,27 @@
 """What a rank's step makes PyTorch's caching allocator reserve: its tasks' tensors, replayed in the order of the host.
 
 [Note: order of tensors] First comes what is held all the time but the optimizer's states, which torch makes in the
-first update; then step after step, until one takes nothing more of the device. What is given back is the oldest of the
-tensors of its category and size; of activations, which the backward frees in the reverse order, the latest. Frees that
-tell a sum alone take whatever is there of the category.
+first update; then two steps, of which the second finds all states. (More take nothing more of the device.) What is
+given back is the oldest of the tensors of its category and size; of activations, which the backward frees in the
+reverse order, the latest. Frees that tell a sum alone take whatever is there of the category.
 
-[Note: fewer blocks] A model of many equal blocks is replayed with few of them, twice: what one more block adds is then
-known. That it adds as much up to the model's own depth is checked on the bytes that are asked for, of which the exact
-peak is known; where it does not, the model is replayed as it is. In the same way all but a few micro-batches are left
-out.
+[Note: middle] Of many micro-batches, those in the middle find and leave what the one before them did, once as many are
+under way as ever are. They are left out, where the peak of what is asked for, of which the exact value is known, stays
+what it is without them.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from gssim.allocator import Block, CachingAllocator, NoMemoryLeftError, rounded_bytes
 from gssim.allocator.block import Pool
 from gssim.memory import Event, Footprint
-from gssim.program import Program, Task, lower
+from gssim.program import Program, Task
 from gssim.scenario import Scenario
-from gssim.workload import shortened
 
-MOST_STEPS = 4
-FEW_BLOCKS, MORE_BLOCKS = 3, 9
-"""Numbers of equal blocks of which a deep model's reservation is extrapolated."""
-DEEP_BLOCKS = 16
-"""Models of fewer equal blocks are replayed as they are."""
-TOLERANCE_RATIO = 2e-3
+STEPS = 2
+TOLERANCE_RATIO = 1e-3
 """Between the replay's peak of what is asked for and the known one."""
 LATEST_FIRST = ("activations",)
 MICRO_BATCH = re.compile(r" micro-batch (\d+)")
@@ -45,75 +38,21 @@ class Reservation:
     missing_bytes: float = 0.0
     """What the device lacked when a request failed; the replay then ended."""
 
-    def extrapolated(self, more: "Reservation", ratio: float) -> "Reservation":
-        """Return what is expected `ratio` times as far from this one as `more` is."""
-        return Reservation(
-            *(
-                here + ratio * (there - here)
-                for here, there in (
-                    (self.requested_bytes, more.requested_bytes),
-                    (self.allocated_bytes, more.allocated_bytes),
-                    (self.reserved_bytes, more.reserved_bytes),
-                )
-            )
-        )
 
+def reservation(
+    scenario: Scenario, program: Program, rank: int, *, known_bytes: float, whole: bool = False
+) -> Reservation:
+    """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle].
 
-class Reservations:
-    """Finds what ranks' steps reserve; what they share is made once. See [Note: fewer blocks].
-
-    `whole`: all blocks and micro-batches are replayed.
+    `whole`: all micro-batches are replayed.
     """
-
-    def __init__(self, scenario: Scenario, program: Program, *, whole: bool = False) -> None:
-        self.scenario, self.program, self.whole = scenario, program, whole
-
-    def of(self, rank: int, *, known_bytes: float) -> Reservation:
-        """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for."""
-        role = self.program.role_of[rank]
-        tasks = self.program.tasks[role]
-        if not self.whole:
-            if self._is_deep and _agrees(found := self._extrapolated(rank), known_bytes):
-                return found
-            short = _without_middle(self.scenario, tasks)
-            if len(short) < len(tasks) and _agrees(found := replay(self.program, role, tasks=short), known_bytes):
-                return found
-        return replay(self.program, role)
-
-    @cached_property
-    def _blocks(self) -> int:
-        return max(layer.repeats for layer in self.scenario.workload.model.layers)
-
-    @cached_property
-    def _is_deep(self) -> bool:
-        """Whether the model has so many equal blocks that few stand for all, and ranks differ in other things alone."""
-        policies = self.scenario.policies
-        regular = policies.pp == 1 and policies.partition == "data" and policies.slices == "even"
-        by_data = any(each.data_dependent for each in self.program.communications.values())
-        return self._blocks >= DEEP_BLOCKS and regular and not by_data
-
-    @cached_property
-    def _shallow(self) -> tuple[Program, Program]:
-        few, more = (lower(_with_blocks(self.scenario, count)) for count in (FEW_BLOCKS, MORE_BLOCKS))
-        return few, more
-
-    def _extrapolated(self, rank: int) -> Reservation:
-        found = []
-        for program in self._shallow:
-            role = program.role_of[rank]
-            found.append(replay(program, role, tasks=_without_middle(self.scenario, program.tasks[role])))
-        few, more = found
-        return few.extrapolated(more, (self._blocks - FEW_BLOCKS) / (MORE_BLOCKS - FEW_BLOCKS))
-
-
-def _agrees(found: Reservation, known_bytes: float) -> bool:
-    return abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes
-
-
-def _with_blocks(scenario: Scenario, count: int) -> Scenario:
-    """Return a scenario whose model has `count` of its most repeated block, divided among ranks as it was."""
-    fixed = scenario.with_shares(scenario.data_batch_sizes, scenario.shard_shares)
-    return replace(fixed, workload=replace(fixed.workload, model=shortened(fixed.workload.model, count)))
+    role = program.role_of[rank]
+    short = _without_middle(scenario, program.tasks[role])
+    if not whole and len(short) < len(program.tasks[role]):
+        found = replay(program, role, tasks=short)
+        if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
+            return found
+    return replay(program, role)
 
 
 def _without_middle(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -160,15 +99,12 @@ def _run(program: Program, role: int, tasks: Sequence[Task], held: "_Held") -> N
             held.keep(category, sizes)
     states = tensors.get("optimizer", ())
     needs = [(task.need, task.phase == "optimizer") for task in tasks if task.need.events or task.phase == "optimizer"]
-    for step in range(MOST_STEPS):
-        before = held.allocator.reserved_bytes
+    for _ in range(STEPS):
         for need, updates in needs:
             if updates and states:
                 held.keep("optimizer", states)
                 states = ()
             held.carry_out(need)
-        if step and held.allocator.reserved_bytes == before:
-            break
 
 
 Key = tuple[str, int, float]

@@ -1,7 +1,6 @@
 """Blocks of device memory, and the pools in which free ones wait."""
 
 from bisect import bisect_left, insort
-from typing import Optional
 
 
 class Block:
@@ -15,8 +14,8 @@ class Block:
         self.mapped = True
         """Whether there is memory behind its addresses; always, but in expandable segments."""
         self.requested_bytes = 0
-        self.previous: Optional[Block] = None
-        self.next: Optional[Block] = None
+        self.previous: Block | None = None
+        self.next: Block | None = None
 
     @property
     def is_split(self) -> bool:
@@ -71,19 +70,18 @@ class Pool:
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def best_fit(self, size_bytes: int) -> Block | None:
-        """Return the smallest free block that is large enough, of equal ones that with the lowest address; else None.
+    def taken(self, size_bytes: int) -> Block | None:
+        """Take out the smallest free block that is large enough, of equal ones that with the lowest address; else None.
 
         The end of an expandable segment counts as large as all the addresses behind it, so that others come first.
         """
-        place = bisect_left(self.free, (size_bytes,))
-        if place == len(self.free):
+        free = self.free
+        place = bisect_left(free, (size_bytes,))
+        if place == len(free):
             return None
-        block = self.free[place][2]
-        while self.unmapped and place + 1 < len(self.free) and _room_bytes(self.free[place + 1][2]) < _room_bytes(block):
+        while self.unmapped and place + 1 < len(free) and _room_bytes(free[place + 1][2]) < _room_bytes(free[place][2]):
             place += 1
-            block = self.free[place][2]
-        return block
+        return free.pop(place)[2]
 
 
 def _room_bytes(block: Block) -> int:

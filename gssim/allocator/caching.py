@@ -12,6 +12,8 @@ has as much memory for them as it has bytes. Blocks that several streams use (`r
 is simulated, none is given back before all streams are done with it.
 """
 
+from bisect import insort
+
 from gssim.allocator.block import Block, Pool
 from gssim.allocator.rules import is_small, least_remainder_bytes, page_bytes, rounded_bytes, segment_bytes
 
@@ -62,11 +64,7 @@ class CachingAllocator:
 
     def take(self, pool: Pool, size: int, requested: int) -> Block:
         """Return a block of a pool for a request of which the rounded size is known."""
-        block = pool.best_fit(size)
-        if block is not None:
-            pool.remove(block)
-        else:
-            block = self._new(pool, size)
+        block = pool.taken(size) or self._new(pool, size)
         if block.size_bytes - size >= self._least_remainder[pool.small]:
             pool.add(block.cut(size))
         block.free, block.requested_bytes = False, requested
@@ -88,7 +86,7 @@ class CachingAllocator:
         self.allocated_bytes -= block.size_bytes
         block.free = True
         _join(block)
-        block.pool.add(block)
+        insort(block.pool.free, (block.size_bytes, block.address, block))
 
     def pool_of(self, size_bytes: int, stream: str) -> Pool:
         """Return the pool that serves a rounded request on a stream."""

@@ -160,7 +160,12 @@ def units(low: Lowering) -> tuple[Unit, ...]:
 
 def owned_rows(low: Lowering, rank: int) -> list[int]:
     """Return the elements that `rank` keeps of each parameter, in the model's order, which is the optimizer's."""
-    own: dict[int, int] = {}
-    for unit in units(low):
-        own |= zip(map(id, unit.parameters), unit.own_elements(low.shard_position(rank)), strict=True)
-    return [own[id(parameter)] for _, parameter in low.parameters]
+    position = low.shard_position(rank)
+    key = ("owned rows", position)
+    if key not in low.found:
+        own: dict[int, int] = {}
+        for unit in units(low):
+            own |= zip(map(id, unit.parameters), unit.own_elements(position), strict=True)
+        low.found[key] = [own[id(parameter)] for _, parameter in low.parameters]
+    found: list[int] = low.found[key]
+    return found

@@ -14,7 +14,6 @@ from gssim.workload.model import (
 )
 from gssim.workload.parameter import Parameter, Reduction
 from gssim.workload.polynomial import Polynomial, Quantity, Terms
-from gssim.workload.shortened import shortened
 from gssim.workload.workload import Workload
 
 __all__ = [
@@ -38,6 +37,5 @@ __all__ = [
     "gradient_order",
     "handed_back",
     "handed_on",
-    "shortened",
     "unrolled",
 ]
