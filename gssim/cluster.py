@@ -196,9 +196,8 @@ class DeviceType:
     workspace_bytes: Bytes = 0.0
     """Memory that libraries take from the allocator and keep (cuBLAS workspaces): part of what is allocated."""
     context_bytes: Bytes = 0.0
-    """Memory outside the allocator: context, libraries, and communicators as far as the source says so."""
-    communicator_bytes: Bytes = 0.0
-    """Memory outside the allocator for each group that a rank communicates in (NCCL); 0 where the context has it."""
+    """Memory outside the allocator: context and libraries; communicators too, where these are 0."""
+    communicator_bytes: Bytes = 0.0  # outside the allocator, for each group that a rank communicates in (NCCL)
     communicating_slowdown_ratio: Slowdown = 1.0
     """Compute time while this device communicates, over compute time alone."""
     neighbour_slowdown_ratio: Slowdown = 1.0
@@ -223,9 +222,8 @@ class DeviceType:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        for key in ("lab", "communicator_bytes"):
-            if not data[key]:
-                del data[key]
+        for key in [key for key in ("lab", "communicator_bytes") if not data[key]]:
+            del data[key]
         return data
 
 
@@ -257,6 +255,9 @@ class BackendCost:
     overhead_s: dict[str, Seconds] = field(default_factory=dict)
     """Per call, by collective kind, on top of link latencies; `default` for all others. What is made of point-to-point
     messages has the costs of the uneven kind: an all-gather those of all-gather-v."""
+    message_s: Seconds = 0.0
+    """What a message takes beside the latency of its path, whatever its size, and what a receiver's notice does: the
+    threads that it wakes. Where a link's latency was measured from rank to rank, that is part of it."""
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
     posting_s: Seconds = 0.0
@@ -279,7 +280,7 @@ class BackendCost:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        for key in ("posting_limit_bytes", "processor_byte_s"):
+        for key in ("message_s", "posting_limit_bytes", "processor_byte_s"):
             if not data[key]:
                 del data[key]
         return data
