@@ -107,9 +107,7 @@ def _method_changes(scenario: Scenario) -> list[Change]:
     if scenario.policies.parameters == "sharded":
         return []
     methods = ("gs_z3", "zero3") if scenario.policies.gradients == "push" else ("zero3", "gs_z3")
-    of_methods = ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
-    unsaid = dict.fromkeys(of_methods)  # the method says what becomes of them
-    return [(f"plan.method={name}", partial(_with_plan, method=name, **unsaid)) for name in methods]
+    return [(f"plan.method={name}", partial(_by_method, method=name)) for name in methods]
 
 
 def _rank_changes(scenario: Scenario) -> list[Change]:
@@ -119,6 +117,19 @@ def _rank_changes(scenario: Scenario) -> list[Change]:
 
 def _with_plan(scenario: Scenario, **settings: object) -> Scenario:
     return replace(scenario, plan=replace(scenario.plan, **settings))  # type: ignore[arg-type]
+
+
+def _by_method(scenario: Scenario, method: str) -> Scenario:
+    """Return the scenario with another method, which says itself what becomes of parameters and gradients."""
+    return _with_plan(
+        scenario,
+        method=method,
+        partition=None,
+        parameters=None,
+        gradients=None,
+        gradient_sync=None,
+        optimizer_state=None,
+    )
 
 
 def _without_feedback(scenario: Scenario) -> Scenario:
