@@ -69,8 +69,8 @@ Peak = tuple[int, Mapping[str, float]]
 """A rank, and what it asks for at its worst moment, by category."""
 
 
-def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak], *, whole: bool = False) -> list[Occupancy]:
-    """Return what ranks need; see [Note: alike]. `whole`: the steps of all ranks are replayed, all their tasks."""
+def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> list[Occupancy]:
+    """Return what ranks need; see [Note: alike]."""
     found = []
     for rank, peak in peaks:
         device = scenario.cluster.type_of(rank)
@@ -80,13 +80,13 @@ def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak], *, 
     for place, each in enumerate(found):
         if scenario.cluster.type_of(each.rank).kind == "cuda" and each.peak:
             tasks = len(program.tasks[program.role_of[each.rank]])
-            alike[place if whole else -tasks].append(place)
+            alike[tasks].append(place)
     for places in alike.values():
         by_peak = sorted(places, key=lambda place: (found[place].allocated_bytes, -place))
         ends = [found[by_peak[-1]], found[by_peak[0]]]
         if ends[0].allocated_bytes - ends[1].allocated_bytes <= ALIKE_RATIO * ends[0].allocated_bytes:
             del ends[1]
-        added = [_added(scenario, program, end, whole=whole) for end in ends]
+        added = [_added(scenario, program, end) for end in ends]
         for place in places:
             found[place] = _limited(_with_added(found[place], added), program)
     return found
@@ -96,10 +96,10 @@ Added = tuple[float, float, float]
 """A peak, what the allocator's blocks are larger than that, and what it then reserves beside them, in bytes."""
 
 
-def _added(scenario: Scenario, program: Program, occupied: Occupancy, *, whole: bool) -> Added:
+def _added(scenario: Scenario, program: Program, occupied: Occupancy) -> Added:
     """Return what a rank's allocator adds to its peak."""
     peak_bytes = occupied.allocated_bytes
-    found = reservation(scenario, program, occupied.rank, known_bytes=peak_bytes, whole=whole)
+    found = reservation(scenario, program, occupied.rank, known_bytes=peak_bytes)
     return peak_bytes, found.allocated_bytes - found.requested_bytes, found.reserved_bytes - found.allocated_bytes
 
 

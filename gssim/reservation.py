@@ -39,16 +39,11 @@ class Reservation:
     """What the device lacked when a request failed; the replay then ended."""
 
 
-def reservation(
-    scenario: Scenario, program: Program, rank: int, *, known_bytes: float, whole: bool = False
-) -> Reservation:
-    """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle].
-
-    `whole`: all micro-batches are replayed.
-    """
+def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> Reservation:
+    """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle]."""
     role = program.role_of[rank]
     short = _without_middle(scenario, program.tasks[role])
-    if not whole and len(short) < len(program.tasks[role]):
+    if len(short) < len(program.tasks[role]):
         found = replay(program, role, tasks=short)
         if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return found

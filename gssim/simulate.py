@@ -129,7 +129,7 @@ def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None =
     first = _run(scenario, programs[0], unfolded) if len(steady) < len(programs) else typical
     ranks = scenario.ranks
     paces = Paces(typical.times_s, _times_in(typical, COMPUTE_PHASES, ranks), _times_in(typical, UPDATE_PHASES, ranks))
-    return Simulated(_result(loaded, typical, lightest, programs, first, unfolded=unfolded), spans, paces)
+    return Simulated(_result(loaded, typical, lightest, programs, first), spans, paces)
 
 
 def _first_steady(scenario: Scenario) -> int:
@@ -206,17 +206,15 @@ def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
     return _Steady(machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
 
 
-def _result(
-    loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady, *, unfolded: bool
-) -> Result:
+def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
     counts = [len(each.members) for each in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    occupied = _occupied(scenario, typical, unfolded)
-    at_first = occupied if first is typical else _occupied(scenario, first, unfolded)
+    occupied = _occupied(scenario, typical)
+    at_first = occupied if first is typical else _occupied(scenario, first)
     fit = misfit(occupied) or misfit(at_first)
     return Result(
         source="simulated",
@@ -287,12 +285,12 @@ def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
     return found
 
 
-def _occupied(scenario: Scenario, step: _Steady, unfolded: bool) -> list[Occupancy]:
+def _occupied(scenario: Scenario, step: _Steady) -> list[Occupancy]:
     """Return what each class of ranks needs of its device's memory."""
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return occupancies(scenario, machine.program, peaks, whole=unfolded)
+    return occupancies(scenario, machine.program, peaks)
 
 
 def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
