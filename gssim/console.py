@@ -117,12 +117,13 @@ def _rank_table(result: Result) -> Table:
     memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
     table = Table("ranks", "device", *memory, *(name.replace("_", " ") for name in result.phases_s))
     for entry in result.ranks:
+        known = entry.peak_reserved_bytes is not None
         reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
         table.add_row(
             rank_list(entry.ranks),
             entry.device,
             human_bytes(entry.peak_allocated_bytes),
-            *(reserved if reserves else ()),
+            *((reserved if known else ["", ""]) if reserves else ()),
             *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
             *(human_seconds(value) for value in entry.phases_s.values()),
         )

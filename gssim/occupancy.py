@@ -2,8 +2,8 @@
 
 [Note: fits] On a device with PyTorch's caching allocator (kind `cuda`), a plan fits where what the allocator reserves
 and what is taken outside of it are no more than the memory; or, where it reserves more, if it can give enough of that
-back in time: the step is then replayed with no more than there is. On other devices what is reserved is what is
-allocated.
+back in time: the step is then replayed with no more than there is. Where what is allocated is too much already, nothing
+is replayed: the step ends before its peak. On other devices what is reserved is what is allocated.
 
 [Note: alike] Of ranks with as many tasks, the two whose peaks are largest and smallest are replayed, or one where these
 are nearly equal. What the allocator adds to the peaks between them is taken to grow in proportion.
@@ -78,7 +78,7 @@ def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> 
         found.append(Occupancy(rank, device.memory_bytes, peak, sum(peak.values()), outside))
     alike: dict[int, list[int]] = defaultdict(list)
     for place, each in enumerate(found):
-        if scenario.cluster.type_of(each.rank).kind == "cuda" and each.peak:
+        if scenario.cluster.type_of(each.rank).kind == "cuda" and each.peak and not each.excess_bytes:
             tasks = len(program.tasks[program.role_of[each.rank]])
             alike[tasks].append(place)
     for places in alike.values():

@@ -144,7 +144,7 @@ class RankClass:
     peak_allocated_bytes: float
     peak_reserved_bytes: float | None = None
     """What the caching allocator takes of the device at most, libraries' workspaces included (CUDA); on other devices,
-    where predicted, what is allocated."""
+    where predicted, what is allocated. Absent where the device has not even that much."""
     fragmentation_ratio: float | None = None
     """Part of the reserved bytes that is not allocated when most is (simulated)."""
     outside_bytes: dict[str, float] = field(default_factory=dict)

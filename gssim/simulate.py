@@ -357,12 +357,12 @@ def _rank_classes(
         needed, rank = occupied[each.index], int(same[0])
         peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
         allocated = sum(peak.values())
-        reserved = max(allocated, needed.reserved_bytes)
+        reserved = None if needed.excess_bytes else max(allocated, needed.reserved_bytes)
         outcome = {
             "device": scenario.cluster.devices[rank].type,
             "peak_allocated_bytes": allocated,
             "peak_reserved_bytes": reserved,
-            "fragmentation_ratio": 1 - allocated / reserved if reserved else 0.0,
+            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
             "outside_bytes": dict(needed.outside),
             "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
