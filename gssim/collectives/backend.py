@@ -8,7 +8,9 @@ Pair::recv, handleRemotePendingRecv). A message comes at
 
 so that one for which both ends post at once takes two latencies, and one whose receive was posted long before a single
 one. It is a law of the transport, for gloo's own collectives as for messages from point to point. Notices go as far as
-messages do, and are taken to need as long. NCCL's kernels poll memory of the peer's: it has no such thing.
+messages do, and are taken to need as long. They go over the same connection: the notice of a rank that first posts a
+send to its peer, whose receive waits already, and then a receive from it, goes behind all bytes of that message, so
+that the two messages do not pass each other. NCCL's kernels poll memory of the peer's: it has no such thing.
 """
 
 import numpy as np

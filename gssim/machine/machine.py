@@ -1,7 +1,9 @@
 """A program on a cluster in simulated time."""
 
+import math
 from collections import defaultdict
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,15 +40,30 @@ class Rendezvous:
         self.machine, self.meeting = machine, meeting
         self.missing = {each.index for each in meeting.classes}
         self.came_s: dict[int, float] = {}
+        self.leaves_s = math.inf
+        """When the first byte is on its way: the first receives' notices have come."""
         self.done = machine.env.event()
+
+    def post(self, rank_class: int) -> None:
+        """Note when a member comes; its notice may have to wait, and it arrives only then."""
+        self.came_s[rank_class] = self.machine.env.now
 
     def arrive(self, rank_class: int) -> simpy.Event:
         """Return the event at which the collective is done; the last arrival starts it."""
         self.missing.discard(rank_class)
-        self.came_s[rank_class] = self.machine.env.now
+        self.came_s.setdefault(rank_class, self.machine.env.now)
         if not self.missing:
+            self.leaves_s = self.machine.env.now + max(0.0, self._notice_s() - self._lead_s())
             self.machine.env.process(self._run())
         return self.done
+
+    def _notice_s(self) -> float:
+        """Return how long the notice of a message's receive is under way; 0 where there are none."""
+        scheduled = self.meeting.scheduled
+        if not scheduled.notices or not self.meeting.receivers:
+            return 0.0
+        empty = replace(scheduled.stages[0], size_bytes=0.0)
+        return self.machine.network.alone_s(empty, replace(scheduled.pace(empty), notices=False))
 
     def _lead_s(self) -> float:
         """Return how long all that receive in the first stage have been here: when they came, they posted that."""
@@ -108,6 +125,8 @@ class Machine:
         self.spans: list[Span] = []
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
         self.begun: dict[tuple[int, str, int], Rendezvous] = {}
+        self.messages: dict[tuple[int, int], Rendezvous] = {}
+        """The latest message from class to class."""
         self.finished: dict[tuple[int, int, str], simpy.Event] = {}
         self.waiting: dict[tuple[int, str], tuple[Task, Rendezvous | None]] = {}
         self.random = [np.random.default_rng([seed, each.representative]) for each in self.classes]
@@ -263,8 +282,25 @@ class Machine:
         if rendezvous is None:
             rendezvous = self.begun[step, label, number] = Rendezvous(self, meeting)
         self.waiting[index, stream] = (task, rendezvous)
+        if meeting.is_message and meeting.scheduled.notices:
+            yield from self._behind(index, rendezvous)
         yield rendezvous.arrive(index)
         del self.waiting[index, stream]
+
+    def _behind(self, index: int, rendezvous: Rendezvous) -> Generator[Any, Any, None]:
+        """Let a receive's notice go behind the bytes of an earlier message to the same peer, if those are on their way.
+
+        Both take the same connection: see [Note: notices] in `collectives.backend`.
+        """
+        rendezvous.post(index)
+        meeting = rendezvous.meeting
+        peer = next((each.index for each in meeting.classes if each.index != index), index)
+        if index not in meeting.receivers:
+            self.messages[index, peer] = rendezvous
+            return
+        before = self.messages.get((index, peer))
+        if before is not None and before.leaves_s <= self.env.now and not before.done.triggered:
+            yield before.done
 
     def _span(self, index: int, stream: str, label: str, phase: str, began_s: float) -> None:
         self.spans.append(Span(self.classes[index].representative, stream, label, phase, began_s, self.env.now))

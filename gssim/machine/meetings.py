@@ -31,6 +31,11 @@ class Meeting:
     scheduled: Scheduled
     classes: tuple[RankClass, ...]
 
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a message from rank to rank."""
+        return self.communication.kind == "send"
+
     @cached_property
     def receivers(self) -> tuple[int, ...]:
         """Classes of ranks that receive in the first stage, where others do not; none: all do."""
