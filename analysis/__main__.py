@@ -1,7 +1,9 @@
 """`python -m analysis`: studies of results. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
 
+import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +11,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from gssim.ending import run_command_line
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from analysis.compare import Joined
     from analysis.convergence.rows import Row
+    from analysis.seeds import Line
 
 EXTRA = frozenset({"polars", "matplotlib", "networkx"})
 """What `pip install 'gssim[analysis]'` brings; imported inside commands, so that a missing one can be named."""
@@ -119,6 +123,36 @@ def convergence_command(
     print_study(rows, found.all)
     for name in ("convergence.csv", "findings.txt", *figures):
         print(out / name)
+
+
+@app.command("seeds")
+def seeds_command(
+    scenarios: Annotated[Path, typer.Option("--scenarios", help="Folder of the scenarios.")] = Path("scenarios"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
+) -> None:
+    """Put the figures that the project's starting texts state beside ours: which are physically consistent."""
+    from analysis.seeds import all_lines
+
+    found = all_lines(scenarios)
+    if as_json:
+        print(json.dumps([asdict(line) for line in found], indent=2))
+    else:
+        print_seeds(found)
+
+
+def print_seeds(lines: "list[Line]") -> None:
+    """Print the figures for people: what is stated, ours, the verdict; below it how and why."""
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
+    source = ""
+    for line in lines:
+        if line.source != source:
+            source = line.source
+            console.print(f"\n[bold]{escape(source)}[/bold]")
+        console.print(f"{escape(line.figure)}: stated {escape(line.stated)}")
+        verdict = line.verdict if line.verdict != "only if" else "consistent only if"
+        reason = f": {line.because}" if line.because else ""
+        for text in (f"ours: {line.ours}", f"how: {line.how}", f"{verdict}{reason}"):
+            console.print(Padding(escape(text), (0, 0, 0, 4)))
 
 
 def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
