@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := out/demo
 SCENARIO := scenarios/demo.toml
+SWEEP ?= scenarios/sweeps/lab.toml
+LAB := out/$(basename $(notdir $(SWEEP)))
 
 # name of each row of the demo, and what it overrides in the scenario
 ROWS := single checkpointing accumulation ddp zero1 zero2 fsdp pipeline tensor \
@@ -34,7 +36,7 @@ SET_gs-wgrad := --set plan.method=gs_wgrad
 SET_gs-tp := --set plan.method=gs_tp --set plan.shares.shards=[0.75,0.25]
 FILES := --set run.steps=30 --set cluster=$(DEMO)/cluster.toml --set workload.gradients=$(DEMO)/gradients.json
 
-.PHONY: help demo study test test-slow benchmark lint clean
+.PHONY: help demo study lab test test-slow benchmark lint clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 .NOTPARALLEL:
@@ -48,6 +50,13 @@ demo: $(DEMO)/comparison.csv ## set up, calibrate this machine, simulate, run fo
 study: $(VENV)/.demo ## what thresholds cost in quality and gain in bytes and time, with controls: out/study/
 	@$(BIN)/python -m analysis convergence scenarios/studies/gpt-byte.toml --out out/study/gpt-byte
 	@$(BIN)/python -m analysis convergence scenarios/studies/resnet-digits.toml --out out/study/resnet-digits
+
+# Predicted anew, by what the simulator is today: a matter of minutes. What is measured stays; what failed is tried again
+# by the next call, and the others are compared nevertheless
+lab: $(VENV)/.demo ## predict and measure the lab's matrix, or SWEEP=FILE; as root; goes on where it ended: out/lab/
+	@$(BIN)/gssim sweep $(SWEEP) --out $(LAB)/results --again > /dev/null
+	@$(BIN)/gsreal lab --sweep $(SWEEP) --out $(LAB)/results > /dev/null; code=$$?; [ $$code -le 1 ] || exit $$code; \
+	$(BIN)/python -m analysis compare $(LAB)/results --out $(LAB) && exit $$code
 
 test: $(VENV)/.test ## all tests but the slow ones, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"

@@ -1,16 +1,20 @@
 """Predicted beside measured: join by scenario id, then the errors of time, memory and what was communicated.
 
-Every error ratio is predicted / measured - 1: positive where the prediction is too large.
+Every error ratio is predicted / measured - 1: positive where the prediction is too large. Where a scenario was measured
+several times, its step time is the median of the repeats; all else is of the repeat nearest to that.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
-from analysis.table import ResultFile, devices_by_rank, peaks_by_rank, phase_table, result_table
+from analysis.baselines import naive
+from analysis.groups import group_of
+from analysis.noise import noise_ratio_of, repeat_of, step_time_of, typical_repeat
+from analysis.table import ResultFile, devices_by_rank, peaks_by_rank, result_table, sweep_group
 from analysis.thresholds import effects
 from gssim.result import PHASES, Collective, Result
 from gssim.units import UserError
@@ -30,6 +34,14 @@ COLUMNS = (
     "payload_error_ratio",
     "peak_rank",
     "collectives_difference",
+    "group",
+    "repeats",
+    "noise_ratio",
+    "naive_compute_s",
+    "naive_compute_error_ratio",
+    "naive_link_s",
+    "naive_link_error_ratio",
+    "exposed_communication_error_of_step_ratio",
     "step_time_p10_predicted_s",
     "step_time_p10_measured_s",
     "device",
@@ -51,7 +63,6 @@ COLUMNS = (
 """The columns of comparison.csv, in order."""
 
 STRUCTURE_COLUMNS = {
-    "scenario_id": pl.String,
     "peak_rank": pl.Int64,
     "peak_predicted_bytes": pl.Float64,
     "peak_measured_bytes": pl.Float64,
@@ -60,8 +71,16 @@ STRUCTURE_COLUMNS = {
     "payload_error_ratio": pl.Float64,
 }
 
+REPEAT_COLUMNS = {
+    "group": pl.String,
+    "repeats": pl.Int64,
+    "noise_ratio": pl.Float64,
+    "median_s": pl.Float64,
+    "naive_compute_s": pl.Float64,
+    "naive_link_s": pl.Float64,
+}
+
 EFFECT_COLUMNS = {
-    "scenario_id": pl.String,
     "speed_up_over": pl.String,
     "speed_up_predicted_ratio": pl.Float64,
     "speed_up_measured_ratio": pl.Float64,
@@ -71,10 +90,21 @@ EFFECT_COLUMNS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A prediction and a measurement of the same scenario."""
+    """A prediction and the measurements of the same scenario."""
 
     predicted: ResultFile
-    measured: ResultFile
+    repeats: tuple[ResultFile, ...]
+    """All measurements, at least one, in the order of their repeats."""
+
+    @property
+    def measured(self) -> ResultFile:
+        """The measurement that stands for all: of the repeats the one nearest to their median step time."""
+        return self.repeats[typical_repeat(self.measurements)]
+
+    @property
+    def measurements(self) -> list[Result]:
+        """The Results of all measurements."""
+        return [file.result for file in self.repeats]
 
 
 @dataclass(frozen=True)
@@ -89,26 +119,33 @@ class Joined:
 
 
 def join(files: Iterable[ResultFile]) -> Joined:
-    """Return simulated and measured results joined by scenario id; of several of one id and source the newest counts.
+    """Return simulated and measured results joined by scenario id, those of a sweep within their group.
+
+    Measurements that differ in `provenance.repeat` are repeats; of several of one repeat, and of several predictions,
+    the newest counts.
 
     Raises UserError where a prediction for one device would meet a run on another.
     """
-    newest: dict[tuple[str, str], ResultFile] = {}
+    predictions: dict[tuple[str, str], dict[int, ResultFile]] = defaultdict(dict)
+    measurements: dict[tuple[str, str], dict[int, ResultFile]] = defaultdict(dict)
     superseded = []
     for file in sorted(files, key=lambda file: (file.modified_ns, str(file.path))):
-        key = (file.result.scenario_id, file.result.source)
-        if key in newest:
-            superseded.append((newest[key], file))
-        newest[key] = file
+        side = predictions if file.result.source == "simulated" else measurements
+        repeats, repeat = side[file.result.scenario_id, sweep_group(file.result)], repeat_of(file.result)
+        if repeat in repeats:
+            superseded.append((repeats[repeat], file))
+        repeats[repeat] = file
     pairs: list[Pair] = []
     unmatched: list[ResultFile] = []
-    for scenario_id in sorted({scenario_id for scenario_id, _ in newest}):
-        predicted, measured = newest.get((scenario_id, "simulated")), newest.get((scenario_id, "measured"))
+    for key in sorted(predictions.keys() | measurements.keys()):
+        predicted = predictions[key].get(0)
+        measured = tuple(file for _, file in sorted(measurements[key].items(), key=lambda item: item[0]))
         if predicted and measured:
-            _check_devices(predicted, measured)
+            for file in measured:
+                _check_devices(predicted, file)
             pairs.append(Pair(predicted, measured))
         else:
-            unmatched.extend(file for file in (predicted, measured) if file)
+            unmatched.extend((predicted, *measured) if predicted else measured)
     return Joined(tuple(pairs), tuple(unmatched), tuple(superseded))
 
 
@@ -136,27 +173,44 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     predicted = _side([pair.predicted.result for pair in pairs], "predicted")
     measured = _side([pair.measured.result for pair in pairs], "measured")
     structure = pl.DataFrame([_structure(pair) for pair in pairs], schema=STRUCTURE_COLUMNS)
+    repeats = pl.DataFrame([_repeats(pair) for pair in pairs], schema=REPEAT_COLUMNS)
+    twice = ("scenario_id", "name", "method", "threshold", "device", "ranks")
     return (
-        measured.join(
-            predicted.drop("name", "method", "threshold", "device", "ranks"), on="scenario_id", validate="1:1"
-        )
-        .join(structure, on="scenario_id", validate="1:1")
-        .join(_effects(pairs), on="scenario_id", how="left", validate="1:1")
+        pl.concat([measured, predicted.drop(twice), structure, repeats, _effects(pairs)], how="horizontal")
+        .with_columns(pl.col("median_s").alias("step_time_measured_s"))
         .with_columns(
             _error_ratio("step_time_predicted_s", "step_time_measured_s").alias("step_time_error_ratio"),
             _error_ratio("peak_predicted_bytes", "peak_measured_bytes").alias("peak_error_ratio"),
+            _error_ratio("naive_compute_s", "step_time_measured_s").alias("naive_compute_error_ratio"),
+            _error_ratio("naive_link_s", "step_time_measured_s").alias("naive_link_error_ratio"),
+            _ratio(
+                pl.col("exposed_communication_predicted_s") - pl.col("exposed_communication_measured_s"),
+                "step_time_measured_s",
+            ).alias("exposed_communication_error_of_step_ratio"),
         )
         .sort("name", "threshold", "scenario_id")
         .select(COLUMNS)
     )
 
 
+def _repeats(pair: Pair) -> dict[str, Any]:
+    """Return what the repeats of a measurement say together, and the naive predictions of the same."""
+    guess = naive(pair.predicted.result)
+    return {
+        "group": group_of(pair.predicted.result),
+        "repeats": len(pair.repeats),
+        "noise_ratio": noise_ratio_of(pair.measurements),
+        "median_s": step_time_of(pair.measurements),
+        "naive_compute_s": guess.compute_s,
+        "naive_link_s": guess.link_s,
+    }
+
+
 def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
     """Return one row per result of one side, phases as columns, its columns named after the side."""
-    phases = (
-        phase_table(results)
-        .with_columns(column=pl.col("phase") + f"_{side}_s")
-        .pivot(on="column", on_columns=[f"{phase}_{side}_s" for phase in PHASES], index="scenario_id", values="time_s")
+    phases = pl.DataFrame(
+        [{f"{phase}_{side}_s": result.phases_s.get(phase) for phase in PHASES} for result in results],
+        schema={f"{phase}_{side}_s": pl.Float64 for phase in PHASES},
     )
     named = {
         "step_time_s": f"step_time_{side}_s",
@@ -167,22 +221,28 @@ def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
         "calibration_id": f"calibration_id_{side}",
     }
     rows = result_table(results).select("scenario_id", "name", "method", "threshold", "device", "ranks", *named)
-    return rows.rename(named).join(phases, on="scenario_id", validate="1:1")
+    return pl.concat([rows.rename(named), phases], how="horizontal")
 
 
 def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
-    """Return what thresholds changed beside dense training, a row for each thresholded result that has a dense one."""
+    """Return what thresholds changed beside dense training, a row for each pair; nulls where nothing is thresholded."""
     found = effects([pair.measured.result for pair in pairs], [pair.predicted.result for pair in pairs])
     rows = [
-        (key, each.dense, each.speed_up_predicted_ratio, each.speed_up_measured_ratio, each.loss_change_ratio)
-        for key, each in found.items()
+        (each.dense, each.speed_up_predicted_ratio, each.speed_up_measured_ratio, each.loss_change_ratio)
+        if each
+        else (None,) * len(EFFECT_COLUMNS)
+        for each in found
     ]
     return pl.DataFrame(rows, schema=EFFECT_COLUMNS, orient="row")
 
 
 def _error_ratio(predicted: str, measured: str) -> pl.Expr:
     """Return predicted / measured - 1, null where nothing was measured."""
-    return pl.when(pl.col(measured) != 0).then(pl.col(predicted) / pl.col(measured) - 1)
+    return _ratio(pl.col(predicted), measured) - 1
+
+
+def _ratio(value: pl.Expr, to: str) -> pl.Expr:
+    return pl.when(pl.col(to) != 0).then(value / pl.col(to))
 
 
 def _structure(pair: Pair) -> dict[str, Any]:
@@ -192,7 +252,6 @@ def _structure(pair: Pair) -> dict[str, Any]:
     rank = worst_rank(ours, theirs)
     difference = collectives_difference(predicted.collectives, measured.collectives)
     return {
-        "scenario_id": measured.scenario_id,
         "peak_rank": rank,
         "peak_predicted_bytes": None if rank is None else ours[rank],
         "peak_measured_bytes": None if rank is None else theirs[rank],

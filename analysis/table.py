@@ -1,4 +1,4 @@
-"""Results as tables: found on disk, then one row per result, or one row per result and phase."""
+"""Results as a table: found on disk, then one row per result."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from gssim.result import PHASES, SCHEMA, Result, read_result
+from gssim.sweep import SEPARATOR
 from gssim.units import UserError
 
 RESULT_COLUMNS = {
@@ -28,13 +29,6 @@ RESULT_COLUMNS = {
     "push_density": pl.Float64,
     "publish_density": pl.Float64,
     "calibration_id": pl.String,
-}
-PHASE_COLUMNS = {
-    "scenario_id": pl.String,
-    "source": pl.String,
-    "name": pl.String,
-    "phase": pl.String,
-    "time_s": pl.Float64,
 }
 
 
@@ -123,6 +117,15 @@ def name_of(result: Result) -> str:
     return str(result.scenario["name"])
 
 
+def sweep_group(result: Result) -> str:
+    """Return the group that a sweep gave a Result: what stands before `--` in its name; empty outside of sweeps.
+
+    Groups may ask the same question of clusters that differ in nothing but rates, which are no part of a scenario_id.
+    """
+    group, found, _ = name_of(result).partition(SEPARATOR)
+    return group if found else ""
+
+
 def method_of(result: Result) -> str:
     """Return the plan's method."""
     return str(result.scenario["plan"]["method"])
@@ -169,19 +172,3 @@ def _result_row(result: Result) -> dict[str, Any]:
         "publish_density": result.density.publish,
         "calibration_id": result.calibration_id,
     }
-
-
-def phase_table(results: Iterable[Result]) -> pl.DataFrame:
-    """Return one row per result and phase, in the order of PHASES; seconds are means over ranks."""
-    rows = [
-        {
-            "scenario_id": result.scenario_id,
-            "source": result.source,
-            "name": name_of(result),
-            "phase": phase,
-            "time_s": result.phases_s.get(phase),
-        }
-        for result in results
-        for phase in PHASES
-    ]
-    return pl.DataFrame(rows, schema=PHASE_COLUMNS)

@@ -1,7 +1,8 @@
 """What thresholds gained and cost: speed beside dense training, with the density and the loss that go with it.
 
-Dense training is the run of the same workload and steps in which no threshold decides what is sent; of several, the one
-of the same method. Its control is the run in which nothing is sent (`plan.push.threshold = inf`).
+Dense training is the run of the same workload and steps, in a sweep of the same group, in which no threshold decides
+what is sent; of several, the one of the same method. Its control is the run in which nothing is sent
+(`plan.push.threshold = inf`).
 """
 
 import json
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from analysis.table import devices_by_rank, method_of, name_of, threshold_of
+from analysis.table import devices_by_rank, method_of, name_of, sweep_group, threshold_of
 from gssim.result import Result
 
 LAST_STEPS_RATIO = 0.2
@@ -29,23 +30,26 @@ class Effect:
     """Of the mean loss of the last steps; None where a run has no losses."""
 
 
-def effects(measured: Sequence[Result], predicted: Sequence[Result]) -> dict[str, Effect]:
-    """Return by scenario id what each thresholded run changed; none where no dense run of the same training is there.
+def effects(measured: Sequence[Result], predicted: Sequence[Result]) -> list[Effect | None]:
+    """Return what each thresholded run changed; None for others, and where no dense run of the same training is there.
 
     `measured` and `predicted` are of the same scenarios, in the same order.
     """
     pairs = list(zip(measured, predicted, strict=True))
-    found = {}
-    for real, simulated in pairs:
-        dense = _dense_of(real, pairs) if is_thresholded(real) else None
-        if dense is not None:
-            found[real.scenario_id] = Effect(
-                dense=name_of(dense[0]),
-                speed_up_measured_ratio=dense[0].step_time_s / real.step_time_s,
-                speed_up_predicted_ratio=dense[1].step_time_s / simulated.step_time_s,
-                loss_change_ratio=_change(last_loss(real), last_loss(dense[0])),
-            )
-    return found
+    return [_effect(pair, pairs) if is_thresholded(pair[0]) else None for pair in pairs]
+
+
+def _effect(pair: tuple[Result, Result], pairs: Sequence[tuple[Result, Result]]) -> Effect | None:
+    real, simulated = pair
+    dense = _dense_of(real, pairs)
+    if dense is None:
+        return None
+    return Effect(
+        dense=name_of(dense[0]),
+        speed_up_measured_ratio=dense[0].step_time_s / real.step_time_s,
+        speed_up_predicted_ratio=dense[1].step_time_s / simulated.step_time_s,
+        loss_change_ratio=_change(last_loss(real), last_loss(dense[0])),
+    )
 
 
 def is_thresholded(result: Result) -> bool:
@@ -69,7 +73,7 @@ def _training(result: Result) -> str:
     scenario, plan = result.scenario, result.scenario["plan"]
     parts = [scenario.get(key) for key in ("workload", "run", "network")]
     parts += [plan.get(key) for key in ("shares", "micro_batches", "recompute")]
-    return json.dumps([*parts, devices_by_rank(result)], sort_keys=True, default=str)
+    return json.dumps([*parts, devices_by_rank(result), sweep_group(result)], sort_keys=True, default=str)
 
 
 def _table(result: Result, key: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from gsreal.benchmarks.bench import Settings
 from gsreal.launch import launch
 from gssim.cluster import Cluster
 from gssim.result import write_text
+from gssim.scenario import read_toml
 from gssim.units import UserError, validated
 
 
@@ -95,6 +96,22 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
     return found
 
 
+def measured_before(path: Path, name: str) -> dict[str, Any]:
+    """Return the content of a cluster file whose device `name` is to be measured again; raise UserError for others."""
+    data = read_toml(path)[1]
+    validated(Cluster, data, file=str(path))
+    _device_in(data, name, str(path))
+    return data
+
+
+def _device_in(data: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    types: dict[str, dict[str, Any]] = data["device_types"]
+    if name not in types:
+        raise UserError(f"{where}: describes {', '.join(types)}, but this is {name}")
+    types[name].setdefault("profiles", [])
+    return types[name]
+
+
 def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> dict[str, Any]:
     """Return a cluster file's content with layers that were measured again averaged into its profiles.
 
@@ -102,9 +119,7 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     that is there in another precision gets a profile, and the device a peak, of this one beside it. Raises UserError
     where the file is of another device, or has no profile of such a model and shape.
     """
-    device = data["device_types"].get(measured["name"])
-    if device is None:
-        raise UserError(f"{where}: describes {', '.join(data['device_types'])}, but this is {measured['name']}")
+    device = _device_in(data, measured["name"], where)
     count = max((profile.get("measurements", 1) for profile in device["profiles"]), default=1)
     for key in DRIFTING:
         if key in measured:

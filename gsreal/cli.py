@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.ending import run_command_line
+from gssim.result import file_name
 from gssim.units import UserError
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ def run_command(
     _check_positive("--every", every)
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
+    name = file_name(ours.name, ours.scenario_id, "measured")
+    _check_places(trace, out and out / name)
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
-    name = f"{ours.name}.{ours.scenario_id}.measured.json"
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
@@ -83,53 +85,79 @@ def lab_command(
         Path | None, typer.Argument(help="Its cluster is emulated on this machine (needs root).")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the Result's JSON file; a sweep needs it, and goes on there."),
+    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option("--sweep", help="Instead of a scenario: measure every point of this sweep that --out lacks."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
 ) -> None:
-    """Execute one scenario on an emulated cluster: shaped links between namespaces, slowed-down cores."""
+    """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
     from gsreal.lab.check import check_tools
 
-    if clean == (scenario is not None):
-        raise UserError("lab: give either a scenario or --clean")
+    if clean + (scenario is not None) + (sweep is not None) != 1:
+        raise UserError("lab: give one of these: a scenario, --sweep, --clean")
+    if only and sweep is None:
+        raise UserError("lab: --only chooses points of a --sweep")
     check_tools()
-    if scenario is None:
-        _clean()
-        return
-    from gsreal.lab.lab import run_lab
+    if sweep is not None:
+        if out is None or trace is not None:
+            raise UserError("lab: --sweep needs --out, and writes no --trace")
+        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json)
+    elif scenario is not None:
+        from gsreal.lab.lab import run_lab, warn_of_other_processors
 
-    loaded = _checked(scenario, overrides)
-    name = f"{loaded.scenario.name}.{loaded.scenario.scenario_id}.measured.json"
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
-        made = Path(folder, name)
-        arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
-        result = run_lab(loaded, [*arguments, "", "0"], made)
-    _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+        loaded = _checked(scenario, overrides)
+        name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
+        _check_places(trace, out and out / name)
+        warn_of_other_processors([loaded.scenario.cluster])
+        result = run_lab(loaded, overrides or [], trace=trace)
+        _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+    else:
+        _clean()
+
+
+def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool) -> None:
+    from gsreal.lab.lab import run_lab, warn_of_other_processors
+    from gsreal.lab.sweep import cells_of, checked_points, measure_cells, middle_ones
+    from gssim.console import print_results
+    from gssim.sweep import chosen, load_sweep, points_of
+
+    _check_places(out / file.name)
+    sweep = load_sweep(file)
+    points = chosen(points_of(sweep, file=file, overrides=overrides), only, file=file)
+    loaded = checked_points(points, sweep=file)
+    warn_of_other_processors(each.scenario.cluster for each in loaded)
+    cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
+    results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides))
+    if as_json:
+        print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+    else:
+        print_results(middle_ones(cells, results), sweep.question)
 
 
 def _clean() -> None:
     from gsreal.lab.cleaning import clean
 
     removed, alive = clean()
-    running = f"; {len(alive)} running, left alone" if alive else ""
-    print(f"gsreal: lab: {len(removed)} dead removed{running}", file=sys.stderr)
+    print(f"gsreal: lab: dead runs removed: {len(removed)}; running, left alone: {len(alive)}", file=sys.stderr)
 
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     """Return a scenario that can run for real; raise UserError for what cannot."""
-    from gsreal.data import check_data
-    from gsreal.evaluation import check_evaluation
-    from gsreal.machine import check_machine
-    from gsreal.stages import check_stages
+    from gsreal.checks import check_real
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
-    ours = loaded.scenario
-    check_machine(ours.cluster, ours.ranks, where=loaded.file)
-    check_data(ours.workload, where=loaded.file, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
-    check_stages(ours, where=loaded.file)
-    check_evaluation(ours, where=loaded.file)
+    check_real(loaded)
     return loaded
 
 
@@ -170,6 +198,7 @@ def gradients_command(
 
     _check_positive("--every", every)
     _check_positive("--batches", batches)
+    _check_places(out)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
@@ -198,27 +227,20 @@ def calibrate_command(
     import torch
 
     from gsreal.benchmarks.bench import Settings
-    from gsreal.calibrate import averaged, cluster_data, measure, write_cluster
-    from gsreal.machine import usable_cores
-    from gssim.scenario import load_model, read_toml
+    from gsreal.calibrate import averaged, cluster_data, measure, measured_before, write_cluster
+    from gsreal.machine import device_name, usable_cores
     from gssim.units import PRECISION_BYTES
-    from gssim.workload import TokenInput
 
+    _check_places(out)
     if precision not in PRECISION_BYTES:
         raise UserError(f"--precision {precision}: allowed: {', '.join(PRECISION_BYTES)}")
-    sizes = sorted(_numbers(batch_sizes, "--batch-sizes"))
-    if sizes[0] < 1 or any(size % 1 for size in sizes) or sequence_length < 1:
-        raise UserError("--batch-sizes and --sequence-length must be whole numbers of at least 1")
-    for path in models or []:
-        source = load_model(path).input
-        if isinstance(source, TokenInput) and sequence_length > source.maximum_sequence_length:
-            raise UserError(
-                f"--sequence-length {sequence_length}: {path} takes at most {source.maximum_sequence_length}"
-            )
+    sizes = _whole_numbers(batch_sizes, "--batch-sizes")
+    _check_sequence_length(sequence_length, models or [])
+    names = tuple(map(str, models or []))
     if lab is not None:
         if again or ranks is not None:
             raise UserError("--lab: measures two ranks of each device type, all at once: leave out --again and --ranks")
-        asked = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, "cpu")
+        asked = Settings(names, sizes, sequence_length, precision, "cpu")
         _calibrate_lab(lab, asked, out)
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -227,21 +249,40 @@ def calibrate_command(
     _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
-    before = read_toml(out)[1] if again else None
-    settings = Settings(tuple(map(str, models or [])), tuple(map(int, sizes)), sequence_length, precision, kind, again)
+    before = measured_before(out, device_name(torch.device(kind))) if again else None
+    settings = Settings(names, sizes, sequence_length, precision, kind, again)
     measured = measure(settings, ranks=count)
     data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
     write_cluster(out, data)
 
 
+def _check_sequence_length(length: int, models: list[Path]) -> None:
+    """Raise UserError where it is none, or one of the models takes no such sequences."""
+    from gssim.scenario import load_model
+    from gssim.workload import TokenInput
+
+    _check_positive("--sequence-length", length)
+    for path in models:
+        source = load_model(path).input
+        if isinstance(source, TokenInput) and length > source.maximum_sequence_length:
+            raise UserError(f"--sequence-length {length}: {path} takes at most {source.maximum_sequence_length}")
+
+
 def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     from gsreal.lab.calibration import calibrate_types, write_types
-    from gsreal.lab.check import check_tools
     from gssim.scenario import load_cluster
 
-    check_tools()
     cluster = load_cluster(file)
     write_types(out, *calibrate_types(cluster, settings, where=str(file)))
+
+
+def _check_places(*files: Path | None) -> None:
+    """Raise UserError where one of the files that are named cannot be written: after the work it would be too late."""
+    from gssim.result import check_place
+
+    for file in files:
+        if file is not None:
+            check_place(file)
 
 
 def _check_positive(option: str, value: int) -> None:
@@ -257,6 +298,14 @@ def _numbers(text: str, option: str) -> list[float]:
     if not all(0 <= number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
         raise UserError(f"{option} {text}: must be distinct numbers of at least 0, separated by commas")
     return numbers
+
+
+def _whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Return rising whole numbers from 1 on."""
+    numbers = sorted(_numbers(text, option))
+    if numbers[0] < 1 or any(number % 1 for number in numbers):
+        raise UserError(f"{option} {text}: must be whole numbers of at least 1")
+    return tuple(map(int, numbers))
 
 
 @app.command("trace")
@@ -285,8 +334,9 @@ def trace_command(
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU."""
-    from gsreal.modelfile import Request, traced_model, write_model
+    from gsreal.modelfile import Request, check_options, traced_model, write_model
 
+    _check_places(out)
     request = Request(
         model=model,
         arguments=tuple(arguments or ()),
@@ -302,6 +352,7 @@ def trace_command(
         precision=precision,
         source=source,
     )
+    check_options(request)
     traced = traced_model(request)
     write_model(out, traced)
     print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)

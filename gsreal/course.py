@@ -8,6 +8,7 @@ import torch
 
 from gsreal.evaluation import HeldOut
 from gsreal.gradient_sharding import GradientSharding
+from gsreal.lab.counters import Carried
 from gsreal.methods import Training
 from gssim.result import Evaluation
 from gssim.scenario import Scenario
@@ -22,11 +23,13 @@ class Course:
         self.every = self.run.evaluate_every_steps
         self.held_out = HeldOut(scenario, rank, device) if self.every else None
         self.evaluations: list[Evaluation] = []
-        self._pushed = [(0, 0)]
+        self.carried = Carried()
+        self.restart()
 
     def restart(self) -> None:
-        """Forget what was pushed: what is counted begins anew."""
+        """Forget what was pushed and carried: what is counted begins anew."""
         self._pushed = [(0, 0)]
+        self.carried.restart()
 
     def note(self, step: int) -> None:
         """Take notes of a step, counted from 0 with the warm-up's; evaluates, a collective, where the run says so."""
@@ -38,10 +41,12 @@ class Course:
             self._pushed.append((optimizer.sent.entries, optimizer.sent.offered))
         else:
             self._pushed.append((0, 0))
+        self.carried.note()
         if self.held_out and self.every and (done == self.run.steps or done % self.every == 0):
             with self.training.timeline.pause():
                 self.training.finish()
                 self.evaluations.append(self.held_out.evaluate(self.training.module, step=step + 1))
+                self.carried.leave_out()
 
     @property
     def pushed_by_step(self) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ the stock collective in its place, however it is carried out.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Pending:
 
     def __init__(self, works: list[dist.Work], kept: list[Tensor], staged: list[tuple[Tensor, Tensor]]) -> None:
         self._works, self._kept, self._staged = works, kept, staged
+        self.batch: list[dist.P2POp] = []
+        """Receives that are posted with the sends."""
 
     def add(self, work: dist.Work | None, host: Tensor, *, target: Tensor | None = None) -> None:
         """Wait for one more message as well; what comes into `host` is copied to `target` where that is another."""
@@ -56,6 +59,11 @@ class Pending:
         self._kept.append(host)
         if target is not None and target is not host:
             self._staged.append((target, host))
+
+    def add_batch(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        """Wait for a batch of messages as well."""
+        self._works.extend(works)
+        self._kept.extend(tensors)
 
     def wait(self) -> None:
         """Block until every message is done, then let go of the buffers."""
@@ -236,21 +244,25 @@ def _average(own: Tensor, op: Any, group: dist.ProcessGroup) -> None:
 
 
 def _gather_round_ring(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Pass every part, of the i-th rank `parts[i]`, on to the next rank, until all have all."""
+    """Pass every part, of the i-th rank `parts[i]`, on to the next rank, until all have all.
+
+    All receives are posted at first: each has a place of its own.
+    """
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
-    for step in range(members - 1):
-        mine, theirs = parts[(rank - step) % members], parts[(rank - step - 1) % members]
-        incoming = [(ranks[(rank - 1) % members], theirs)]
-        outgoing = [(ranks[(rank + 1) % members], mine)]
-        _post(incoming, outgoing, group).wait()
+    before, after = ranks[(rank - 1) % members], ranks[(rank + 1) % members]
+    coming = [_receiving([(before, parts[(rank - step - 1) % members])], group) for step in range(members - 1)]
+    for step, pending in enumerate(coming):
+        _send([(after, parts[(rank - step) % members])], pending, group)
+        pending.wait()
 
 
 def _reduce_round_ring(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> None:
     """Pass every part round towards its owner, each rank adding its own to it.
 
     A part goes in two halves, each with a buffer of its own: while one is added, the other is under way. In the last
-    step the own part comes, straight into `own`, so that two ranks need no buffer.
+    step the own part comes, straight into `own`, so that two ranks need no buffer. Where `own` is large enough, every
+    other part before that comes into it too, so that receives are posted one step ahead.
     """
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
@@ -260,23 +272,43 @@ def _reduce_round_ring(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.Pr
         own.copy_(mine)
         return
     passing = [_halves(flat[slice(*ranges[(rank + 1 + step) % members])]) for step in range(members - 1)]
-    buffers = [flat.new_empty(max((part[half].numel() for part in passing[1:]), default=0)) for half in HALVES]
+    places, ahead = _arrivals(passing, own)
+    coming: dict[tuple[int, int], Pending] = {}
 
-    def arriving(step: int, half: int) -> Tensor:
-        return _halves(own)[half] if step == members - 2 else buffers[half][: passing[step + 1][half].numel()]
+    def receive(step: int, half: int) -> None:
+        if step < len(places):
+            coming[step, half] = _receiving([(above, places[step][half])], group)
 
-    def messages(step: int, half: int) -> tuple[Messages, Messages]:
-        return [(above, arriving(step, half))], [(below, passing[step][half])]
-
-    pending = _post_each([messages(0, half) for half in HALVES], group)
-    for step in range(1, members - 1):
-        for half in HALVES:
-            pending[half].wait()
-            passing[step][half].add_(arriving(step - 1, half))
-            pending[half] = _post(*messages(step, half), group)
+    for step, half in product(range(1 + ahead), HALVES):
+        receive(step, half)
+    for step, half in product(range(members - 1), HALVES):
+        if step:
+            coming.pop((step - 1, half)).wait()
+            passing[step][half].add_(places[step - 1][half])
+            receive(step + ahead, half)
+        _send([(below, passing[step][half])], coming[step, half], group)
     for half in HALVES:
-        pending[half].wait()
-        _halves(own)[half].add_(_halves(mine)[half])
+        coming[members - 2, half].wait()
+        places[-1][half].add_(_halves(mine)[half])
+
+
+Halves = tuple[Tensor, Tensor]
+
+
+def _arrivals(passing: Sequence[Halves], own: Tensor) -> tuple[list[Halves], int]:
+    """Return where what comes in every step of such a ring is received, and how many steps ahead that may be posted.
+
+    `passing`: what is sent in every step, to which what came in the step before is added.
+    """
+    owned = _halves(own)
+    buffers = [own.new_empty(max((part[half].numel() for part in passing[1:]), default=0)) for half in HALVES]
+    into_own = range(len(passing) - 3, -1, -2)
+    ahead = all(passing[step + 1][half].numel() <= owned[half].numel() for step in into_own for half in HALVES)
+    places = []
+    for step, (first, second) in enumerate(passing[1:]):
+        there = owned if ahead and step in into_own else buffers
+        places.append((there[0][: first.numel()], there[1][: second.numel()]))
+    return [*places, owned], int(ahead)
 
 
 HALVES = (0, 1)
@@ -296,37 +328,38 @@ Messages = Sequence[tuple[int, Tensor]]
 
 def _post(incoming: Messages, outgoing: Messages, group: dist.ProcessGroup) -> Pending:
     """Post all receives, then all sends; empty ones are left out."""
-    return _post_each([(incoming, outgoing)], group)[0]
-
-
-def _post_each(exchanges: Sequence[tuple[Messages, Messages]], group: dist.ProcessGroup) -> list[Pending]:
-    """Post the receives of all exchanges, then the sends of all; return what to wait for of each.
-
-    gloo takes host memory: device tensors are staged. nccl takes all of them as one batch, or they could deadlock.
-    """
-    exchanges = [
-        ([m for m in incoming if m[1].numel()], [m for m in outgoing if m[1].numel()])
-        for incoming, outgoing in exchanges
-    ]
-    if dist.get_backend(group) == "nccl":
-        return _post_batch(exchanges, group)
-    pending = [Pending([], [], []) for _ in exchanges]
-    for each, (incoming, _) in zip(pending, exchanges, strict=True):
-        for peer, tensor in incoming:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_cuda else tensor
-            each.add(dist.irecv(host, peer, group=group), host, target=tensor)
-    for each, (_, outgoing) in zip(pending, exchanges, strict=True):
-        for peer, tensor in outgoing:
-            host = tensor.cpu() if tensor.is_cuda else tensor
-            each.add(dist.isend(host, peer, group=group), host)
+    pending = _receiving(incoming, group)
+    _send(outgoing, pending, group)
     return pending
 
 
-def _post_batch(exchanges: Sequence[tuple[Messages, Messages]], group: dist.ProcessGroup) -> list[Pending]:
-    """Post all receives and sends at once."""
-    operations = [dist.P2POp(dist.irecv, tensor, peer, group) for incoming, _ in exchanges for peer, tensor in incoming]
-    operations += [
-        dist.P2POp(dist.isend, tensor, peer, group) for _, outgoing in exchanges for peer, tensor in outgoing
-    ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return [Pending(works, [tensor for _, tensor in (*incoming, *outgoing)], []) for incoming, outgoing in exchanges]
+def _receiving(incoming: Messages, group: dist.ProcessGroup) -> Pending:
+    """Post receives; return what to wait for. nccl's wait for the sends that go with them.
+
+    gloo takes host memory: device tensors are staged.
+    """
+    pending, some = Pending([], [], []), [message for message in incoming if message[1].numel()]
+    if dist.get_backend(group) == "nccl":
+        pending.batch = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in some]
+        return pending
+    for peer, tensor in some:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_cuda else tensor
+        pending.add(dist.irecv(host, peer, group=group), host, target=tensor)
+    return pending
+
+
+def _send(outgoing: Messages, pending: Pending, group: dist.ProcessGroup) -> None:
+    """Post sends, for `pending` to wait for as well.
+
+    nccl takes them and the receives as one batch: its kernels run one after another, and could wait for each other.
+    """
+    some = [message for message in outgoing if message[1].numel()]
+    if dist.get_backend(group) == "nccl":
+        batch = [*pending.batch, *(dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in some)]
+        pending.batch = []
+        works = dist.batch_isend_irecv(batch) if batch else []
+        pending.add_batch(works, [operation.tensor for operation in batch])
+        return
+    for peer, tensor in some:
+        host = tensor.cpu() if tensor.is_cuda else tensor
+        pending.add(dist.isend(host, peer, group=group), host)

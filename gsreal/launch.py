@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from gsreal.machine import ENVIRONMENT, die_with_parent
 from gssim.units import RunFailedError, UserError
@@ -57,7 +58,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _pass_on(process: "subprocess.Popen[bytes]", log: object) -> None:
+def _pass_on(process: "subprocess.Popen[bytes]", log: IO[str]) -> None:
     """Show our own lines of progress; keep all else for the reason of a failure."""
     assert process.stdout is not None
     for raw in process.stdout:
@@ -65,8 +66,8 @@ def _pass_on(process: "subprocess.Popen[bytes]", log: object) -> None:
         if line.startswith("gsreal:"):
             sys.stderr.write(line)
             sys.stderr.flush()
-        log.write(line)  # type: ignore[attr-defined]
-    log.flush()  # type: ignore[attr-defined]
+        log.write(line)
+    log.flush()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -21,7 +21,7 @@ ENVIRONMENT = {
     # one thread a rank: threads would compete for the rank's core
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # keep freed blocks: fresh ones are page-faulted in on every use (backend-facts 6)
+    # keep freed blocks: fresh ones are page-faulted in on every use (measured)
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "67108864",

@@ -35,11 +35,11 @@ class Request:
     name: str
     vocabulary: int | None
     maximum_sequence_length: int
-    task: str
     image: str | None
     classes: int | None
     auto_class: str | None
     sequence_length: int | None
+    task: str = "next-token"
     padding: int = 0
     precision: str | None = None
     """To trace in; None: that of the model file, or fp32."""
@@ -61,6 +61,23 @@ def traced_model(request: Request) -> Model:
     return trace(model, where=where)
 
 
+def check_options(request: Request) -> None:
+    """Raise UserError for an option of the command line that says nothing of such a model."""
+    is_file, is_image = request.model.endswith(".toml"), request.image is not None
+    is_text_classifier = request.task == CLASSIFICATION and not is_image
+    without_effect = {
+        "--argument": is_file and request.arguments,
+        "--vocabulary": is_file and request.vocabulary is not None,
+        "--image": is_file and is_image,
+        "--task": request.task != Request.task and (is_file or is_image),
+        "--classes": request.classes is not None and (is_file or not (is_image or is_text_classifier)),
+        "--padding": request.padding != Request.padding and (is_file or not is_text_classifier),
+        "--auto-class": request.auto_class is not None and not request.model.startswith("hf:"),
+    }
+    for option in (option for option, found in without_effect.items() if found):
+        raise UserError(f"gsreal trace {request.model}: {option}: has no effect on this model; leave it out")
+
+
 def _check_length(model: Model, length: int, where: str) -> None:
     longest = model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else 0
     if not 1 <= length <= longest:
@@ -72,7 +89,7 @@ def _untraced(request: Request, where: str) -> Model:
     arguments = dict(_argument(text, where) for text in request.arguments)
     if request.model.startswith("hf:"):
         if request.task == CLASSIFICATION:
-            arguments = {"num_labels": request.classes or 2, "pad_token_id": request.padding, **arguments}
+            arguments = {"num_labels": _classes(request, 2), "pad_token_id": request.padding, **arguments}
         module: dict[str, Any] = {
             "hugging_face": {
                 "model_type": request.model.removeprefix("hf:"),
@@ -121,7 +138,7 @@ def _input(request: Request, where: str) -> dict[str, Any]:
             "maximum_sequence_length": length,
         }
         if request.task == CLASSIFICATION:
-            tokens |= {"classes": request.classes or 2, "padding": request.padding}
+            tokens |= {"classes": _classes(request, 2), "padding": request.padding}
         return tokens
     try:
         shape = tuple(int(size) for size in request.image.split("x"))
@@ -129,7 +146,11 @@ def _input(request: Request, where: str) -> dict[str, Any]:
         shape = ()
     if len(shape) != 3:
         raise UserError(f"{where}: --image {request.image}: must be CHANNELSxHEIGHTxWIDTH, such as 1x8x8")
-    return {"kind": "image", "shape": shape, "classes": request.classes or 10}
+    return {"kind": "image", "shape": shape, "classes": _classes(request, 10)}
+
+
+def _classes(request: Request, default: int) -> int:
+    return default if request.classes is None else request.classes
 
 
 def write_model(path: Path, model: Model) -> None:

@@ -35,6 +35,8 @@ class RankReport:
     """All ranks' losses before that."""
     pushed_by_step: list[tuple[int, int]]
     """Entries sent and offered."""
+    carried_by_step: tuple[float, float] | None
+    """Bytes that its device sent and received in a step, where they are counted: in the lab."""
     evaluations: list[Evaluation]
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
@@ -64,6 +66,8 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
             peak_reserved_bytes=report.peak_reserved_bytes,
             peak_by_category_bytes={},
             phases_s=report.phases_s,
+            bytes_sent=report.carried_by_step[0] if report.carried_by_step else None,
+            bytes_received=report.carried_by_step[1] if report.carried_by_step else None,
             batch_share=samples[rank] / total,
             shard_share=shard_shares[rank],
         )

@@ -86,6 +86,7 @@ def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Ch
         losses=losses,
         losses_before=begun.losses,
         pushed_by_step=course.pushed_by_step,
+        carried_by_step=course.carried.by_step,
         evaluations=course.evaluations,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,

@@ -1,5 +1,6 @@
 """`gssim`: check and simulate scenarios. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Annotated
 
 import typer
 
-from gssim.console import print_result
+from gssim.console import print_result, print_results, progress_bar
 from gssim.ending import run_command_line
-from gssim.result import chrome_trace, write_text
+from gssim.predictions import predict, usable_cores
+from gssim.result import chrome_trace, file_name, write_text
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
+from gssim.sweep import chosen, load_sweep, points_of
+from gssim.units import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -25,7 +29,7 @@ def about() -> None:
 
 @app.command("check")
 def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
-    """Validate scenario files and say nothing else than what is wrong."""
+    """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
     for path in scenarios:
         loaded = load_scenario(path, overrides or [])
         print(f"{path}: {loaded.scenario.plan.method} on {loaded.scenario.ranks} ranks, {loaded.scenario.scenario_id}")
@@ -51,13 +55,46 @@ def run_command(
     if trace is not None:
         write_text(trace, chrome_trace(simulated.spans))
     if out is not None:
-        write_text(out / f"{loaded.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
+        write_text(out / file_name(loaded.scenario.name, result.scenario_id, "simulated"), result.to_json())
     if as_json:
         sys.stdout.write(result.to_json())
     else:
         print_result(result)
     if timing:
         print(f"load_s={loaded_s - began_s:.3f} simulate_s={ended_s - loaded_s:.3f}", file=sys.stderr)
+
+
+@app.command("sweep")
+def sweep_command(
+    sweep: Annotated[Path, typer.Argument(help="A sweep's file, such as scenarios/sweeps/lab.toml.")],
+    overrides: Overrides = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Points at a time; as many as cores by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Results, kept as they end.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Predict also what is in --out already.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
+    ] = None,
+) -> None:
+    """Predict every point of a sweep."""
+    count = usable_cores() if jobs is None else jobs
+    if count < 1:
+        raise UserError(f"--jobs {jobs}: must be at least 1")
+    asked = load_sweep(sweep)
+    points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
+    try:
+        with progress_bar("predicting") as told:
+            results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
+    except KeyboardInterrupt:
+        kept = (
+            f"what is finished is in {out}; the same command does the rest" if out else "nothing is kept without --out"
+        )
+        print(f"gssim: sweep: interrupted; {kept}", file=sys.stderr)
+        raise
+    if as_json:
+        print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+    else:
+        print_results(results, asked.question)
 
 
 def main() -> None:

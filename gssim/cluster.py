@@ -254,6 +254,9 @@ class BackendCost:
     overhead_s: dict[str, Seconds] = field(default_factory=dict)
     """Per call, by collective kind, on top of link latencies; `default` for all others. What is made of point-to-point
     messages has the costs of the uneven kind: an all-gather those of all-gather-v."""
+    message_s: Seconds = 0.0
+    """What a message takes beside the latency of its path, whatever its size, and what a receiver's notice does: the
+    threads that it wakes. Where a link's latency was measured from rank to rank, that is part of it."""
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
     posting_s: Seconds = 0.0
@@ -276,7 +279,7 @@ class BackendCost:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        for key in ("posting_limit_bytes", "processor_byte_s"):
+        for key in ("message_s", "posting_limit_bytes", "processor_byte_s"):
             if not data[key]:
                 del data[key]
         return data

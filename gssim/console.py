@@ -1,11 +1,13 @@
 """A Result for people, on the console."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gssim.result import Result
@@ -42,6 +44,37 @@ def print_result(result: Result) -> None:
     console.print(_collective_table(result))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
+
+
+def print_results(results: Sequence[Result], question: str) -> None:
+    """Print a sweep's Results for people, a line each."""
+    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    if question:
+        console.print(question, style="bold", highlight=False)
+    table = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
+    for result in results:
+        waits = result.phases_s["exposed_communication"] / result.step_time_s if result.step_time_s else 0.0
+        densities = (result.density.push, result.density.publish)
+        table.add_row(
+            result.scenario["name"],
+            str(sum(entry.count for entry in result.ranks)),
+            human_seconds(result.step_time_s),
+            f"{waits:.0%}",
+            f"{result.throughput_samples_per_s:.4g}",
+            human_bytes(max(entry.peak_allocated_bytes for entry in result.ranks)),
+            *("" if density is None else f"{density:.2%}" for density in densities),
+            "yes" if result.fits else "no",
+        )
+    console.print(table)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr how far something is; give a function to be told (done, of how many)."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    with Progress(TextColumn(what), *columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _division_table(result: Result) -> Table:

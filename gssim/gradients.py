@@ -3,7 +3,6 @@
 Only data lives here; what a threshold makes of it is `density`.
 """
 
-import json
 from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gssim.result import read_json
 from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, UserError, spec, validated
 
 SCHEMA: Literal["gssim.gradients/3"] = "gssim.gradients/3"
@@ -172,28 +172,25 @@ class GradientStatistics:
             raise ValueError(f"correlations of {name}: {count} (sampled_steps) are needed, or none")
 
     def _check_feedback(self, name: str, block: BlockTrace, *, needed: bool) -> None:
-        count, thresholds = len(self.sampled_steps), len(self.feedback_thresholds)
         rows = [(len(row.sent_ratios), len(row.held_ratios)) for row in block.feedback]
-        if (rows or needed) and thresholds and rows != [(thresholds, thresholds)] * count:
-            raise ValueError(f"feedback of {name}: {count} rows (sampled_steps) of {thresholds} are needed")
+        self._check_rows(f"feedback of {name}", rows, len(self.feedback_thresholds), needed=needed)
         if any(len(each) != len(HELD_LEVELS) for row in block.feedback for each in row.held_ratios):
             raise ValueError(f"feedback of {name}: {len(HELD_LEVELS)} held_ratios for a threshold are needed")
 
     def _check_relative(self, name: str, block: BlockTrace, *, needed: bool) -> None:
-        count, multiples = len(self.sampled_steps), len(self.multiples)
         rows = [(len(row.sent_ratios), len(row.feedback_ratios)) for row in block.relative]
-        if (rows or needed) and multiples and rows != [(multiples, multiples)] * count:
-            raise ValueError(f"relative of {name}: {count} rows (sampled_steps) of {multiples} are needed")
+        self._check_rows(f"relative of {name}", rows, len(self.multiples), needed=needed)
+
+    def _check_rows(self, what: str, rows: list[tuple[int, int]], points: int, *, needed: bool) -> None:
+        """Refuse a row too few or too many, and one whose two lists are not of the grid's `points`."""
+        count = len(self.sampled_steps)
+        if (rows or needed) and points and rows != [(points, points)] * count:
+            raise ValueError(f"{what}: {count} rows (sampled_steps) of {points} are needed")
 
 
 def read_gradients(path: Path) -> GradientStatistics:
     """Return the statistics in the JSON file `path`; raise UserError where it is not one."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; write it with `gsreal gradients SCENARIO --out {path}`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a JSON file: {error}") from None
+    data = read_json(path)
     if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
         raise UserError(
             f"{path}: schema: {data['schema']!r} is not {SCHEMA!r}; take the statistics again, with "

@@ -232,37 +232,68 @@ class Result:
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
 
+def file_name(name: str, scenario_id: str, source: str, repeat: int = 0) -> str:
+    """Return the name of a Result's file.
+
+    >>> file_name("ddp", "06206a394dd25997", "measured"), file_name("ddp", "06206a394dd25997", "measured", 2)
+    ('ddp.06206a394dd25997.measured.json', 'ddp.06206a394dd25997.measured-2.json')
+    """
+    return f"{name}.{scenario_id}.{source}{f'-{repeat}' if repeat else ''}.json"
+
+
 def read_result(path: Path) -> Result:
     """Return the Result in the JSON file `path`; raise UserError where it is not one."""
+    return validated(Result, read_json(path), file=str(path))
+
+
+def read_json(path: Path) -> Any:
+    """Return what is in the JSON file `path`; raise UserError where there is none or it is broken."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, or not in UTF-8
         raise UserError(f"{path}: not a JSON file: {error}") from None
-    return validated(Result, data, file=str(path))
+
+
+def check_place(path: Path) -> None:
+    """Raise UserError where no file can be written at `path`: said before the work whose outcome would have no place.
+
+    A folder that is not there yet is made by whoever writes.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: cannot be written: it is a folder")
+    above = next((parent for parent in path.parents if parent.exists()), None)
+    if above is not None and not above.is_dir():
+        raise UserError(f"{path}: cannot be written: {above} is no folder")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file whole or not at all; raise UserError where it cannot be."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: to a temporary file beside it, then renamed."""
+    """Write a file whole or not at all: to a temporary file beside it, then renamed.
+
+    Raises UserError where it cannot be written.
+    """
+    check_place(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -50,7 +50,9 @@ T = TypeVar("T")
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*$")
+_QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]+)\s*$")
+_MOST = 10**15
+"""No count is larger: what is made of counts still fits into 64 bits."""
 
 
 class UserError(ValueError):
@@ -76,17 +78,24 @@ def parse_quantity(value: object, kind: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f'must be a quantity in {kind}, such as "{EXAMPLES[kind]}"')
     if not isinstance(value, str):
-        return float(value)
+        return _finite(value)
     match = _QUANTITY.match(value)
     if match is None:
         raise ValueError(f'must be a number with a unit of {kind}, such as "{EXAMPLES[kind]}"')
     number, unit = match.groups()
     if unit in UNITS[kind]:
-        return float(Fraction(number.replace("_", "")) * UNITS[kind][unit])
+        return _finite(Fraction(number.replace("_", "")) * UNITS[kind][unit])
     for other, units in UNITS.items():
         if unit in units:
             raise ValueError(f'is in {other}, but {kind} is needed, such as "{EXAMPLES[kind]}"')
     raise ValueError(f'has the unknown unit "{unit}"; {kind} is needed, such as "{EXAMPLES[kind]}"')
+
+
+def _finite(number: int | float | Fraction) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError("is too large") from None
 
 
 def _quantity(kind: str) -> tuple[BeforeValidator, WithJsonSchema]:
@@ -99,8 +108,8 @@ PositiveBytes = Annotated[float, *_quantity("bytes"), Field(gt=0, allow_inf_nan=
 BytesPerSecond = Annotated[float, *_quantity("bytes/s"), Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, *_quantity("seconds"), Field(ge=0, allow_inf_nan=False)]
 FlopPerSecond = Annotated[float, *_quantity("FLOP/s"), Field(gt=0, allow_inf_nan=False)]
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-Count = Annotated[int, Field(ge=0, strict=True)]
+PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True)]
+Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -146,8 +155,18 @@ def explain(error: ValidationError, cls: type, *, file: str, under: str = "") ->
         return f"{file}: {path}: unknown key; {_allowed(table, place)}{more}"
     if fault["type"] == "missing":
         return f"{file}: {path}: missing{more}"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{file}: {path} = {_shown(fault['input'])}: {message[0].lower()}{message[1:]}{more}"
+    message = NOT_OF_THE_TYPE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    names_a_key = fault["type"] == "value_error" and isinstance(fault["input"], dict)
+    return f"{file}: {path}{_shown(fault['input'], short=names_a_key)}: {message[0].lower()}{message[1:]}{more}"
+
+
+NOT_OF_THE_TYPE = {
+    "dataclass_type": "must be a table of keys",
+    "dict_type": "must be a table of keys",
+    "tuple_type": "must be an array",
+    "string_type": "must be a text",
+}
+"""What files call the types of which pydantic speaks in Python's words."""
 
 
 def _path(place: tuple[Any, ...]) -> str:
@@ -157,9 +176,12 @@ def _path(place: tuple[Any, ...]) -> str:
     return text or "the whole file"
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, *, short: bool) -> str:
+    """Return what a fault's place has, or its beginning; `short`: nothing, where it is long."""
     text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= 60:
+        return f" = {text}"
+    return "" if short else f" = {text[:57]}..."
 
 
 def _walked(cls: type, location: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:

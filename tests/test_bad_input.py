@@ -9,6 +9,7 @@ import pytest
 from strategies import MODEL_TOML, PAIR_TOML, SCENARIO_TOML, write_files
 
 from gssim.cli import main
+from gssim.scenario import load_scenario
 
 GS = ("plan.method=gs", "plan.push.threshold=1e-3")
 
@@ -41,7 +42,13 @@ def test_a_missing_scenario(refusal, tmp_path):
 
 
 def test_a_folder_for_a_scenario(refusal, tmp_path):
-    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+    assert refusal(tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+@pytest.mark.parametrize("key", ["cluster", "workload.model"])
+def test_a_folder_for_a_file_that_the_scenario_names(refusal, tmp_path, key):
+    line = refusal(write_files(tmp_path), f"{key}={tmp_path}")
+    assert f"{key} = '{tmp_path}': is a folder, not a file" in line
 
 
 def test_broken_toml(refusal, tmp_path):
@@ -52,7 +59,13 @@ def test_broken_toml(refusal, tmp_path):
 def test_bytes_that_are_no_text(refusal, tmp_path):
     path = write_files(tmp_path)
     path.write_bytes(b"\xff\xfe\x00")
-    assert refusal(path).startswith(f"{path}: cannot be read: ")
+    assert refusal(path).startswith(f"{path}: cannot be read: it is no text in UTF-8: ")
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 10_000, "a = " + "9" * 5000])
+def test_toml_that_no_parser_takes(refusal, tmp_path, text):
+    path = write_files(tmp_path, scenario=text)
+    assert refusal(path).startswith(f"{path}: not valid TOML: ")
 
 
 @pytest.mark.parametrize("name", ["pair.toml", "tiny.toml"])
@@ -81,7 +94,9 @@ SCENARIO_FAULTS = [
     (("global_batch_size = 8", "global_batch_size = 9"), "workload.global_batch_size = 9: cannot be divided evenly among 2 ranks"),
     (("sequence_length = 4", "sequence_length = 4000"), "sequence_length = 4000: the model takes at most 64"),
     (("sequence_length = 4", ""), "sequence_length: missing"),
+    (("global_batch_size = 8", "global_batch_size = 1" + "0" * 30), ": input should be less than or equal to 1000000000000000"),
     (("steps = 4", "steps = 0"), "run.steps = 0: "),
+    (("steps = 4", "seed = 9" + "9" * 30), "run.seed = 9"),
     (("warmup_steps = 1", "warmup_steps = -1"), "run.warmup_steps = -1: "),
 ]  # fmt: skip
 
@@ -98,6 +113,9 @@ def test_a_fault_in_the_scenario(refusal, tmp_path, change, message):
 
 CLUSTER_FAULTS = [
     (('"1 MB/s"', '"450 GB"'), 'links[0].bandwidth_bytes_per_s = \'450 GB\': is in bytes, but bytes/s is needed, such as "450 GB/s"'),
+    (('"1 MB/s"', '"1e400 MB/s"'), "links[0].bandwidth_bytes_per_s = '1e400 MB/s': is too large"),
+    (('"1 MB/s"', '"1e999999999 MB/s"'), "links[0].bandwidth_bytes_per_s = '1e999999999 MB/s': must be a number with a unit of bytes/s"),
+    (('"1 MB/s"', "1" + "0" * 400), ": is too large"),
     (('"1 MB/s"', "0"), "links[0].bandwidth_bytes_per_s = 0: input should be greater than 0"),
     (('"1 MB/s"', "-1"), "links[0].bandwidth_bytes_per_s = -1: "),
     (('"1 MB/s"', "inf"), "links[0].bandwidth_bytes_per_s = inf: "),
@@ -171,6 +189,9 @@ PLAN_FAULTS = [
     ((*GS, "plan.push.reestimate_steps=8"), "plan.push.reestimate_steps = 8: plan.push.kind = 'absolute' estimates no threshold; allowed with 'target-density'"),
     ((*GS, "plan.push.error_feedback_precision=bf16"), "plan.push.error_feedback_precision = 'bf16': nothing is kept; set plan.push.error_feedback = true"),
     ((*GS, "plan.push.warmup_steps=1000"), "plan.push.warmup_steps = 1000: the run has but"),
+    (("plan.push=3",), "plan.push = 3: must be a table of keys"),
+    (("run.slowdowns=3",), "run.slowdowns = 3: must be an array"),
+    (("workload.data.kind=image-folder", "workload.data.folder=there"), "workload: data.kind = 'image-folder': is for classification"),
     (("plan.method=gs", "plan.push.kind=loud"), "plan.push.kind = 'loud': input should be 'absolute', 'relative' or 'target-density'"),
     (("plan.bucket_bytes=0",), "plan.bucket_bytes = 0: "),
     (("plan.recompute=selective",), "plan.recompute = 'selective': the model file does not tell what the block 'h' keeps: trace it again"),
@@ -216,6 +237,11 @@ def test_a_plan_that_cannot_be(refusal, tmp_path, overrides, message):
     line = refusal(path, *overrides)
     assert line.startswith(f"{path}: ")
     assert message in line
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../../x", '"a\\u0000b"', "3"])
+def test_a_name_that_no_file_can_have(refusal, tmp_path, name):
+    assert ": name = " in refusal(write_files(tmp_path), f"name={name}")
 
 
 @pytest.mark.parametrize(
@@ -352,6 +378,21 @@ def test_a_place_that_cannot_be_written(monkeypatch, capsys, tmp_path):
         main()
     assert ended.value.code == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out", "--trace"])
+def test_a_folder_where_a_file_is_to_be_written(monkeypatch, capsys, tmp_path, option):
+    path = write_files(tmp_path)
+    taken = tmp_path / "taken"
+    (taken if option == "--trace" else taken / f"pair.{load_scenario(path).scenario.scenario_id}.simulated.json").mkdir(
+        parents=True
+    )
+    monkeypatch.setattr(sys, "argv", ["gssim", "run", str(path), "--set", "name=pair", option, str(taken)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "cannot be written: it is a folder" in capsys.readouterr().err
+    assert not list(taken.glob(".*"))
 
 
 def test_the_installed_command_does_the_same(tmp_path):

@@ -55,7 +55,7 @@ def received_bytes(found: tuple[Stage, ...], group) -> dict[int, float]:
     [
         ("all-reduce", "gloo", 2),
         ("all-reduce", "nccl", 2),
-        ("reduce-scatter", "gloo", 2),  # an all-reduce on the wire: backend-facts 0.2
+        ("reduce-scatter", "gloo", 2),  # an all-reduce on the wire, as measured
         ("reduce-scatter", "nccl", 1),
         ("all-gather", "gloo", 1),
         ("all-gather", "nccl", 1),
@@ -69,7 +69,7 @@ def test_every_rank_of_a_ring_sends_its_part_of_the_tensor(kind, backend, factor
 
 
 def test_four_ranks_put_on_the_wire_what_was_measured_with_gloo():
-    # backend-facts 1, as fractions of the tensor
+    # counted on a loopback, as fractions of the tensor
     group = (0, 1, 2, 3)
     sent = {kind: sent_bytes(stages(Communication(kind, group, 100), "gloo"), group) for kind in KINDS[:4]}
     assert sent["all-reduce"][0] == sent["reduce-scatter"][0] == pytest.approx(150)
@@ -145,18 +145,19 @@ def test_an_uneven_gather_brings_every_part_to_every_rank(parts):
     assert all(held[rank] == {i for i in group if parts[i]} for rank in group)
 
 
-@given(st.integers(2, 20))
-def test_a_broadcast_reaches_everybody_once_from_ranks_that_have_it(count):
+@given(st.integers(2, 20), st.sampled_from(["binomial", "binomial-at-once"]))
+def test_a_broadcast_reaches_everybody_once_from_ranks_that_have_it(count, name):
     reached = {0}
-    found = stages(Communication("broadcast", tuple(range(count)), 10), "gloo")
+    found = ALGORITHMS[name, "broadcast"](members_of(range(count)), Communication("broadcast", range(count), 10))
     for stage in found:
         sources, targets = [m[0] for m in messages(stage)], [m[1] for m in messages(stage)]
         assert set(sources) <= reached
-        assert len(set(sources)) == len(sources)
+        assert name == "binomial-at-once" or len(set(sources)) == len(sources)
         assert not set(targets) & reached
         reached |= set(targets)
     assert reached == set(range(count))
-    assert len(found) == (count - 1).bit_length()
+    depth = max(rank.bit_count() for rank in range(count))
+    assert len(found) == {"binomial": (count - 1).bit_length(), "binomial-at-once": depth}[name]
 
 
 @given(st.integers(2, 20), st.sampled_from(["binomial", "chain"]))

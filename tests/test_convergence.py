@@ -19,9 +19,9 @@ from analysis.convergence.effects import paired_difference, paired_ratio, spread
 from analysis.convergence.findings import findings_of
 from analysis.convergence.rows import rows_of, sent_bytes, total_sent_bytes, write_csv
 from analysis.convergence.runs import HERE, Trained, stands_for
-from analysis.convergence.study import Elsewhere, Study, as_overrides, load_study, on_network
+from analysis.convergence.study import Elsewhere, Study, load_study, on_network
 from gssim.result import Collective, Density, Evaluation, RankClass, Result
-from gssim.scenario import load_scenario
+from gssim.scenario import as_overrides, load_scenario
 from gssim.simulate import simulate
 from gssim.units import UserError, validated
 

@@ -186,7 +186,7 @@ def test_one_slower_link_is_a_class_of_its_own_in_both_directions_and_the_others
 
 
 def test_one_later_link_tells_its_flows_apart_though_all_are_as_fast():
-    cluster = replace(star(4, latency_s=1.0), algorithms={"all-to-all": "direct"})
+    cluster = replace(star(4, latency_s=1.0, backend="nccl"), algorithms={"all-to-all": "direct"})
     late = replace(cluster.links[3], latency_s=5.0)
     cluster = replace(cluster, links=(*cluster.links[:3], late))
     both = [communicated(cluster, Communication("all-to-all", range(4), 4e6), unfolded=each) for each in (False, True)]

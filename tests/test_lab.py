@@ -17,8 +17,9 @@ from strategies import built, fabrics, star, topology
 
 from gsreal import cli
 from gsreal.benchmarks.bench import Settings
-from gsreal.lab import calibration, check, cleaning, lab
+from gsreal.lab import calibration, check, cleaning, counters, lab
 from gsreal.lab.building import address_commands, node_commands, route_commands, wire_commands
+from gsreal.lab.counters import carried_bytes
 from gsreal.lab.interrupts import EndedError, unwinding
 from gsreal.lab.network import LEAST_DELAY_S, network_of
 from gsreal.lab.ranks import rank_command, rank_environment
@@ -331,9 +332,10 @@ def test_slow_devices_and_delays_need_a_compiler(monkeypatch):
         check.check_compiler(far, [1.0, 1.0])
 
 
-def test_either_a_scenario_or_clean(monkeypatch, capsys):
-    for words in (["lab"], ["lab", SHIPPED[0], "--clean"]):
-        assert refusal(monkeypatch, capsys, *words) == "gsreal: lab: give either a scenario or --clean"
+def test_either_a_scenario_or_a_sweep_or_clean(monkeypatch, capsys):
+    for words in (["lab"], ["lab", SHIPPED[0], "--clean"], ["lab", SHIPPED[0], "--sweep", "sweep.toml"]):
+        assert refusal(monkeypatch, capsys, *words) == "gsreal: lab: give one of these: a scenario, --sweep, --clean"
+    assert refusal(monkeypatch, capsys, "lab", SHIPPED[0], "--only", "ddp").startswith("gsreal: lab: --only chooses")
 
 
 # Dead and alive ------------------------------------------------------------------------------------------------------
@@ -415,10 +417,11 @@ def test_types_are_measured_two_by_two_and_the_backend_by_the_fastest(tmp_path, 
     cluster = load_cluster(SCENARIOS / "clusters" / "lab-unequal-devices.toml")
     asked = []
 
-    def measure(pair, settings, *, where):
+    def measure(pair, _settings):
         asked.append([device.type for device in pair.devices])
         return measured(pair.devices[0].type)
 
+    monkeypatch.setattr(calibration, "lab_of", lambda pair, *, where: pair)
     monkeypatch.setattr(calibration, "_measured", measure)
     monkeypatch.setattr(calibration, "processor_name", lambda: "this one")
     settings = Settings((), (2, 4), 128, "fp32", "cpu")
@@ -445,3 +448,39 @@ def test_a_table_in_a_file_that_is_not_there_is_refused(tmp_path):
 def test_calibration_in_the_lab_takes_no_other_way_of_measuring(monkeypatch, capsys):
     words = ["calibrate", "--lab", SCENARIOS / "clusters" / "lab-2-hosts.toml", "--again"]
     assert refusal(monkeypatch, capsys, *words).startswith("gsreal: --lab: measures two ranks of each device type")
+
+
+# What was carried -----------------------------------------------------------------------------------------------------
+
+COUNTERS = """Inter-|   Receive              |  Transmit
+ face |bytes packets errs ...  |bytes packets errs ...
+    lo: 7 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0
+  rank: 9 1 0 0 0 0 0 0 9 1 0 0 0 0 0 0
+  eth0: 100 1 0 0 0 0 0 0 30 1 0 0 0 0 0 0
+  eth1:20 1 0 0 0 0 0 0 5 1 0 0 0 0 0 0
+"""
+
+
+def test_what_leaves_a_device_and_comes_to_it_is_counted_at_its_wires(tmp_path, monkeypatch):
+    table = tmp_path / "dev"
+    table.write_text(COUNTERS)
+    assert carried_bytes(table) is None
+    for name, value in as_variable(Place("a core", 1, 1.0, "")).items():
+        monkeypatch.setenv(name, value)
+    assert carried_bytes(table) == (35, 120)
+
+
+def test_what_is_left_out_between_two_steps_is_not_counted(monkeypatch):
+    counted = iter([(0, 0), (10, 20), (1010, 2020), (1020, 2040)])
+    monkeypatch.setattr(counters, "carried_bytes", lambda: next(counted))
+    carried = counters.Carried()
+    carried.note()
+    carried.leave_out()
+    carried.note()
+    assert carried.by_step == (10, 20)
+
+
+def test_outside_the_lab_nothing_is_counted():
+    carried = counters.Carried()
+    carried.note()
+    assert carried.by_step is None

@@ -491,7 +491,7 @@ def test_thresholds_that_are_none(refusal, files, thresholds):
         (("--batch-sizes", "nan"), "--batch-sizes nan: must be distinct numbers"),
         (("--batch-sizes", "0,4"), "must be whole numbers of at least 1"),
         (("--batch-sizes", "1.5"), "must be whole numbers of at least 1"),
-        (("--sequence-length", "0"), "must be whole numbers of at least 1"),
+        (("--sequence-length", "0"), "--sequence-length 0: must be at least 1"),
         (("nowhere.toml",), "nowhere.toml: no such file"),
     ],
 )

@@ -10,7 +10,7 @@ from strategies import by_link, cluster_of, star
 
 from gssim.cluster import Cluster
 from gssim.collectives import Hops, Stage
-from gssim.network import Network, Router, max_min_rates
+from gssim.network import Network, Pace, Router, max_min_rates
 from gssim.units import UserError
 
 
@@ -124,20 +124,20 @@ def test_a_factor_occupies_the_link_longer_without_carrying_more():
     env = simpy.Environment()
     stage = message(0, 1, 100.0)
     network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), stage)
-    env.process(network.carry(stage, factor=1.5))
+    env.process(network.carry(stage, Pace(factor=1.5)))
     env.run()
     assert env.now == pytest.approx(15.0)
     assert by_link(network)["d0", "d1"] == 100
-    assert network.alone_s(stage, factor=1.5) == pytest.approx(15.0)
+    assert network.alone_s(stage, Pace(factor=1.5)) == pytest.approx(15.0)
 
 
 def test_a_latency_that_is_counted_elsewhere_does_not_count_twice():
     env = simpy.Environment()
     stage = message(0, 1, 100.0)
     network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0, latency_s=3.0), stage)
-    env.process(network.carry(stage, latency=False))
+    env.process(network.carry(stage, Pace(latency=False)))
     env.run()
-    assert env.now == network.alone_s(stage, latency=False) == 10.0
+    assert env.now == network.alone_s(stage, Pace(latency=False)) == 10.0
     assert network.alone_s(stage) == 13.0
 
 

@@ -58,7 +58,7 @@ def trained(rate: float, *, cost: BackendCost = COST, **plan: Any) -> Result:
 @given(RATES, st.floats(1, 1e9), st.floats(0, 1e9))
 def test_an_exchange_takes_as_long_as_its_busiest_link_or_the_processors_whichever_is_longer(rate, size, back):
     wire_s, processor_s = max(size, back) / rate, (size + back) * 5e-8
-    expected = 2e-5 + 1e-3 + max(wire_s, processor_s)
+    expected = 2e-5 + 2e-3 + max(wire_s, processor_s)  # a notice, and a message
     assert exchange_s(rate, exchange(size, back)) == pytest.approx(expected, rel=1e-6)
 
 
@@ -71,8 +71,8 @@ def test_a_slower_link_never_makes_an_exchange_faster(rate, ratio, size):
 def test_on_slow_links_only_bytes_and_latency_count_on_fast_ones_only_processors(size):
     bare = replace(COST, overhead_s={})
     slow_s, fast_s = (exchange_s(rate, exchange(size), bare) for rate in (1e3, 1e15))
-    assert slow_s == pytest.approx(1e-3 + size / 1e3, rel=1e-9)
-    assert fast_s == pytest.approx(1e-3 + 2 * size * 5e-8, rel=1e-9)
+    assert slow_s == pytest.approx(2e-3 + size / 1e3, rel=1e-9)
+    assert fast_s == pytest.approx(2e-3 + 2 * size * 5e-8, rel=1e-9)
 
 
 def test_a_message_one_way_keeps_each_end_busy_with_its_own_side_alone():
@@ -237,7 +237,8 @@ def test_what_was_measured_is_what_is_predicted_of_the_same_collectives(ranks):
     pairs = [(f"d{i}", f"d{j}") for i in range(ranks) for j in range(i)]
     cluster = cluster_of(pairs, devices=ranks, backend_cost=BackendCost(**costs, source="test"), **link)
     for kind, line in lines.items():
-        for size in (ranks, 1e6 * ranks):
+        hides = ranks > 2 and kind in ("all-reduce", "reduce-scatter", "all-gather")  # latencies, where bytes take long
+        for size in (1e-3 * ranks, 1e6 * ranks)[: 1 if hides else 2]:
             predicted_s = communication_time_s(cluster, as_measured(kind, ranks, size))
             assert predicted_s == pytest.approx(line.fixed_s + line.byte_s * size, rel=1e-6), kind
 

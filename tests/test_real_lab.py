@@ -26,8 +26,9 @@ from gsreal.lab.check import missing
 from gsreal.lab.cleaning import LOCKS, namespaces_of, runs
 from gsreal.lab.network import network_of
 from gsreal.lab.processes import before_first
-from gsreal.lab.throttle import throttle_library
+from gsreal.lab.throttle import Place, as_variable, throttle_library
 from gsreal.lab.verify import verify
+from gsreal.machine import usable_cores
 from gssim.result import read_result
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
@@ -101,6 +102,9 @@ def test_a_lab_trains_as_predicted_and_leaves_nothing(tmp_path):
     # never faster than what the slowest link must carry: all of the gradients, in and out
     carried = sum(entry.bytes * entry.count for entry in measured.collectives)
     assert measured.step_time_s > 0.95 * carried / 12.5e6
+    for entry in measured.ranks:  # as the interfaces count, with headers and acknowledgements
+        assert entry.bytes_sent == pytest.approx(predicted.ranks[0].bytes_sent, rel=0.05)
+        assert entry.bytes_received == pytest.approx(predicted.ranks[0].bytes_received, rel=0.05)
     assert len(measured.provenance["lab"]["links"]) == 4
     assert [device["cpu_share_ratio"] for device in measured.provenance["lab"]["devices"]] == [0.8, 0.8]
     assert run_in(line) not in runs()
@@ -149,7 +153,7 @@ def test_nothing_is_left_of_a_lab_that_is_ended(number):
         cleaned, _ = lab("--clean")
         said = cleaned.communicate(timeout=LIMIT_S)[1]
         assert cleaned.returncode == 0
-        assert re.match(r"gsreal: lab: \d+ dead removed", said)
+        assert re.match(r"gsreal: lab: dead runs removed: [1-9]", said)
     else:
         assert process.returncode == 128 + number
     assert run_id not in runs()
@@ -219,3 +223,34 @@ def test_a_slow_device_gets_its_share_and_no_more_after_waiting(waits_s):
     )
     share = json.loads(found.stdout)
     assert 0.15 < share < 0.3
+
+
+LIVES = """
+import json, statistics, sys, time
+from gsreal.lab.throttle import device_time_s, own_place, take
+take(own_place())
+times, began, lived = [], time.perf_counter(), device_time_s()
+while time.perf_counter() < began + 1.5:
+    start = device_time_s()
+    sum(range(20_000))
+    times.append(device_time_s() - start)
+print(json.dumps([statistics.median(times) * len(times), device_time_s() - lived, time.perf_counter() - began]))
+"""
+
+
+def test_a_slow_device_s_own_clock_tells_of_short_calls_what_many_of_them_take():
+    """Its sleep falls into few of them: on the wall, their median would be a fourth of that."""
+    place = as_variable(Place("a fourth of a core", usable_cores()[-1], 0.25, str(throttle_library())))
+    words = [sys.executable, "-c", LIVES]
+    found = subprocess.run(
+        words,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **place},
+        preexec_fn=before_first,
+        start_new_session=True,
+        text=True,
+        check=True,
+    )
+    typical_s, lived_s, wall_s = json.loads(found.stdout)
+    assert typical_s == pytest.approx(lived_s, rel=0.15)
+    assert lived_s == pytest.approx(wall_s, rel=0.3)

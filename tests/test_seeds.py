@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("polars", reason="polars is not installed: pip install 'gssim[analysis]'")
+
 from analysis.seeds import all_lines, bert, gpt3, megatron, table1
 from analysis.seeds.line import Simulations
+from analysis.seeds.report import print_lines
 from gssim.units import UserError
 
 SCENARIOS = Path(__file__).resolve().parents[1] / "scenarios"
@@ -126,7 +129,6 @@ def test_a_pipelines_bubble_is_part_of_what_scaling_loses():
 
 
 def test_the_verb_prints_every_line_and_json(lines, monkeypatch, capsys):
-    pytest.importorskip("typer")
     from analysis import __main__ as command
 
     monkeypatch.setattr("analysis.seeds.all_lines", lambda _folder: list(lines.values()))
@@ -137,8 +139,8 @@ def test_the_verb_prints_every_line_and_json(lines, monkeypatch, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert [each["figure"] for each in printed] == list(lines)
     assert all(math.isfinite(value) for each in printed for value in each["values"].values())
-    command.print_seeds(list(lines.values()))
-    text = capsys.readouterr().out.replace("\n", " ")
+    print_lines(list(lines.values()))
+    text = " ".join(capsys.readouterr().out.split())
     assert all(line.figure in text for line in lines.values())
 
 

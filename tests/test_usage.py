@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,28 @@ REFUSED = [
     ("gsreal", "run x.toml --every 0", "--every 0: must be at least 1"),
     ("gsreal", "calibrate --ranks 0", "--ranks 0: must be at least 1"),
     ("gsreal", "calibrate --ranks two", "invalid value for '--ranks'"),
+    ("gsreal", "calibrate --batch-sizes 0", "--batch-sizes 0: must be whole numbers of at least 1"),
+    ("gsreal", "calibrate --batch-sizes 1.5", "--batch-sizes 1.5: must be whole numbers of at least 1"),
+    ("gsreal", "calibrate --sequence-length 0", "--sequence-length 0: must be at least 1"),
+    ("gsreal", "calibrate --again --out none.toml", "none.toml: no such file"),
+    ("gsreal", "calibrate --out .", ".: cannot be written: it is a folder"),
+    ("gsreal", "calibrate --lab none.toml", "none.toml: no such file"),
+    ("gsreal", "gradients x.toml --out .", ".: cannot be written: it is a folder"),
+    ("gsreal", "gradients x.toml --out pyproject.toml/y", "pyproject.toml is no folder"),
+    ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --out .", ".: cannot be written: it is a folder"),
+    ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --classes 2 --out y.toml", "--classes: has no effect"),
+    ("gsreal", "trace gsreal.models.gpt --image 1x8x8 --padding 1 --out y.toml", "--padding: has no effect"),
+    ("gsreal", "trace gsreal.models.gpt --image 1x8x8 --task masked-token --out y.toml", "--task: has no effect"),
+    ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --auto-class A --out y.toml", "--auto-class: has no effect"),
+    ("gsreal", "trace x.toml --vocabulary 9 --out y.toml", "--vocabulary: has no effect"),
+    ("gsreal", "trace gsreal.models.resnet --image 1x8x8 --classes 0 --out y.toml", "input.classes = 0: "),
     ("analysis", "compare results", "missing option '--out'"),
+    ("analysis", "draw x.toml --out y.jpeg", "must end in .png"),
+    ("analysis", "draw x.toml --out pyproject.toml/y.png", "pyproject.toml is no folder"),
+    ("analysis", "convergence x.toml --out pyproject.toml", "pyproject.toml is no folder"),
     ("analysis", "convergence --seeds many", "invalid value for '--seeds'"),
 ]
+ROOT = Path(__file__).resolve().parents[1]
 MODULES = {"gssim": "gssim.cli", "gsreal": "gsreal.cli", "analysis": "analysis.__main__"}
 
 
@@ -27,6 +47,7 @@ def run(monkeypatch, program, arguments):
     if program == "gsreal":
         pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
     monkeypatch.setattr(sys, "argv", [program, *arguments.split()])
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(MODULES[program]).main()
     return ended.value.code

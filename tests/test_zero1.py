@@ -1,6 +1,7 @@
 """ZeRO-1: replicas and all-reduced gradients as in DDP, but each tensor is updated by one rank, which broadcasts it."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import (
     bytes_by_rank,
+    communication_time_s,
     device_type,
     loaded_of,
     machine_of,
@@ -20,7 +22,7 @@ from strategies import (
 )
 
 from gssim import costs, shares
-from gssim.collectives import ring_all_reduce_time_s
+from gssim.collectives import Communication
 from gssim.machine import Machine
 from gssim.program import Lowering, lower
 from gssim.result import Result
@@ -115,7 +117,6 @@ def test_a_step_of_one_bucket_is_compute_all_reduce_the_largest_share_and_a_tree
     rate, latency_s = 1e6, 1e-4
     settings = {"bandwidth": rate, "latency_s": latency_s, "types": {"fast": device_type(operation_overhead_s=1e-5)}}
     scenario = tiny(ranks, cluster=settings, optimizer=optimizer)
-    path_s, depth = 2 * latency_s, math.ceil(math.log2(ranks))
     low = Lowering(scenario, None, 0, range(scenario.ranks))
     (bucket,) = low.buckets
     device = low.device(0)
@@ -125,12 +126,13 @@ def test_a_step_of_one_bucket_is_compute_all_reduce_the_largest_share_and_a_tree
         for phase in "fb"
     )
     copy_s = costs.copy_time_s(device, bucket.elements * 4)
-    reduce_s = ring_all_reduce_time_s(
-        size_bytes=PARAMETERS, ranks=ranks, bandwidth_bytes_per_s=rate, latency_s=path_s
-    )  # the bucket is complete with the last gradient: nothing hides it
+    alone_s = partial(communication_time_s, scenario.cluster)
+    reduce_s = alone_s(Communication("all-reduce", tuple(range(ranks)), PARAMETERS))  # nothing hides it: the bucket is
+    # complete with the last gradient
     owned = [low.owned_elements(rank) for rank in range(ranks)]
     update_s = max(costs.optimizer_time_s(device, scenario.workload, elements=sum(e), tensors=len(e)) for e in owned)
-    broadcast_s = depth * (6 * path_s + PARAMETERS / rate)
+    tensors = [each.elements * 4 for _, each in bucket.members]
+    broadcast_s = sum(alone_s(Communication("broadcast", tuple(range(ranks)), size)) for size in tensors)
     step_s = simulate(loaded_of(scenario)).result.step_time_s
     assert step_s == pytest.approx(compute_s + copy_s + reduce_s + update_s + broadcast_s, rel=1e-9)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.convergence.study import LoadedStudy, Variant, as_overrides, on_network, slug
+from analysis.convergence.study import LoadedStudy, Variant, on_network, slug
 from gssim.result import Result, read_result, write_text
-from gssim.scenario import Loaded, read_toml
+from gssim.scenario import Loaded, as_overrides, read_toml
 from gssim.simulate import simulate
 from gssim.units import RunFailedError, UserError, human_seconds
 

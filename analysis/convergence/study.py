@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gssim.scenario import Loaded, load_scenario, read_toml
+from gssim.scenario import Loaded, as_overrides, load_scenario, read_toml
 from gssim.units import BytesPerSecond, Count, Seconds, UserError, spec, validated
 
 FEWEST_SEEDS = 2
@@ -173,30 +173,3 @@ def slug(name: str) -> str:
     """
     words = "".join(c if c.isascii() and (c.isalnum() or c == "-") else " " for c in name.lower()).split()
     return "-".join(words) or "unnamed"
-
-
-def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return a table of TOML as `--set` takes it, a key each.
-
-    >>> as_overrides({"plan": {"push": {"threshold": 0.001}, "method": "gs"}, "run": {"steps": 30}})
-    ['plan.push.threshold=0.001', 'plan.method="gs"', 'run.steps=30']
-    """
-    found = []
-    for key, value in table.items():
-        found += as_overrides(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={toml(value)}"]
-    return found
-
-
-def toml(value: Any) -> str:
-    """Return a value as TOML writes it.
-
-    >>> toml([{"between": ["a", "b"], "bandwidth_ratio": 0.5}, True, float("inf")])
-    '[{between = ["a", "b"], bandwidth_ratio = 0.5}, true, inf]'
-    """
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -2,7 +2,6 @@
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gsreal.lab.throttle import device_time_s
 from gsreal.machine import settle
 from gsreal.methods import make_optimizer
 from gssim.cluster import Cluster, Device, DeviceType
@@ -63,16 +63,16 @@ class Bench:
             torch.cuda.synchronize()
 
     def time_s(self, call: Callable[[], object], *, repeats: int = 15, warmups: int = 3) -> float:
-        """Return the median time of a call."""
+        """Return the median time of a call, as the device lives it; waits for others do not count in the lab."""
         for _ in range(warmups):
             call()
         times = []
         for _ in range(repeats):
             self.finish()
-            began = time.perf_counter()
+            began = device_time_s()
             call()
             self.finish()
-            times.append(time.perf_counter() - began)
+            times.append(device_time_s() - began)
         return statistics.median(times)
 
     def cold_time_s(self, call: Callable[[], object], *, repeats: int = 9) -> float:

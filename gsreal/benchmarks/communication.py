@@ -31,7 +31,7 @@ class Shape:
     """What a collective's algorithm makes of its size."""
 
     rounds: int
-    """Latencies, one after another."""
+    """Latencies, one after another, those of receivers' notices among them."""
     carried: float
     """Part of the size that crosses each link."""
     handled: float
@@ -62,18 +62,27 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
 
 
 def shapes(n: int) -> dict[str, Shape]:
-    """Return the shape of each kind that is measured, among n ranks."""
-    share, depth = (n - 1) / n, (n - 1).bit_length()
+    """Return the shape of each kind that is measured, among n ranks.
+
+    All ranks come at once, so that a message waits for its receive's notice, but where receives are posted ahead: below
+    the first level of a broadcast's tree, and after the first step of rings of messages.
+    """
+    share = (n - 1) / n
+    depths = [rank.bit_count() for rank in range(n)]
+    busiest = [
+        max(sum(rank < 2**i and rank + 2**i < n for i in range(n)) for rank in range(n) if depths[rank] == depth)
+        for depth in range(max(depths))
+    ]
     return {
-        "all-to-all-v": Shape(1, 1.0, 2.0),  # every rank to the next one
-        "send": Shape(1, 1.0, 1.0),
-        "broadcast": Shape(depth, depth, depth),
-        "all-reduce": Shape(2 * (n - 1), 2 * share, 4 * share),
-        "reduce-scatter": Shape(2 * (n - 1), 2 * share, 4 * share),  # gloo's is an all-reduce
-        "all-gather": Shape(n - 1, share, 2 * share),
-        "all-gather-v": Shape(n - 1, share, 2 * share),
-        "reduce-scatter-v": Shape(n - 1, share, 2 * share),
-        "all-to-all": Shape(1, 1.0, 2.0),
+        "all-to-all-v": Shape(2, 1.0, 2.0),  # every rank to the next one
+        "send": Shape(2, 1.0, 1.0),
+        "broadcast": Shape(1 + max(depths), sum(busiest), sum(busiest)),
+        "all-reduce": Shape(4 * (n - 1), 2 * share, 4 * share),
+        "reduce-scatter": Shape(4 * (n - 1), 2 * share, 4 * share),  # gloo's is an all-reduce
+        "all-gather": Shape(2 * (n - 1), share, 2 * share),
+        "all-gather-v": Shape(n, share, 2 * share),
+        "reduce-scatter-v": Shape(n, share, 2 * share),
+        "all-to-all": Shape(2, 1.0, 2.0),
     }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.benchmarks.bench import Bench
+from gsreal.lab.throttle import device_time_s
 from gsreal.measure import Timeline
 from gsreal.methods.tensor import distribute
 from gsreal.models import TransformerBlock
@@ -39,7 +40,7 @@ def cut_block_cost(bench: Bench) -> dict[str, Any]:
 
 
 def _curves(bench: Bench, group: Any) -> dict[str, Any]:
-    timeline = Timeline(bench.rank, torch.device("cpu"))  # the host's clock, on a GPU too
+    timeline = Timeline(bench.rank, torch.device("cpu"), device_time_s)  # the host's clock, on a GPU too
     mesh = DeviceMesh.from_group(group, bench.device.type)
     plain, cut = (_blocks(bench, each, timeline) for each in (None, mesh))
     inputs = [torch.randn(SAMPLES, tokens, WIDTH, device=bench.device, requires_grad=True) for tokens in TOKENS]

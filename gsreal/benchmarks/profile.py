@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gsreal.benchmarks.bench import Bench, Settings, optimizer_alone
 from gsreal.benchmarks.scratch import layer_scratch
 from gsreal.build import DTYPES, build_module, example_batch, logits_of, loss_of
+from gsreal.lab.throttle import device_time_s
 from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
 from gssim.scenario import load_model
@@ -89,6 +90,8 @@ class _Step:
 
     seconds: dict[tuple[int, str], float]
     unobserved: dict[str, float]
+    lasted_s: float
+    """The unobserved step by the clock on the wall: with the bursts of a slowed-down device's sleep."""
 
     @property
     def unobserved_s(self) -> float:
@@ -136,11 +139,13 @@ def _timed(
         _update(bench, optimizer)
         if together:
             dist.barrier()
-        began = _now(bench.device)
+        start_s, began = time.perf_counter(), _now(bench.device)
         loss = loss_of(logits_of(module(batch[0])), batch[1])
         turned = _now(bench.device)
         loss.backward()
         ended = _now(bench.device)
+        bench.finish()
+        lasted_s = time.perf_counter() - start_s
         _update(bench, optimizer)
         unobserved = {"f": (began, turned), "b": (turned, ended)}
         if step >= 1:
@@ -148,6 +153,7 @@ def _timed(
                 _Step(
                     {place: _total_s(marks) for place, marks in seconds.items()},
                     {phase: _elapsed_s(*marks) for phase, marks in unobserved.items()},
+                    lasted_s,
                 )
             )
     return found
@@ -187,7 +193,7 @@ def _observed(
 
 def _now(device: torch.device) -> Any:
     if device.type != "cuda":
-        return time.perf_counter()
+        return device_time_s()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -283,7 +289,7 @@ def _lateness(bench: Bench, steps: list[_Step]) -> float | None:
     if bench.ranks == 1:
         return None
     times: list[Any] = [None] * bench.ranks
-    dist.all_gather_object(times, [step.unobserved_s for step in steps])
+    dist.all_gather_object(times, [step.lasted_s for step in steps])
     distances = [abs(a - b) / ((a + b) / 2) for other in times[1:] for a, b in zip(times[0], other, strict=True)]
     return statistics.median(distances) / (0.6745 * 2**0.5)
 

@@ -1,7 +1,6 @@
 """What FSDP2 and Gradient Sharding add to a module's own time."""
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from gsreal.benchmarks.bench import Bench, optimizer_alone
 from gsreal.gradient_sharding import shard_gradients
+from gsreal.lab.throttle import device_time_s
 
 WARMUPS, STEPS = 4, 21
 """Plain and wrapped steps take turns: a slow second of the machine falls on both."""
@@ -71,9 +71,9 @@ def _wrapped_minus_plain(bench: Bench, units: int, tensors: int, elements: int) 
 
     @contextmanager
     def left_out() -> Any:
-        began = time.perf_counter()
+        began = device_time_s()
         yield
-        spent[0] += time.perf_counter() - began
+        spent[0] += device_time_s() - began
 
     class AllGather(DefaultAllGather):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,10 +115,10 @@ def _step_parts(
     def timed(call: Callable[[], Any]) -> tuple[float, Any]:
         bench.finish()
         spent[0] = 0.0
-        began = time.perf_counter()
+        began = device_time_s()
         result = call()
         bench.finish()
-        return time.perf_counter() - began - spent[0], result
+        return device_time_s() - began - spent[0], result
 
     x = torch.ones(1, device=bench.device, requires_grad=True)
     forward_s, y = timed(lambda: module(x))
@@ -143,11 +143,11 @@ def gradient_hook_cost(bench: Bench) -> float:
             total = module(torch.ones(1, device=bench.device)).sum()
             bench.displace()
             bench.finish()
-            began = time.perf_counter()
+            began = device_time_s()
             total.backward()
             bench.finish()
             if step >= 5:
-                times.append(time.perf_counter() - began)
+                times.append(device_time_s() - began)
             if optimizer is not None:
                 optimizer.step()
             module.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gsreal.compiled import compiled
 from gsreal.lab.cleaning import claimed, take_down
-from gsreal.lab.interrupts import uninterrupted
+from gsreal.lab.interrupts import deferred, uninterrupted
 from gsreal.lab.namespaces import in_namespace
 from gsreal.lab.network import ADDRESS_DEVICE, Network, Wire
 from gsreal.lab.processes import before_first
@@ -162,15 +162,16 @@ def delay_line(wires: Sequence[Wire]) -> Line:
         raise RunFailedError("lab: delay_line.cpp cannot be compiled")
     ends = [end for wire in wires for end in wire.ends]
     words = [word for end in ends for word in (end.namespace, end.interface, str(round(end.delay_s * 1e9)))]
-    process = subprocess.Popen(
-        [program, *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=before_first,
-        start_new_session=True,
-    )
+    with deferred():
+        process = subprocess.Popen(
+            [program, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=before_first,
+            start_new_session=True,
+        )
     assert process.stdout is not None
     assert process.stderr is not None
     with process.stderr:

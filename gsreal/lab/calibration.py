@@ -14,7 +14,7 @@ from gsreal.benchmarks.bench import Settings
 from gsreal.calibrate import backend_cost_data, device_type_data, rounded, source_of
 from gsreal.lab.building import built
 from gsreal.lab.interrupts import unwinding
-from gsreal.lab.lab import lab_of
+from gsreal.lab.lab import Lab, lab_of
 from gsreal.lab.network import FASTEST_BYTES_PER_S
 from gsreal.lab.ranks import run_ranks
 from gsreal.lab.throttle import share_of
@@ -32,13 +32,14 @@ def calibrate_types(cluster: Cluster, settings: Settings, *, where: str) -> tupl
     types: dict[str, Any] = {}
     backend: dict[str, Any] = {}
     names = sorted(cluster.device_types, key=lambda name: -share_of(cluster.device_types[name]))
-    for name in names:
+    labs = {name: lab_of(pair_of(cluster, name), where=where) for name in names}  # all refusals come first
+    for name, lab in labs.items():
         print(f"gsreal: calibrating {name}", file=sys.stderr, flush=True)
         kind = cluster.device_types[name]
-        measured = _measured(pair_of(cluster, name), settings, where=where)
+        measured = _measured(lab, settings)
         data = device_type_data(measured, settings, source_of(measured) + ", in the lab")
-        lab = {"cpu_share_ratio": share_of(kind), "processor": processor_name()}
-        types[name] = {**data, "memory_bytes": kind.memory_bytes, "lab": lab}
+        emulation = {"cpu_share_ratio": share_of(kind), "processor": processor_name()}
+        types[name] = {**data, "memory_bytes": kind.memory_bytes, "lab": emulation}
         backend = backend or backend_data(measured)
     return types, backend
 
@@ -59,14 +60,12 @@ def pair_of(cluster: Cluster, name: str) -> Cluster:
 
 
 def backend_data(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return the costs of the backend; the latency of a link is told in their source."""
-    latency_s = measured["communication"]["latency_s"]
-    source = f"{source_of(measured)}, in the lab; an empty message takes {latency_s * 1e6:.0f} us from device to device"
-    return backend_cost_data(measured["communication"], source)
+    """Return the costs of the backend: a message takes what it did over the bare wire, beside any link's latency."""
+    found = backend_cost_data(measured["communication"], f"{source_of(measured)}, in the lab")
+    return {"message_s": measured["communication"]["latency_s"], **found}
 
 
-def _measured(pair: Cluster, settings: Settings, *, where: str) -> dict[str, Any]:
-    lab = lab_of(pair, where=where)
+def _measured(lab: Lab, settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, "measured.json")
         arguments = [json.dumps(asdict(settings)), str(made)]

@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,20 +69,23 @@ def emulated_name(cluster: Cluster, rank: int) -> str:
     return f"{device_name(torch.device('cpu'))}-at-{share_of(kind):g}"
 
 
-def run_lab(loaded: Loaded, arguments: Sequence[str], made: Path) -> Result:
-    """Run the scenario in its lab, and return the Result that rank 0 wrote to `made`, with what the links were.
+def run_lab(loaded: Loaded, overrides: Sequence[str], *, trace: Path | None = None) -> Result:
+    """Run the scenario in its lab, and return the Result that rank 0 made, with what the links were.
 
-    `arguments`: the worker's. Raises RunFailedError where a rank fails, or the network cannot be built.
+    `overrides`: with which it was loaded from its file. Raises RunFailedError where a rank fails, or the network cannot
+    be built.
     """
-    cluster, ranks = loaded.scenario.cluster, loaded.scenario.ranks
-    lab = lab_of(cluster, where=loaded.file)
-    _warn_of_other_processors(cluster)
+    lab = lab_of(loaded.scenario.cluster, where=loaded.file)
     _warn_of_other_labs()
-    with unwinding(), built(lab.network) as network:
-        links = verify(lab.network)
-        report(lab.network.run_id, links)
-        run_ranks(lab.network, lab.places[:ranks], "gsreal.worker", arguments, check=network.check)
-    found = read_result(made)
+    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+        made = Path(folder, "measured.json")
+        arguments = [loaded.file, json.dumps(overrides), str(made), str(trace.absolute()) if trace else "", "", "0"]
+        with unwinding(), built(lab.network) as network:
+            links = verify(lab.network)
+            report(lab.network.run_id, links)
+            places = lab.places[: loaded.scenario.ranks]
+            run_ranks(lab.network, places, "gsreal.worker", arguments, check=network.check)
+        found = read_result(made)
     return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=network.netem)})
 
 
@@ -121,10 +125,10 @@ def _warn_of_other_labs() -> None:
         )
 
 
-def _warn_of_other_processors(cluster: Cluster) -> None:
-    others = {kind.lab.processor for kind in cluster.device_types.values() if kind.lab and kind.lab.processor} - {
-        processor_name()
-    }
+def warn_of_other_processors(clusters: Iterable[Cluster]) -> None:
+    """Say where the clusters' costs were measured on another processor than this machine's."""
+    types = [kind for cluster in clusters for kind in cluster.device_types.values()]
+    others = {kind.lab.processor for kind in types if kind.lab and kind.lab.processor} - {processor_name()}
     for other in sorted(others):
         print(
             f"gsreal: lab: the cluster's costs were measured on {json.dumps(other)}, this is "

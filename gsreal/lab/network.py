@@ -18,7 +18,7 @@ PREFIX = "gsreal-lab-"
 ADDRESS_DEVICE = "rank"
 """Name of the device, in a rank's namespace, that holds its address, whichever wires lead there."""
 FASTEST_BYTES_PER_S = 2.5e9 / 8
-"""Above this rate a shaped wire falls behind what it is set to by more than 5 % (backend-facts 5a)."""
+"""Above this rate a shaped wire falls behind what it is set to by more than 5 % (measured)."""
 LEAST_DELAY_S = 0.5e-3
 """Latencies below this are left to what the machine takes by itself: 0.03 to 0.1 ms for a wire."""
 MOST_NODES, MOST_WIRES = 64, 256

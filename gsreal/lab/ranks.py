@@ -1,7 +1,7 @@
 """Starts a rank in every device's namespace, and says which failed and why.
 
 They find each other by `env://`: in namespaces, torchrun's agents wait for each other in vain when all is done
-(backend-facts 5a).
+(measured with torch 2.13).
 """
 
 import os
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from gsreal.lab.interrupts import uninterrupted
+from gsreal.lab.interrupts import deferred, uninterrupted
 from gsreal.lab.namespaces import FOLDER
 from gsreal.lab.network import ADDRESS_DEVICE, Network
 from gsreal.lab.processes import before_first
@@ -62,7 +62,8 @@ def run_ranks(
                 command = rank_command(network, number, module, arguments)
                 environment = {**os.environ, **ENVIRONMENT, **rank_environment(network, places, number)}
                 environment |= {"GSREAL_REPORTS": folder, **as_variable(place)}
-                ranks.append(Rank(number, command, environment, reports / f"rank-{number}.log"))
+                with deferred():
+                    ranks.append(Rank(number, command, environment, reports / f"rank-{number}.log"))
             with ranks[0].log.open(encoding="utf-8", errors="replace") as progress:
                 failed = _wait(ranks, progress, check)
         finally:

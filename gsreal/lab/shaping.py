@@ -13,7 +13,7 @@ MOST_GROUPED_BYTES = 65536
 QUEUE_FRAMES = 10_000
 ACKNOWLEDGEMENT = ("match", "u16", "0x0000", "0xff80", "at", "2")
 """Packets whose length (bytes 2 and 3 of the IP header) is below 128: behind a queue of data they hold up the other
-direction (backend-facts 5a')."""
+direction (measured)."""
 
 Command = tuple[str, ...]
 

@@ -27,7 +27,6 @@ double owed_ratio = 0;  // ns owed for each ns of CPU time
 long long used = 0;     // CPU time that is accounted for
 long long delayed = 0;  // wait for a core that is accounted for
 long long debt = 0;
-long long slept = 0;
 int statistics = -1;    // the thread's schedstat
 timer_t timer;
 bool made = false;
@@ -61,10 +60,8 @@ void pay() {
   const timespec until = {end / kSecond, end % kSecond};
   while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) == EINTR) {
   }
-  const long long taken = now(CLOCK_MONOTONIC) - begin;
-  debt -= taken;
-  slept += taken;
-  delayed = run_delay();  // the wait for a core at the sleep's end is in `taken`
+  debt -= now(CLOCK_MONOTONIC) - begin;
+  delayed = run_delay();  // the wait for a core at the sleep's end is in what was paid
 }
 
 void on_signal(int) {
@@ -102,7 +99,4 @@ int gsreal_throttle(double share) {
   period.it_interval = period.it_value;
   return timer_settime(timer, 0, &period, nullptr) ? errno : 0;
 }
-
-// Seconds that the thread has slept so far.
-double gsreal_slept_s() { return static_cast<double>(slept) / kSecond; }
 }

@@ -2,15 +2,17 @@
 
 A rank's main thread, which computes, works and sleeps in turns (`throttle.cpp`): measured beside three other busy
 processes, it had 0.4 +- 0.002 and 0.25 +- 0.002 of a core, two of 0.4 on one core as well as one alone. A quota of a
-cgroup refills while a rank waits for the network, and lets it compute faster afterwards (backend-facts 5b). Gloo's
+cgroup refills while a rank waits for the network, and lets it compute faster afterwards (measured). Gloo's
 threads are not slowed down, as little as a network card would be by a slow GPU beside it.
 """
 
 import ctypes
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from gsreal.compiled import compiled
@@ -78,6 +80,23 @@ def own_place() -> Place | None:
     """Return this process's place in the lab; None outside the lab."""
     said = os.environ.get(VARIABLE)
     return Place(**json.loads(said)) if said else None
+
+
+def device_time_s() -> float:
+    """Return the time as this thread's device lives it, in seconds from some moment.
+
+    A slowed-down thread sleeps now and then for many milliseconds: whether that falls into what is timed is chance, and
+    medians of short calls never see it. Its CPU time, over its share, says what a call costs it. Elsewhere this is the
+    wall-clock. Waits for others do not count in the lab.
+    """
+    share = _own_share_ratio()
+    return time.perf_counter() if share == 1 else time.thread_time() / share
+
+
+@cache
+def _own_share_ratio() -> float:
+    place = own_place()
+    return place.cpu_share_ratio if place else 1.0
 
 
 def as_variable(place: Place) -> dict[str, str]:

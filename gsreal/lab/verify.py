@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from gsreal.lab.interrupts import deferred
 from gsreal.lab.namespaces import in_namespace
 from gsreal.lab.network import End, Network
 from gsreal.lab.processes import before_first
@@ -60,14 +61,15 @@ def verify(network: Network) -> tuple[Verified, ...]:
 
     Raises RunFailedError where a link does not work at all.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from gsreal.lab import verify; verify.main()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=before_first,
-        start_new_session=True,
-    )
+    with deferred():
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from gsreal.lab import verify; verify.main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=before_first,
+            start_new_session=True,
+        )
     with process:
         try:
             made, said = process.communicate(pickle.dumps(network))

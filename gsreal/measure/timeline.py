@@ -1,7 +1,7 @@
 """Spans on a clock, and the times at which steps ended."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,10 @@ from gssim.result import PHASES, Span, phases_of
 
 
 class Timeline:
-    """Spans of one rank: wall-clock on the CPU, events on a CUDA stream."""
+    """Spans of one rank: on the CPU by `clock`, wall-clock if none is given; events on a CUDA stream."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self.rank, self.cuda = rank, device.type == "cuda"
+    def __init__(self, rank: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.rank, self.cuda, self._clock = rank, device.type == "cuda", clock
         self._marks: list[tuple[str, str, str, Any, Any]] = []
         self._ends: list[Any] = []
         self._pauses: list[tuple[Any, Any]] = []
@@ -23,7 +23,7 @@ class Timeline:
 
     def _now(self) -> Any:
         if not self.cuda:
-            return time.perf_counter()
+            return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

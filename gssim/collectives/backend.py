@@ -1,4 +1,15 @@
-"""What a backend adds to its collectives: which algorithm it takes, fixed costs, and buffers of its own."""
+"""What a backend adds to its collectives: which algorithm it takes, fixed costs, and buffers of its own.
+
+[Note: notices] gloo sends no byte of a message before the receiver has posted a receive for it and has said so: a
+notice travels back, and the sender's thread answers it (pytorch/gloo, gloo/transport/tcp/pair.cc: Pair::send,
+Pair::recv, handleRemotePendingRecv). A message comes at
+
+    max(send posted, receive posted + notice) + latency + transfer
+
+so that one for which both ends post at once takes two latencies, and one whose receive was posted long before a single
+one. It is a law of the transport, for gloo's own collectives as for messages from point to point. Notices go as far as
+messages do, and are taken to need as long. NCCL's kernels poll memory of the peer's: it has no such thing.
+"""
 
 import numpy as np
 
@@ -9,12 +20,12 @@ from gssim.collectives.stage import Stage, most_handled
 from gssim.units import UserError
 
 BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
-    # backend-facts 1: its reduce-scatter is an all-reduce; uneven forms are made of point-to-point messages
+    # its reduce-scatter is an all-reduce (measured with torch 2.13); uneven forms are made of point-to-point messages
     "gloo": {
-        "all-reduce": "ring",
-        "reduce-scatter": "ring-all-reduce",
-        "all-gather": "ring",
-        "broadcast": "binomial",
+        "all-reduce": "segmented-ring",
+        "reduce-scatter": "segmented-ring-all-reduce",
+        "all-gather": "segmented-ring",
+        "broadcast": "binomial-at-once",
         "reduce": "binomial",
         "all-to-all": "direct",
         "send": "direct",
@@ -51,6 +62,16 @@ def algorithm_of(cluster: Cluster, kind: str) -> str:
         allowed = ", ".join([*algorithms_for(kind), "best"])
         raise UserError(f"cluster.algorithms.{kind} = {named!r}: no such algorithm; allowed: {allowed}")
     return named
+
+
+def has_notices(backend: str) -> bool:
+    """Return whether a backend's messages wait for the receiver's notice; see [Note: notices]."""
+    return backend == "gloo"
+
+
+def message_s(cluster: Cluster) -> float:
+    """Return what a message or a notice takes beside the latency of its path: the threads that it wakes."""
+    return cluster.backend_cost.message_s if cluster.backend_cost else 0.0
 
 
 def staging_bytes(communication: Communication, backend: str) -> float:

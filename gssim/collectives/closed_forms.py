@@ -7,7 +7,7 @@ a torus, per direction); for `direct` on a fully connected network it is that of
 import math
 from collections.abc import Callable
 
-from gssim.collectives.algorithms import CHUNK_BYTES, tree_depth
+from gssim.collectives.algorithms import CHUNK_BYTES, SEGMENT_BYTES, tree_depth
 
 
 def ring_all_reduce_time_s(*, size_bytes: float, ranks: int, bandwidth_bytes_per_s: float, latency_s: float) -> float:
@@ -31,6 +31,23 @@ def _ring(turns: int) -> Formula:
     return lambda n, size, rate, latency: turns * (n - 1) * (latency + size / n / rate)
 
 
+def _segmented(turns: int, segment_bytes: float) -> Formula:
+    """Messages two of which are under way at a time: of a pair, one hides the other's latency.
+
+    Among two ranks, where both ways are one connection, none hides another's.
+    """
+
+    def time_s(n: int, size: float, rate: float, latency: float) -> float:
+        segments = max(2, math.ceil(size / n / segment_bytes))
+        messages = (n - 1) * segments
+        each_s = size / n / segments / rate
+        hidden_s = each_s if n > 2 else 0.0
+        later = messages / 2 - 1 if n > 2 else segments - 2
+        return turns * (latency + messages * each_s + later * max(0.0, latency - hidden_s))
+
+    return time_s
+
+
 def _ring_all_to_all(n: int, size: float, rate: float, latency: float) -> float:
     """Every message crosses the links of all between: n(n-1)/2 steps of an n-th (a one-way ring)."""
     return n * (n - 1) / 2 * (latency + size / n / rate)
@@ -48,6 +65,13 @@ def _direct_on_pairs(turns: int) -> Formula:
 
 def _binomial(n: int, size: float, rate: float, latency: float) -> float:
     return math.ceil(math.log2(n)) * (latency + size / rate)
+
+
+def _binomial_at_once(n: int, size: float, rate: float, latency: float) -> float:
+    """Each level of the tree takes as long as its holder with most children needs to send to all of them."""
+    children = [sum(rank < 2**i and rank + 2**i < n for i in range(n.bit_length())) for rank in range(n)]
+    levels = [[children[rank] for rank in range(n) if rank.bit_count() == level] for level in range(n.bit_length())]
+    return float(sum(latency + max(level) * size / rate for level in levels if max(level)))
 
 
 def _chain(n: int, size: float, rate: float, latency: float) -> float:
@@ -85,6 +109,9 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("ring", "reduce-scatter", "switch"): _ring(1),
     ("ring", "all-gather", "switch"): _ring(1),
     ("ring-all-reduce", "reduce-scatter", "switch"): _ring(2),
+    ("segmented-ring", "all-reduce", "switch"): _segmented(2, SEGMENT_BYTES),
+    ("segmented-ring", "all-gather", "switch"): _segmented(1, math.inf),
+    ("segmented-ring-all-reduce", "reduce-scatter", "switch"): _segmented(2, SEGMENT_BYTES),
     ("direct", "all-reduce", "fully-connected"): _direct_on_pairs(2),
     ("direct", "reduce-scatter", "fully-connected"): _direct_on_pairs(1),
     ("direct", "all-gather", "fully-connected"): _direct_on_pairs(1),
@@ -95,6 +122,7 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("direct", "all-to-all", "switch"): _direct_on_switch(1),
     ("direct", "send", "switch"): _send,
     ("binomial", "broadcast", "switch"): _binomial,
+    ("binomial-at-once", "broadcast", "switch"): _binomial_at_once,
     ("binomial", "reduce", "switch"): _binomial,
     ("chain", "broadcast", "switch"): _chain,
     ("chain", "reduce", "switch"): _chain,

@@ -54,12 +54,38 @@ class Stage:
     size_bytes: float
     steps: float = 1.0
     """How many times, one after another, the latency of a path is waited for."""
+    notices: float | None = None
+    """In how many of the steps receives are posted only then, so that senders wait for their notices, where the backend
+    has such (see [Note: notices] in `backend`); absent: in all. Else they are posted ahead."""
+    starts: int = 1
+    """How many of the steps begin with nothing under way."""
+    hidden_ratio: float = 0.0
+    """Part of the transfer that goes on while later steps wait: several messages are under way at a time."""
     coupled: bool = True
     """All hops move at the pace of the slowest, as the rounds of a ring do; else each is a flow of its own."""
     stretch_ratio: float = 1.0
     """Time of the transfer over that of its bytes alone: a pipeline fills and drains."""
     reduced_bytes: float = 0.0
     """Most bytes that any rank adds to its own."""
+
+    def wait_s(self, latency_s: float, *, notice_s: float = 0.0, lead_s: float = 0.0, transfer_s: float = 0.0) -> float:
+        """Return the time that no transfer fills.
+
+        `notice_s`: what a notice takes back; `lead_s`: how long ago the first receives were posted; `transfer_s`: of
+        all bytes. Steps that begin with nothing under way wait for all of it, the others for what messages between do
+        not hide:
+
+            t = starts * (latency + notice) + max(0, (steps - starts) * latency + (notices - starts) * notice - hidden)
+
+        >>> Stage(Hops.of([(0, 1, 1.0)]), 8.0, steps=3, notices=1).wait_s(1.0, notice_s=1.0, lead_s=0.25)
+        3.75
+        """
+        notices = self.steps if self.notices is None else self.notices
+        noticed = min(self.starts, notices)
+        first_s = min(1.0, noticed) * max(0.0, notice_s - lead_s) + max(0.0, noticed - 1) * notice_s
+        begun = min(float(self.starts), self.steps)
+        later_s = (self.steps - begun) * latency_s + (notices - noticed) * notice_s
+        return begun * latency_s + first_s + max(0.0, later_s - self.hidden_ratio * transfer_s)
 
 
 @lru_cache(maxsize=512)

@@ -97,20 +97,13 @@ def publish_density(
 
 
 def union_density(
-    statistics: GradientStatistics,
-    push: Push,
-    *,
-    ranks: int,
-    samples: int,
-    tensor: str,
-    step: int,
-    part: float = 1.0,
-    first: float = 0.0,
-    last: float = 1.0,
+    statistics: GradientStatistics, sent: float, *, ranks: int, samples: int, tensor: str, step: int
 ) -> float:
-    """Return the fraction of a tensor's elements that at least one of `ranks` alike ranks sends; see `united`."""
-    sent = push_density(statistics, push, samples=samples, tensor=tensor, step=step, part=part, first=first, last=last)
-    trace = traces_of(statistics, samples, error_feedback=bool(push.error_feedback))[0].tensors[tensor]
+    """Return the fraction of a tensor's elements that at least one of `ranks` alike ranks sends; see `united`.
+
+    `sent`: what one of them sends, by `push_density`.
+    """
+    trace = traces_of(statistics, samples)[0].tensors[tensor]
     moment = _moment(statistics.sampled_steps, step)
     mean = fmean(moment.mixed([s.mean for s in moment.of(block.sketches)]) for block in trace.blocks)
     square = fmean(moment.mixed([s.rms**2 for s in moment.of(block.sketches)]) for block in trace.blocks)
@@ -189,8 +182,8 @@ class _View:
         """Return the fraction of the range that would reach a level, where the threshold was another one until then."""
         factor = level / threshold
 
-        def found(block: BlockTrace, level: float, moment: _Moment) -> float:
-            return self._held(block, level / factor, factor, moment)
+        def found(block: BlockTrace, scaled: float, moment: _Moment) -> float:
+            return self._held(block, scaled / factor, factor, moment)
 
         return self._under(threshold, level, found, step, part, first, last)
 

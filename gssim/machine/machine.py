@@ -37,17 +37,25 @@ class Rendezvous:
     def __init__(self, machine: "Machine", meeting: Meeting) -> None:
         self.machine, self.meeting = machine, meeting
         self.missing = {each.index for each in meeting.classes}
+        self.came_s: dict[int, float] = {}
         self.done = machine.env.event()
 
     def arrive(self, rank_class: int) -> simpy.Event:
         """Return the event at which the collective is done; the last arrival starts it."""
         self.missing.discard(rank_class)
+        self.came_s[rank_class] = self.machine.env.now
         if not self.missing:
             self.machine.env.process(self._run())
         return self.done
 
+    def _lead_s(self) -> float:
+        """Return how long all that receive in the first stage have been here: when they came, they posted that."""
+        receivers = self.meeting.receivers
+        return self.machine.env.now - max(self.came_s[each] for each in receivers) if receivers else 0.0
+
     def _run(self) -> Generator[Any, Any, None]:
         machine, scheduled, env = self.machine, self.meeting.scheduled, self.machine.env
+        lead_s = self._lead_s()
         machine.note_communication(self.meeting, +1)
         if scheduled.fixed_s:
             yield env.timeout(scheduled.fixed_s)
@@ -55,10 +63,8 @@ class Rendezvous:
             if scheduled.measured:
                 machine.network.count(stage)
                 continue
-            processor_s = collectives.processor_s(stage, scheduled.processor_byte_s)
-            yield from machine.network.carry(
-                stage, factor=scheduled.factor, latency=scheduled.path_latency, processor_s=processor_s
-            )
+            yield from machine.network.carry(stage, scheduled.pace(stage, lead_s=lead_s))
+            lead_s = 0.0
             reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
             if reduction_s:
                 yield env.timeout(reduction_s)

@@ -7,6 +7,7 @@ are told apart, and everything is arranged anew, until nothing is left to tell.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,18 @@ class Meeting:
     communication: Communication
     scheduled: Scheduled
     classes: tuple[RankClass, ...]
+
+    @cached_property
+    def receivers(self) -> tuple[int, ...]:
+        """Classes of ranks that receive in the first stage, where others do not; none: all do."""
+        if self.communication.kind not in ONE_WAY or not self.scheduled.stages:
+            return ()
+        targets = self.scheduled.stages[0].hops.target
+        return tuple(each.index for each in self.classes if np.isin(each.members, targets).any())
+
+
+ONE_WAY = ("send", "broadcast")
+"""Kinds in which some ranks only send at first."""
 
 
 @dataclass(frozen=True, eq=False)

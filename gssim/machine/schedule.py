@@ -15,7 +15,7 @@ from gssim.cluster import Cluster
 from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hops, Members, Stage, processor_s, summed
 from gssim.collectives.algorithms import ring_hops
 from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
-from gssim.network import Network, Router
+from gssim.network import Network, Pace, Router
 from gssim.units import Ints, UserError
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
@@ -43,9 +43,25 @@ class Scheduled:
     processor_byte_s: float = 0.0
     """Processor time of a rank for each byte that it sends or receives, beside what the links take."""
 
+    message_s: float = 0.0
+    """What every message takes beside its path's latency."""
+    notices: bool = False
+    """Whether messages wait for receivers' notices."""
+
+    def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:
+        """Return what the backend adds to a stage's links."""
+        return Pace(
+            self.factor,
+            latency and self.path_latency,
+            processor_s(stage, self.processor_byte_s),
+            self.message_s,
+            self.notices,
+            lead_s,
+        )
+
     def alone_s(self, network: Network) -> float:
         """Return the time on idle links, additions to received bytes left out."""
-        return self.fixed_s if self.measured else self.fixed_s + self._carrying_s(network, latency=self.path_latency)
+        return self.fixed_s if self.measured else self.fixed_s + self._carrying_s(network)
 
     def processor_share(self, network: Network) -> float:
         """Return for which part of the time on idle links the processors are busy with the bytes: 1 where not known.
@@ -55,13 +71,8 @@ class Scheduled:
         busy_s = sum(processor_s(stage, self.processor_byte_s) for stage in self.stages)
         return min(1.0, busy_s / self._carrying_s(network, latency=False)) if busy_s else 1.0
 
-    def _carrying_s(self, network: Network, *, latency: bool) -> float:
-        return sum(
-            network.alone_s(
-                stage, latency=latency, factor=self.factor, processor_s=processor_s(stage, self.processor_byte_s)
-            )
-            for stage in self.stages
-        )
+    def _carrying_s(self, network: Network, *, latency: bool = True) -> float:
+        return sum(network.alone_s(stage, self.pace(stage, latency=latency)) for stage in self.stages)
 
 
 class Scheduler:
@@ -211,8 +222,14 @@ class Scheduler:
         """Return an algorithm with the backend's costs; raises ValueError where the group has not the shape for it."""
         stages = ALGORITHMS[name, communication.carried_kind](members, communication)
         kind = communication.carried_kind
-        byte_s = collectives.processor_byte_s(self.cluster, kind)
-        return Scheduled(name, stages, collectives.overhead_s(self.cluster, kind), processor_byte_s=byte_s)
+        return Scheduled(
+            name,
+            stages,
+            collectives.overhead_s(self.cluster, kind),
+            processor_byte_s=collectives.processor_byte_s(self.cluster, kind),
+            message_s=collectives.message_s(self.cluster),
+            notices=collectives.has_notices(self.cluster.backend),
+        )
 
     def _fitting(self, members: Members, communication: Communication) -> tuple[Scheduled, ...]:
         """Return all algorithms that the group has the shape for.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Generator, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,24 @@ from gssim.network.sharing import max_min_rates
 from gssim.units import Floats
 
 NEGLIGIBLE_BYTES = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a backend adds to what links take of a stage."""
+
+    factor: float = 1.0
+    """Time of a byte over that on the bare links."""
+    latency: bool = True
+    """Whether latencies of links count."""
+    processor_s: float = 0.0
+    """What the ends are busy with the bytes while these are under way; it ends no sooner."""
+    message_s: float = 0.0
+    """What every message takes beside its path's latency."""
+    notices: bool = False
+    """Whether messages wait for receivers' notices, which take as long as messages without bytes."""
+    lead_s: float = 0.0
+    """How long ago the first receives were posted."""
 
 
 class _Transfer:
@@ -83,13 +101,11 @@ class Network:
         )
         self._begun(limited, np.full(1, np.inf))
 
-    def alone_s(self, stage: Stage, *, latency: bool = True, factor: float = 1.0, processor_s: float = 0.0) -> float:
+    def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
         """Return the time of a stage on idle links."""
         alone = copy(self)
         alone.env, alone.active, alone.carried = simpy.Environment(), [], self.carried.copy()
-        alone.env.run(
-            until=alone.env.process(alone.carry(stage, factor=factor, latency=latency, processor_s=processor_s))
-        )
+        alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
     def count(self, stage: Stage) -> None:
@@ -97,25 +113,31 @@ class Network:
         traffic = self.folded.of(stage)
         self.carried[traffic.carried_link] += traffic.carried * stage.size_bytes
 
-    def carry(
-        self, stage: Stage, *, factor: float = 1.0, latency: bool = True, processor_s: float = 0.0
-    ) -> Generator[Any, Any, None]:
-        """Take the simulated time of a stage; `factor`: time of a byte over that on the bare links.
-
-        `processor_s`: what its ends are busy with the bytes while these are under way; it ends no sooner.
-        """
+    def carry(self, stage: Stage, pace: Pace | None = None) -> Generator[Any, Any, None]:
+        """Take the simulated time of a stage, at the backend's pace."""
         self.count(stage)
-        traffic = self.folded.of(stage)
+        traffic, pace = self.folded.of(stage), pace or Pace()
         ends = []
         for group in traffic.groups:
-            wait_s = group.latency_s * stage.steps if latency else 0.0
-            sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * factor)
+            sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
+            wait_s = self._wait_s(stage, group, sizes, pace)
             if len(traffic.groups) == 1:
-                yield from self._delayed(group, sizes, wait_s, processor_s)
+                yield from self._delayed(group, sizes, wait_s, pace.processor_s)
                 return
-            ends.append(self.env.process(self._delayed(group, sizes, wait_s, processor_s)))
+            ends.append(self.env.process(self._delayed(group, sizes, wait_s, pace.processor_s)))
         if ends:
             yield self.env.all_of(ends)
+
+    def _wait_s(self, stage: Stage, group: Sessions, sizes: Floats, pace: Pace) -> float:
+        """Return how long sessions wait for latencies and notices that no transfer hides: on idle links, at least."""
+        if not pace.latency:
+            return 0.0
+        latency_s = group.latency_s + pace.message_s
+        transfer_s = 0.0
+        if stage.hidden_ratio and len(group.link):
+            transfer_s = max(pace.processor_s, float((sizes / self._rates([group])).max()))
+        notice_s = latency_s if pace.notices else 0.0
+        return stage.wait_s(latency_s, notice_s=notice_s, lead_s=pace.lead_s, transfer_s=transfer_s)
 
     def _delayed(self, group: Sessions, sizes: Floats, wait_s: float, processor_s: float) -> Generator[Any, Any, None]:
         if wait_s:

@@ -2,7 +2,8 @@
 
 from gssim.scenario.checks import check
 from gssim.scenario.following import Following, after_step, begin
-from gssim.scenario.loading import load_cluster, load_model, load_scenario, read_toml
+from gssim.scenario.loading import first_comment, load_cluster, load_model, load_scenario, read_toml
+from gssim.scenario.overrides import as_overrides
 from gssim.scenario.question import Loaded, Run, Scenario, single_device
 from gssim.scenario.rates import (
     has_master_copy,
@@ -21,8 +22,10 @@ __all__ = [
     "Run",
     "Scenario",
     "after_step",
+    "as_overrides",
     "begin",
     "check",
+    "first_comment",
     "has_master_copy",
     "layer_profile",
     "load_cluster",

@@ -23,7 +23,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = (), *, gradients_needed
     """
     text, data = read_toml(path)
     data.setdefault("name", path.stem)
-    data.setdefault("question", _first_comment(text))
+    data.setdefault("question", first_comment(text))
     folders = {"": path.parent}
     for override in overrides:
         key = _apply(data, override)
@@ -70,15 +70,18 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read: it is no text in UTF-8: {error.reason}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets without end
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
-def _first_comment(text: str) -> str:
+def first_comment(text: str) -> str:
+    """Return what the first line of a TOML file says, if it is a comment: the question."""
     first = text.splitlines()[0] if text else ""
     return first.lstrip("# ").strip() if first.startswith("#") else ""
 
@@ -91,7 +94,7 @@ def _apply(data: dict[str, Any], override: str) -> str:
         raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()
     table = data
     *parents, last = key.split(".")
@@ -121,6 +124,8 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if any(candidate.is_dir() for candidate in candidates):
+        raise UserError(f"{file}: {key} = '{name}': is a folder, not a file")
     folder = candidates[-1].parent
     known = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     close = difflib.get_close_matches(Path(name).name, known, n=1)

@@ -26,7 +26,7 @@ from gssim.units import PRECISION_BYTES, Floats, Ints, UserError
 from gssim.workload import Buffer, ImageInput, Layer, Workload, handed_back, handed_on
 
 USABLE_RATIO = 0.92
-"""Of a device's memory: the rest is left to temporaries, and to what allocators lose (gradient-sharding.md C.2)."""
+"""Of a device's memory: the rest is left to temporaries, and to what allocators lose (assumed)."""
 
 
 def owned_shares(

@@ -7,7 +7,7 @@ from dataclasses import field, replace
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
@@ -65,11 +65,18 @@ class Run:
         return found
 
 
+def _for_files(name: str) -> str:
+    if not name or "/" in name or not name.isprintable():
+        raise ValueError("files are named after it: at least one character, all printable, none of them '/'")
+    return name
+
+
 @spec
 class Scenario:
     """A question: this workload, divided by this plan, on this cluster."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_for_files)]
+    """Files of results are named after it."""
     question: str = ""
     cluster: Cluster
     workload: Workload

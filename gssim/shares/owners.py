@@ -1,8 +1,7 @@
 """How much of the sharded state each rank owns: as its memory allows, or as it costs the step least.
 
 [Note: owners] In data-parallel Gradient Sharding a rank's share of the parameters decides what it must hold and update,
-and what crosses its links; it does not decide how much it computes, which is its share of the batch
-(gradient-sharding.md C.3).
+and what crosses its links; it does not decide how much it computes, which is its share of the batch.
 """
 
 from collections.abc import Sequence
@@ -128,7 +127,7 @@ def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
                    (1 - s_i) * publish_in_i        all but its own come in,
                    s_i * (sum of the hops but the one to i)    and a part is handed on M - 1 times
 
-    where a hop takes the longer of its sender's way out and its receiver's way in. Source: gradient-sharding.md A.3.
+    where a hop takes the longer of its sender's way out and its receiver's way in.
 
     >>> even = OwnerTimes(*[(1.0, 1.0)] * 5)
     >>> owner_time_s(even, [0.5, 0.5]), owner_time_s(even, [0.75, 0.25])

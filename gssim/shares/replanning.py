@@ -13,7 +13,7 @@ where noise hides it). Where a rank has drifted, or the slowest needs r times as
 is known, the batch is divided anew, if the slowest rank is expected to gain at least `hysteresis_ratio`. Shards that
 are shared out by cost change their owners once a reference is known, where moving what these hold pays.
 
-Source: EWMA and CUSUM: Page 1954, "Continuous inspection schemes"; gradient-sharding.md C.2-5.
+Source: EWMA and CUSUM: Page 1954, "Continuous inspection schemes".
 """
 
 import math

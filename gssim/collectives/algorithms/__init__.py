@@ -10,6 +10,7 @@ from gssim.collectives.algorithms.exchanges import SINGLE_FLOWS, direct, direct_
 from gssim.collectives.algorithms.levels import hierarchical, one_way_torus, torus
 from gssim.collectives.algorithms.members import Members
 from gssim.collectives.algorithms.rings import (
+    SEGMENT_BYTES,
     in_switch,
     pipelined_ring,
     ring_all_gather,
@@ -17,9 +18,11 @@ from gssim.collectives.algorithms.rings import (
     ring_all_to_all,
     ring_hops,
     ring_reduce_scatter,
+    segmented_all_gather,
+    segmented_all_reduce,
     store_and_forward,
 )
-from gssim.collectives.algorithms.trees import CHUNK_BYTES, binomial, chain, double_tree, tree_depth
+from gssim.collectives.algorithms.trees import CHUNK_BYTES, binomial, binomial_at_once, chain, double_tree, tree_depth
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage, summed
 from gssim.units import Floats
@@ -27,6 +30,7 @@ from gssim.units import Floats
 __all__ = [
     "ALGORITHMS",
     "CHUNK_BYTES",
+    "SEGMENT_BYTES",
     "SINGLE_FLOWS",
     "Members",
     "algorithms_for",
@@ -53,6 +57,7 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
     ("direct", "all-to-all-v"): direct_uneven,
     ("direct", "send"): send,
     ("binomial", "broadcast"): binomial,
+    ("binomial-at-once", "broadcast"): binomial_at_once,
     ("binomial", "reduce"): binomial,
     ("chain", "broadcast"): chain,
     ("chain", "reduce"): chain,
@@ -70,6 +75,9 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
     ("one-way-torus", "all-reduce"): one_way_torus,
     ("one-way-torus", "reduce-scatter"): one_way_torus,
     ("one-way-torus", "all-gather"): one_way_torus,
+    ("segmented-ring", "all-reduce"): segmented_all_reduce,
+    ("segmented-ring", "all-gather"): segmented_all_gather,
+    ("segmented-ring-all-reduce", "reduce-scatter"): segmented_all_reduce,
 }
 """By (algorithm, kind)."""
 

@@ -1,5 +1,8 @@
 """Rings: every member passes on to the next what it got from the one before."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 
 from gssim.collectives.algorithms.members import Members, made_once
@@ -59,7 +62,7 @@ def _crossings(starts: Ints, sizes: Ints, rings: int) -> tuple[Ints, Ints]:
 def _ring(members: Members, size_bytes: float, *, turns: int, reduces: bool = False) -> Stage:
     """Return `turns` (1 or 2) rounds about the ring, each of n-1 steps with an n-th of the size.
 
-    gloo reduces towards lower ranks and gathers towards higher ones (backend-facts 1); NCCL's rings have one direction.
+    gloo reduces towards lower ranks and gathers towards higher ones (measured); NCCL's rings have one direction.
     """
     n = members.count
     direction = -1 if reduces and not members.multirail else 1
@@ -86,6 +89,38 @@ def ring_all_gather(members: Members, communication: Communication) -> tuple[Sta
     return (_ring(members, communication.size_bytes, turns=1),)
 
 
+SEGMENT_BYTES = 2**20
+"""What gloo's all-reduce sends at most in one message (kMaxSegmentSize)."""
+
+
+def _segmented(stage: Stage, members: Members, segments: int, turns: int) -> Stage:
+    """Return a ring whose rounds are of `segments` messages each, two of which are under way at a time.
+
+    A message's receive is posted when the last but one has come. Two ranks send to each other over one connection: the
+    notice of a receive waits behind the message that is under way the other way, and comes with its end.
+    """
+    if members.count == 1:
+        return stage
+    if members.count == 2:
+        return replace(stage, steps=turns * (segments - 1), notices=turns, starts=turns)
+    messages = (members.count - 1) * segments
+    pairs = messages / 2
+    return replace(stage, steps=turns * pairs, starts=turns, hidden_ratio=(pairs - 1) / messages)
+
+
+def segmented_all_reduce(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Ring all-reduce whose chunks go in at least two segments (pytorch/gloo, gloo/allreduce.cc, ring)."""
+    segments = max(2, math.ceil(communication.size_bytes / SEGMENT_BYTES / members.count))
+    (ring,) = ring_all_reduce(members, communication)
+    return (_segmented(ring, members, segments, turns=2),)
+
+
+def segmented_all_gather(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Ring all-gather whose parts go in two halves (pytorch/gloo, gloo/allgather.cc)."""
+    (ring,) = ring_all_gather(members, communication)
+    return (_segmented(ring, members, 2, turns=1),)
+
+
 def ring_all_to_all(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Every message is passed on by the neighbours between: n(n-1)/2 steps of an n-th of the size."""
     n = members.count
@@ -93,25 +128,34 @@ def ring_all_to_all(members: Members, communication: Communication) -> tuple[Sta
     return (Stage(ring_hops(members, 1), steps / n * communication.size_bytes, steps=steps),)
 
 
+WHOLE_BYTES = 2**20
+"""Parts of a reduce-scatter that are larger go in two halves, of which one is under way while the other is added."""
+
+
 def store_and_forward(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Ring of unequal parts, each passed on once it has come whole: in step r, member i sends the part of member i-r.
 
     What gsreal's ring of point-to-point messages does; a reduce-scatter is the same, backwards. Without parts they are
-    equal, and all steps are one stage.
+    equal, and all steps are one stage. Receives are posted ahead, but in a reduce-scatter of unequal parts among more
+    than three, whose output cannot hold what is passed on.
     """
     n = members.count
     backwards = communication.carried_kind == "reduce-scatter-v"
     if not communication.part_bytes:
-        return (_ring(members, communication.size_bytes, turns=1, reduces=backwards),)
+        ring = _ring(members, communication.size_bytes, turns=1, reduces=backwards)
+        halved = backwards and communication.size_bytes / n > WHOLE_BYTES
+        return (replace(ring, notices=1, hidden_ratio=(n - 2) / (2 * (n - 1)) if halved else 0.0),)
     parts = np.array(communication.part_bytes, dtype=float)
     positions = np.arange(n)
+    ahead = not backwards or n == 3 or bool((parts == parts[0]).all())
     stages = []
     for step in range(n - 1):
         sent = parts[(positions + step + 1 if backwards else positions - step) % n]
         senders = np.flatnonzero(sent)
         targets = (senders + (-1 if backwards else 1)) % n
         hops = Hops(members.ranks[senders], members.ranks[targets], sent[senders])
-        stages.append(Stage(hops, 1.0, coupled=False, reduced_bytes=float(sent.max()) if backwards else 0.0))
+        reduced = float(sent.max()) if backwards else 0.0
+        stages.append(Stage(hops, 1.0, notices=0 if step and ahead else None, coupled=False, reduced_bytes=reduced))
     return tuple(stages)
 
 

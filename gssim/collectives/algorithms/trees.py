@@ -32,6 +32,27 @@ def _binomial_hops(members: Members) -> tuple[Hops, ...]:
     return tuple(found)
 
 
+def binomial_at_once(members: Members, communication: Communication) -> tuple[Stage, ...]:
+    """Broadcast over the same tree, in which a holder sends to all its children at once (gloo/broadcast.cc).
+
+    They share its link, so that it takes longer than step by step. All but the root post their receives at once.
+    """
+    size = communication.size_bytes
+    first, *later = _levels(members)
+    return (Stage(first, size, coupled=False), *(Stage(hops, size, notices=0, coupled=False) for hops in later))
+
+
+@made_once
+def _levels(members: Members) -> tuple[Hops, ...]:
+    """Return the tree's hops by how far their senders are from the root: as many as their number has ones."""
+    steps = _binomial_hops(members)
+    senders = np.concatenate([np.arange(len(hops.source)) for hops in steps])
+    source, target = (np.concatenate([getattr(hops, end) for hops in steps]) for end in ("source", "target"))
+    depth = np.array([int(sender).bit_count() for sender in senders])
+    each = [np.flatnonzero(depth == level) for level in range(int(depth.max()) + 1)]
+    return tuple(Hops(source[some], target[some], np.ones(len(some))) for some in each)
+
+
 @made_once
 def _backwards(members: Members) -> tuple[Hops, ...]:
     return tuple(Hops(hops.target, hops.source, hops.weight) for hops in reversed(_binomial_hops(members)))

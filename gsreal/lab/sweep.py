@@ -1,0 +1,133 @@
+"""A sweep in the lab: every point measured one after another, round by round, what is finished kept."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gsreal.checks import check_real
+from gsreal.lab.lab import lab_of
+from gsreal.lab.network import Network, network_of
+from gsreal.lab.throttle import share_of
+from gssim.cluster import Cluster
+from gssim.result import Result, file_name, read_result, write_text
+from gssim.scenario import Loaded
+from gssim.sweep import Point, loaded_point
+from gssim.units import RunFailedError, UserError, human_seconds, validated
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of a point."""
+
+    point: Point
+    loaded: Loaded
+    repeat: int
+    file: Path
+    """Of its Result."""
+
+    @property
+    def name(self) -> str:
+        """The point's, and which measurement of it."""
+        return f"{self.point.name}{f', again ({self.repeat})' if self.repeat else ''}"
+
+
+def checked_points(points: Sequence[Point], *, sweep: Path) -> list[Loaded]:
+    """Return the points' scenarios; raise UserError for the first that cannot run in a lab on this machine."""
+    found = []
+    for point in points:
+        loaded = loaded_point(point, file=sweep, gradients_needed=False)
+        try:
+            check_real(loaded)
+            lab_of(loaded.scenario.cluster, where=loaded.file)
+        except UserError as error:
+            raise UserError(f"{sweep}: {point.name}: {error}") from None
+        found.append(loaded)
+    return found
+
+
+def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int, out: Path) -> tuple[Cell, ...]:
+    """Return all measurements in their order: every point once, then every point again.
+
+    What a machine does beside them changes slowly: repeats that are far apart tell more of it.
+    """
+    return tuple(
+        Cell(point, each, repeat, out / file_name(point.name, each.scenario.scenario_id, "measured", repeat))
+        for repeat in range(repeats)
+        for point, each in zip(points, loaded, strict=True)
+    )
+
+
+def kept(cell: Cell) -> Result | None:
+    """Return the measurement, if it is there already: of the same question on the same emulated cluster."""
+    try:
+        found = read_result(cell.file)
+        cluster = validated(Cluster, found.scenario["cluster"], file=str(cell.file))
+        return found if emulated(cluster) == emulated(cell.loaded.scenario.cluster) else None
+    except UserError:  # none, a damaged one, or one of before files were read otherwise
+        return None
+
+
+def emulated(cluster: Cluster) -> tuple[Network, tuple[tuple[str, float], ...], dict[str, str]]:
+    """Return what a lab makes of a cluster: its network, its devices with their shares of cores, its algorithms.
+
+    What devices are predicted to take, which a calibration changes, is no part of a measurement.
+    """
+    devices = ((device.type, share_of(cluster.device_types[device.type])) for device in cluster.devices)
+    return network_of(cluster, "", where="cluster"), tuple(devices), cluster.algorithms
+
+
+def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result]) -> list[Result]:
+    """Return the Results of all cells; `run` measures what is not there, and each is written as soon as it ends.
+
+    Raises RunFailedError at the end where some failed; they are not there, so that the next call tries them again.
+    """
+    found = {cell.file: result for cell in cells if (result := kept(cell)) is not None}
+    missing = [cell for cell in cells if cell.file not in found]
+    if found:
+        _say(f"{len(found)} of {len(cells)} are there already")
+    failed: list[str] = []
+    begun_s = time.monotonic()
+    for done, cell in enumerate(missing):
+        cell_s = time.monotonic()
+        try:
+            result = run(cell)
+        except (RunFailedError, UserError) as error:
+            failed.append(cell.name)
+            _say(f"{cell.name}: failed: {error}")
+            continue
+        finally:
+            ended_s = time.monotonic()
+        result = replace(result, provenance={**result.provenance, "repeat": cell.repeat})
+        write_text(cell.file, result.to_json())
+        found[cell.file] = result
+        took = f"{cell.name}: a step {human_seconds(result.step_time_s)}, in all {ended_s - cell_s:.0f} s"
+        _say(f"{took}; {progress(done + 1, len(missing), ended_s - begun_s)}")
+    if failed:
+        raise RunFailedError(
+            f"lab: {len(failed)} of {len(cells)} failed ({', '.join(failed)}); the same command tries them again"
+        )
+    return [found[cell.file] for cell in cells]
+
+
+def progress(done: int, cells: int, elapsed_s: float) -> str:
+    """Return how far it is, and how long the rest will take if it goes on like this.
+
+    >>> progress(3, 12, 90)
+    '3 of 12 done, 1.5 min elapsed, about 4.5 min left'
+    """
+    left_s = elapsed_s / done * (cells - done)
+    return f"{done} of {cells} done, {elapsed_s / 60:.1f} min elapsed, about {left_s / 60:.1f} min left"
+
+
+def middle_ones(cells: Sequence[Cell], results: Sequence[Result]) -> list[Result]:
+    """Return one Result of each point: of its repeats the one of median step time, the faster of two."""
+    by_point: dict[str, list[Result]] = {}
+    for cell, result in zip(cells, results, strict=True):
+        by_point.setdefault(cell.point.name, []).append(result)
+    return [sorted(each, key=lambda r: r.step_time_s)[(len(each) - 1) // 2] for each in by_point.values()]
+
+
+def _say(line: str) -> None:
+    print(f"gsreal: lab: {line}", file=sys.stderr, flush=True)
