@@ -62,7 +62,7 @@ def test_a_model_file_is_small_for_equal_layers_are_written_once(name):
 # Small siblings ------------------------------------------------------------------------------------------------------
 
 OFF = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": "false"}
-LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+LLAMA = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48}
 SIBLINGS = {
     "llama": ("hf:llama", {**LLAMA, "num_hidden_layers": 6, "vocab_size": 64, "use_cache": "false"}, "next-token"),
     "gpt2": ("hf:gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 6, "vocab_size": 64, **OFF}, "next-token"),
@@ -125,6 +125,12 @@ def test_repeating_a_middle_block_says_what_tracing_all_blocks_says(family, monk
         patched.setattr(tracer, "shortened", lambda _model, _where: None)
         assert sibling(family) == traced(family)
     assert shortened(traced(family), "here") is not None
+
+
+def test_siblings_of_transformers_tell_how_they_are_cut():
+    """Of Llama's heads two share each one of keys and values, which are its units."""
+    units = {f: {layer.units for layer in traced(f).sliced_layers if layer.block} for f in SIBLINGS}
+    assert units == {"llama": {4}, "gpt2": {4}, "bert": {4}, "gpt": {4}, "resnet": set()}
 
 
 def test_a_residual_block_is_a_layer_though_its_convolutions_are_a_stack():

@@ -28,7 +28,7 @@ UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 TINY = {
     "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 256, "use_cache": "false"}
     | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    "llama": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    "llama": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
     | {"intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 64, "use_cache": "false"},
 }
 """Configs of Hugging Face's; of Llama's two heads share each one of keys and values."""

@@ -88,19 +88,29 @@ def _traced(
     model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
 ) -> tuple[list[Layer], list[Layer]]:
     """Return all layers, one for each module, whole and with their blocks cut."""
-    shapes = list(product(TRACED_BATCH_SIZES, lengths))
+    shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
     found = fitted_layers(records, record_step(model, *checked, where=where), checked)
     whole = with_parts(model, found, shapes, checked, where=where)
+    try:
+        return whole, _traced_cut(model, shapes, checked, where)
+    except NoPolynomialError:  # what a rank does depends on how much it holds: then it is not known how to cut them
+        return whole, []
+
+
+def _traced_cut(
+    model: Model, shapes: Sequence[tuple[int, int | None]], checked: tuple[int, int | None], where: str
+) -> list[Layer]:
+    """Return all layers with their blocks cut, as functions of the units held too."""
     units = fewest_units(model, where)
     if units < 2:
-        return whole, []
+        return []
     traced = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     cut: dict[Shape, Record] = {
         (*shape, held): record_step(model, *shape, held, where=where) for held in traced for shape in shapes
     }
     last = (*checked, units)
-    return whole, fitted_layers(cut, record_step(model, *last, where=where), last)
+    return fitted_layers(cut, record_step(model, *last, where=where), last)
 
 
 def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
