@@ -119,7 +119,9 @@ def test_a_siblings_replayed_peak_is_the_counted_one(family, recompute):
     assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
 
 
-@pytest.mark.parametrize("family", [family for family in SIBLINGS if family != "resnet"])
+@pytest.mark.parametrize(
+    "family", ["gpt", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gpt2", "bert"))]
+)
 def test_repeating_a_middle_block_says_what_tracing_all_blocks_says(family, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(tracer, "shortened", lambda _model, _where: None)
