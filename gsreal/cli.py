@@ -48,8 +48,6 @@ def run_command(
     ] = 0,
 ) -> None:
     """Execute one scenario on this machine: one process a rank, started by torchrun."""
-    from gsreal import worker
-    from gsreal.checkpoint import check_checkpoints
     from gsreal.launch import launch
     from gsreal.rank import leave
     from gssim.result import read_result
@@ -60,6 +58,8 @@ def run_command(
     name = file_name(ours.name, ours.scenario_id, "measured")
     _check_places(trace, out and out / name)
     if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        from gsreal.checkpoint import check_checkpoints
+
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
@@ -68,6 +68,8 @@ def run_command(
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
+            from gsreal import worker  # here alone: all that trains takes seconds to import
+
             worker.main(*arguments)
             leave()
             if os.environ["RANK"] != "0":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from gsreal.machine import ENVIRONMENT, die_with_parent
+from gsreal.rank import LAUNCHER
 from gssim.units import RunFailedError, UserError
 
 GRACE_S = 15.0
@@ -28,7 +29,7 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: i
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
         command += ["--max-restarts", str(max_restarts), "-m", module, *arguments]
-        environment = {**os.environ, **ENVIRONMENT, "GSREAL_REPORTS": reports}
+        environment = {**os.environ, **ENVIRONMENT, LAUNCHER: str(os.getpid()), "GSREAL_REPORTS": reports}
         log = Path(reports, "torchrun.log")
         with log.open("w") as stream:
             process = subprocess.Popen(

@@ -11,7 +11,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from gsreal.machine import die_with_parent
 from gssim.units import UserError
+
+LAUNCHER = "GSREAL_LAUNCHER"
+"""Environment variable in which a rank finds the process id of the command line that wants it."""
+INIT = "1"
+"""The process to which those fall whose parent has died."""
 
 
 def run_on_rank(main: Callable[..., None], arguments: Sequence[str]) -> NoReturn:
@@ -20,6 +26,9 @@ def run_on_rank(main: Callable[..., None], arguments: Sequence[str]) -> NoReturn
     The interpreter is not torn down. A thread of gloo's that lets go of its last tensor while that happens aborts the
     process, although all of its work is done (pytorch/pytorch#179291).
     """
+    die_with_parent()  # before anything that takes time: a launcher may be killed while ranks still import torch
+    if str(os.getppid()) == INIT != os.environ.get(LAUNCHER, INIT):
+        os._exit(1)  # it was, before this process could ask to die with it
     try:
         main(*arguments)
         leave()

@@ -1,8 +1,13 @@
 """Hypothesis draws the same examples on every machine; a slow machine is no failure."""
 
+import os
+
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+# tests run side by side, and models are small: torch's second thread would only wait for the first
+os.environ.setdefault("OMP_NUM_THREADS", "1")

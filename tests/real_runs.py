@@ -1,12 +1,12 @@
 """Real runs of many cases on a few ranks, and their predictions; the ranks themselves are in `ranks.py`."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from pydantic import TypeAdapter
 
@@ -65,20 +65,10 @@ def run_cases(folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> 
     return found
 
 
-def run_module(module: str, arguments: list[str], folder: Path, *, ranks: int) -> dict[str, Any]:
+def run_module(module: str, arguments: list[str], folder: Path, *, ranks: int) -> Any:
     """Run a module of the tests' on `ranks` ranks; return what rank 0 wrote to its last argument."""
-    from gsreal.launch import launch
-
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(TESTS), before) if p)
-    try:
-        launch(module, [*arguments, str(folder / "found.json")], ranks=ranks)
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    forks.launch(module, [*arguments, str(folder / "found.json")], ranks=ranks)
+    return json.loads((folder / "found.json").read_text(encoding="utf-8"))
 
 
 def predicted(case: dict[str, Any]) -> Result:

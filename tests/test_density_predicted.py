@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import forks
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
 from real_runs import scenario_file
 
-from gsreal.launch import launch
 from gsreal.statistics import take_statistics
 from gsreal.statistics.training import Replica, one_thread
 from gssim.plan import Push
@@ -110,7 +110,7 @@ def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path):
         "run.warmup_steps=1",
     ]
     out = tmp_path / "measured.json"
-    launch("gsreal.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2)
+    forks.launch("gsreal.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2)
     measured = json.loads(out.read_text())
     found = realised(loaded("demo.toml", *overrides))
     assert measured["density"]["push"] == pytest.approx(fmean(found), rel=1e-12)

@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
+import forks
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -18,7 +19,6 @@ from real_runs import slow_where, star
 
 from gsreal.checkpoint import Checkpoints, check_checkpoints, identity, latest, read_progress
 from gsreal.feed import Feed
-from gsreal.launch import launch
 from gsreal.measure import Timeline
 from gsreal.worker import build
 from gssim.result import read_result
@@ -56,7 +56,7 @@ def train(folder: Path, checkpoints: Path, ranks: int, steps: int, *changes: str
     """Train for `steps` steps in all, from the last checkpoint on; return the losses."""
     made = folder / f"{ranks}-{steps}.json"
     arguments = [str(DEMO), json.dumps(overrides(ranks, steps, *changes)), str(made), "", str(checkpoints), str(SAVED)]
-    launch("gsreal.worker", arguments, ranks=ranks)
+    forks.launch("gsreal.worker", arguments, ranks=ranks)
     return read_result(made).loss
 
 

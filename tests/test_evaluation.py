@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 import torch.distributed as dist
-from real_runs import TESTS, scenario_file, star
+from real_runs import run_module, scenario_file, star
 from test_build_and_data import BERT, GPT, RESNET, workload_of
 
 from gsreal import data
@@ -23,7 +22,6 @@ from gsreal.course import Course, refuse_divergence
 from gsreal.data.bundled import digits, digits_parts, held_out_part, standard_library_bytes, trained_part
 from gsreal.evaluation import HeldOut, check_evaluation
 from gsreal.feed import Feed
-from gsreal.launch import launch
 from gsreal.measure import Timeline
 from gsreal.worker import _timed_steps, build
 from gssim.result import Evaluation
@@ -189,17 +187,14 @@ CASES = {
 
 
 @pytest.mark.real
-def test_every_method_evaluates_the_same_model_to_the_same_figures_and_steps_stay_what_they_are(tmp_path, monkeypatch):
+def test_every_method_evaluates_the_same_model_to_the_same_figures_and_steps_stay_what_they_are(tmp_path):
     scenario = scenario_file("resnet-digits.toml")
     cases = {
         name: {"scenario": scenario, "overrides": [*DIGITS, "run.evaluate_every_steps=1", *overrides]}
         for name, overrides in CASES.items()
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    monkeypatch.setenv("PYTHONPATH", paths)
-    launch("evaluation_ranks", [str(tmp_path / "cases.json"), str(tmp_path / "found.json")], ranks=2)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = run_module("evaluation_ranks", [str(tmp_path / "cases.json")], tmp_path, ranks=2)
     for name, case in found.items():
         assert case["before"] == pytest.approx(found["ddp"]["before"], rel=1e-5), name
         assert case["collectives"][0] == case["collectives"][1], name  # before an evaluation, and after it

@@ -1,7 +1,6 @@
 """Exchanges by point-to-point messages or by the backend's collectives: what each moves, holds and takes."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_runs import TESTS, predicted, run_cases, scenario_file
+from real_runs import TESTS, predicted, run_cases, run_module, scenario_file
 from real_runs import star as star_toml
 from strategies import communication_time_s, loaded_of, scenario_of, star
 
@@ -246,14 +245,7 @@ RING = 4
 def rings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return how rings of messages compare with torch's collectives."""
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-    from gsreal.launch import launch
-
-    out = tmp_path_factory.mktemp("rings") / "found.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in (str(TESTS), os.environ.get("PYTHONPATH")) if p))
-        launch("exchange_ranks", [str(out)], ranks=RING)
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+    return run_module("exchange_ranks", [], tmp_path_factory.mktemp("rings"), ranks=RING)
 
 
 @pytest.mark.real

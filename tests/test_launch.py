@@ -10,6 +10,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+import commands
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
@@ -186,8 +187,7 @@ def without_progress(stderr):
 def measured(files):
     """Return the Result that `gsreal run` prints, writes and traces, with the statistics taken before."""
     scenario = files / "scenario.toml"
-    taken = run(
-        files,
+    taken = commands.run(
         "gsreal",
         "gradients",
         scenario,
@@ -201,7 +201,8 @@ def measured(files):
         "1",
     )
     assert taken.returncode == 0, taken.stderr
-    ended = run(files, "gsreal", "run", scenario, "--json", "--out", files / "results", "--trace", files / "trace.json")
+    out, trace = files / "results", files / "trace.json"
+    ended = commands.run("gsreal", "run", scenario, "--json", "--out", out, "--trace", trace)
     assert ended.returncode == 0, ended.stderr
     assert without_progress(ended.stderr) == []
     (written,) = (files / "results").iterdir()
@@ -214,7 +215,7 @@ def measured(files):
 @pytest.fixture(scope="module")
 def predicted(files, measured):
     """Return the prediction for the same file."""
-    ended = run(files, "gssim", "run", files / "scenario.toml", "--json")
+    ended = commands.run("gssim", "run", files / "scenario.toml", "--json")
     assert ended.returncode == 0, ended.stderr
     (files / "predicted.json").write_text(ended.stdout)
     return read_result(files / "predicted.json")
@@ -366,13 +367,38 @@ def test_a_rank_that_dies_is_named_in_one_line_and_nothing_is_written(files, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_fault_of_the_users_that_ranks_find_is_exit_2(files, tmp_path):
+def test_a_fault_of_the_users_that_ranks_find_is_exit_2(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(files))  # where ranks find the module
     changes = [f"workload.model={files / 'stranger'}.toml", *DENSE]
-    ended = run(files, "gsreal", "run", files / "scenario.toml", "--out", tmp_path / "out", *overrides(changes))
+    ended = commands.run("gsreal", "run", files / "scenario.toml", "--out", tmp_path / "out", *overrides(changes))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("gsreal: workload.model: the file lists ")
     assert not (tmp_path / "out").exists()
+
+
+ORPHAN = """
+import os, sys, time
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+from pathlib import Path
+import gsreal.rank
+Path(sys.argv[2], "adopted").write_text(str(os.getppid()))
+gsreal.rank.run_on_rank(Path(sys.argv[2], "worked").touch, [])
+"""
+
+
+def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_path):
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    line = f"{sys.executable} {tmp_path}/orphan.py $$ {tmp_path} & kill -9 $$"
+    subprocess.run(["sh", "-c", line], env={**os.environ, "GSREAL_LAUNCHER": str(os.getpid())}, check=False)
+    until = time.monotonic() + 60
+    while not (tmp_path / "adopted").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    if (tmp_path / "adopted").read_text() != "1":
+        pytest.skip("here another process than the first adopts orphans")
+    time.sleep(0.5)
+    assert not (tmp_path / "worked").exists()
 
 
 def test_an_interrupt_stops_every_rank(files, tmp_path):

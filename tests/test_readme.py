@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import commands
 import pytest
 import typer
 
@@ -59,8 +60,8 @@ def lines():
     for tags, body in FENCE.findall(TEXT):
         words = re.split(r"[\s,{}.]+", tags.strip())
         if words[0] in ("sh", "bash", "shell", "console"):
-            commands = (line_of(text, slow="slow" in words) for text in body.replace("\\\n", " ").splitlines())
-            found += [command for command in commands if command is not None]
+            all_lines = (line_of(text, slow="slow" in words) for text in body.replace("\\\n", " ").splitlines())
+            found += [line for line in all_lines if line is not None]
     return found
 
 
@@ -93,18 +94,7 @@ def expanded(arguments, folder):
 @pytest.mark.parametrize("line", QUICK, ids=str)
 def test_a_quick_command_runs(line, folder):
     need(line)
-    module = "analysis" if line.program == "analysis" else f"{line.program}.cli"
-    start = ["-m", module] if line.program == "analysis" else ["-c", f"from {module} import main; main()"]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    ended = subprocess.run(
-        [sys.executable, *start, *expanded(line.arguments, folder)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    ended = commands.run(line.program, *expanded(line.arguments, folder), folder=folder)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     for option in ("--out", "--trace"):
@@ -116,11 +106,11 @@ def test_a_quick_command_runs(line, folder):
 def test_verb_options_and_arguments_of_a_command_exist(line, monkeypatch):
     need(line)
     module = importlib.import_module("analysis.__main__" if line.program == "analysis" else f"{line.program}.cli")
-    commands = getattr(typer.main.get_command(module.app), "commands", {})
+    verbs = getattr(typer.main.get_command(module.app), "commands", {})
     verb, *arguments = line.arguments
-    assert verb in commands
+    assert verb in verbs
     monkeypatch.chdir(ROOT)
-    context = commands[verb].make_context(verb, expanded(arguments, ROOT))  # raises where an option is unknown
+    context = verbs[verb].make_context(verb, expanded(arguments, ROOT))  # raises where an option is unknown
     assert context.params
 
 

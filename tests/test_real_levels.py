@@ -1,12 +1,11 @@
 """Real: Gradient Sharding on two levels (gs_hier), and with parameters sharded at rest (gs_z3)."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import predicted, run_once, scenario_file, slow_where, star
+from real_runs import predicted, run_module, run_once, scenario_file, slow_where, star
 from strategies import scenario_of
 from strategies import star as small_star
 
@@ -67,14 +66,9 @@ BY_HAND: list[dict[str, Any]] = []
 
 def run_four(folder: Path) -> None:
     """Run the cases of four ranks, and what they do by hand, in one launch."""
-    from gsreal.launch import launch
-
     cases = cases_for(4)
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in (str(TESTS), os.environ.get("PYTHONPATH")) if p))
-        launch("levels_ranks", [str(folder / "cases.json"), str(folder / "found.json")], ranks=4)
-    found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    found = run_module("levels_ranks", [str(folder / "cases.json")], folder, ranks=4)
     WORLDS[4] = cases, found["cases"]
     BY_HAND[:] = found["by_hand"]
 

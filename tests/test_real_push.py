@@ -4,12 +4,11 @@ And in the training of a small GPT it makes the predicted collectives and peaks,
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import TESTS, Cases, planted, predicted, run_once, scenario_file, slow_where, star
+from real_runs import Cases, planted, predicted, run_module, run_once, scenario_file, slow_where, star
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -68,14 +67,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def everybodys(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run all cases on three ranks in one launch; return what each rank found."""
-    from gsreal.launch import launch
-
     folder: Path = tmp_path_factory.mktemp("push")
     (folder / "cases.json").write_text(json.dumps(CASES))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
-        launch("push_ranks", [str(folder / "cases.json"), str(folder / "found.json")], ranks=3)
-    found: list[dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    found: list[dict[str, Any]] = run_module("push_ranks", [str(folder / "cases.json")], folder, ranks=3)
     return found
 
 

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 from strategies import write_files
 
 from gssim.cli import main
+from gssim.gradients import read_gradients
 from gssim.predictions import predict
 from gssim.result import read_result
 from gssim.sweep import chosen, load_sweep, loaded_point, points_of
@@ -255,10 +257,11 @@ def test_the_sweeps_that_ship_say_what_they_ask(path):
     assert points_of(sweep, file=path)
 
 
-def test_the_matrix_of_the_lab_is_what_it_should_be():
+def test_the_matrix_of_the_lab_is_what_it_should_be(monkeypatch):
+    monkeypatch.setattr("gssim.scenario.loading.read_gradients", cache(read_gradients))
     path = next(path for path in SWEEPS if path.stem == "lab")
     points = points_of(load_sweep(path), file=path)
-    loaded = [loaded_point(point, file=path, gradients_needed=False).scenario for point in points]
+    loaded = [loaded_point(point, file=path).scenario for point in points]
     assert len(points) >= 60
     assert {scenario.ranks for scenario in loaded} >= {2, 3, 4}
     assert {scenario.workload.model.name for scenario in loaded} == {"gpt-byte-1m", "bert-byte-1m", "resnet-digits"}
@@ -269,9 +272,10 @@ def test_the_matrix_of_the_lab_is_what_it_should_be():
     assert sum(size >= 8 for size in sizes) >= 8
 
 
-def test_the_small_matrix_of_the_lab_is_small():
+def test_the_small_matrix_of_the_lab_is_small(monkeypatch):
+    monkeypatch.setattr("gssim.scenario.loading.read_gradients", cache(read_gradients))
     path = next(path for path in SWEEPS if path.stem == "lab-small")
     points = points_of(load_sweep(path), file=path)
     assert len(points) <= 12
     for point in points:
-        loaded_point(point, file=path, gradients_needed=False)
+        loaded_point(point, file=path)

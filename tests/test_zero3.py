@@ -2,7 +2,6 @@
 
 import gc
 import json
-import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from real_runs import run_module
 from strategies import (
     communication_time_s,
     device_type,
@@ -300,10 +300,9 @@ def count_peak(scenario: Scenario, counter: Any) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, list[int | None]]:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int | None]]:
     pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
-    child = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True)
-    peaks: dict[str, list[int | None]] = json.loads(child.stdout)
+    peaks: dict[str, list[int | None]] = run_module("test_zero3", [], tmp_path_factory.mktemp("peaks"), ranks=1)
     if None in peaks["zero3"]:
         pytest.skip("nothing here compiles the counting allocator")
     return peaks
@@ -358,4 +357,4 @@ def test_gpt3_is_lowered_into_a_few_tasks_for_each_block():
 
 
 if __name__ == "__main__":
-    print(json.dumps(count_peaks()))
+    Path(sys.argv[1]).write_text(json.dumps(count_peaks()), encoding="utf-8")

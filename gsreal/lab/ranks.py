@@ -21,6 +21,7 @@ from gsreal.lab.processes import before_first
 from gsreal.lab.throttle import Place, as_variable
 from gsreal.launch import reason_of
 from gsreal.machine import ENVIRONMENT
+from gsreal.rank import LAUNCHER
 from gssim.units import RunFailedError
 
 PORT = 29500
@@ -61,7 +62,7 @@ def run_ranks(
             for number, place in enumerate(places):
                 command = rank_command(network, number, module, arguments)
                 environment = {**os.environ, **ENVIRONMENT, **rank_environment(network, places, number)}
-                environment |= {"GSREAL_REPORTS": folder, **as_variable(place)}
+                environment |= {"GSREAL_REPORTS": folder, LAUNCHER: str(os.getpid()), **as_variable(place)}
                 with deferred():
                     ranks.append(Rank(number, command, environment, reports / f"rank-{number}.log"))
             with ranks[0].log.open(encoding="utf-8", errors="replace") as progress:
