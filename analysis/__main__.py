@@ -40,6 +40,7 @@ def compare_command(
     from analysis.compare import compare, join
     from analysis.groups import group_table
     from analysis.report import print_comparison
+    from analysis.rivals import rival_table
     from analysis.table import find_results
 
     found = find_results(results)
@@ -53,11 +54,11 @@ def compare_command(
     comparison = compare(joined.pairs)
     groups = group_table(comparison)
     # drawn before anything is written: a fault leaves no half of the answer
-    figures = {
-        "predicted_vs_measured.png": charts.predicted_vs_measured(comparison),
-        "phases.png": charts.phases(comparison),
-    }
+    rivals = rival_table(joined.pairs)
+    figures = charts.comparison_figures(comparison, rivals)
     tables = {"comparison.csv": comparison, "groups.csv": groups}
+    if not rivals.is_empty():
+        tables["gs_against_dense.csv"] = rivals
     for name, table in tables.items():
         write_text(out / name, table.write_csv())
     for name, figure in figures.items():
@@ -65,6 +66,29 @@ def compare_command(
     print_comparison(comparison, groups)
     for name in (*tables, *figures):
         print(out / name)
+
+
+@app.command("timeline")
+def timeline_command(
+    predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],
+    measured: Annotated[Path, typer.Argument(help="Trace of `gsreal run --trace` or `gsreal lab --trace`.")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG).")],
+) -> None:
+    """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
+    from analysis import charts
+    from analysis.timeline import named_alike, read_step
+
+    _check_picture(out)
+    sides = read_step(predicted), read_step(measured)
+    for side, source, path in zip(sides, ("simulated", "measured"), (predicted, measured), strict=True):
+        if side.source not in (None, source):
+            raise UserError(f"{path}: a {side.source} step where the {source} one belongs")
+    if None not in (ids := {side.scenario_id for side in sides}) and len(ids) > 1:
+        both = " and ".join(str(side.scenario_id) for side in sides)
+        raise UserError(f"{predicted}, {measured}: traces of different scenarios ({both})")
+    figure = charts.timeline(named_alike(*sides), sides[1], names=(predicted.name, measured.name))
+    charts.save(figure, out)
+    print(out)
 
 
 @app.command("draw")
@@ -77,11 +101,16 @@ def draw_command(
     from analysis.draw import draw
     from gssim.scenario import load_cluster
 
+    _check_picture(out)
+    charts.save(draw(load_cluster(cluster), file=cluster.name), out)
+    print(out)
+
+
+def _check_picture(out: Path) -> None:
+    """Raise UserError where a picture cannot be written, before anything is read or drawn."""
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: is a PNG file, whose name must end in .png")
     check_place(out)
-    charts.save(draw(load_cluster(cluster), file=cluster.name), out)
-    print(out)
 
 
 @app.command("convergence")
@@ -133,6 +162,22 @@ def seeds_command(
         print(json.dumps([asdict(line) for line in found], indent=2))
     else:
         print_lines(found)
+
+
+@app.command("published")
+def published_command(
+    files: Annotated[list[Path], typer.Argument(help="Tables of measured figures (CSV).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Scores and every row's figures as JSON.")] = False,
+) -> None:
+    """Predict what others measured, row by row: errors by source, beside a naive baseline."""
+    from analysis.published import report
+    from analysis.published.score import score
+
+    scores = score(files, told=lambda row: print(row, file=sys.stderr))
+    if as_json:
+        print(json.dumps(report.as_json(scores), indent=1))
+    else:
+        report.print_scores(scores)
 
 
 def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:

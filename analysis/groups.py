@@ -14,10 +14,10 @@ from typing import Any
 import polars as pl
 from scipy.stats import spearmanr
 
+from analysis.table import sweep_group
 from gssim.result import Result
+from gssim.sweep import SEPARATOR
 
-SEPARATOR = "--"
-"""Between the group and the variant in the name of a sweep's point."""
 ALL = "all"
 UNNAMED = "unnamed"
 FEWEST_RANKED = 3
@@ -90,12 +90,21 @@ class Order:
 
 def group_of(result: Result) -> str:
     """Return a scenario's group: what stands before `--` in its name, else its cluster and model."""
-    group, found, _ = str(result.scenario["name"]).partition(SEPARATOR)
-    if found and group.strip():
-        return group.strip()
+    group = sweep_group(result).strip()
+    if group:
+        return group
     workload = result.scenario.get("workload", {})
     parts = [_name(result.scenario.get("cluster")), _name(workload.get("model"))]
     return ", ".join(part for part in parts if part) or UNNAMED
+
+
+def variant_of(name: str) -> str:
+    """Return the part of a scenario's name that tells it apart within its group.
+
+    >>> variant_of("two-sites--gs"), variant_of("demo")
+    ('gs', 'demo')
+    """
+    return name.partition(SEPARATOR)[2] or name
 
 
 def _name(table: Any) -> str:
@@ -185,3 +194,11 @@ def spearman(times_s: Sequence[tuple[float, float]]) -> float | None:
     if len(times_s) < FEWEST_RANKED or len(set(predicted)) == 1 or len(set(measured)) == 1:
         return None
     return round(float(spearmanr(predicted, measured).statistic), 12)
+
+
+WORST_SHOWN = 10
+
+
+def worst_of(rows: Sequence[Row], most: int = WORST_SHOWN) -> list[Row]:
+    """Return the rows whose step times are furthest off, the worst first."""
+    return sorted(rows, key=lambda row: -abs(row["step_time_error_ratio"] or 0.0))[:most]

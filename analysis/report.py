@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from analysis.compare import medians
-from analysis.groups import ALL, SEPARATOR, error_column
+from analysis.groups import ALL, error_column, variant_of, worst_of
 from analysis.targets import Target, targets
 from gssim.units import human_bytes, human_seconds
 
@@ -22,7 +22,6 @@ DIFFERING_SHOWN = 10
 """Scenarios whose collectives differ."""
 MOST_LINES = 25
 """Of more scenarios, the table shows the worst alone."""
-WORST_SHOWN = 10
 
 
 def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
@@ -51,11 +50,6 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
 def console() -> Console:
     """Return where tables go: as wide as the terminal, or as a page."""
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
-
-
-def worst_of(rows: Sequence[dict[str, Any]], most: int = WORST_SHOWN) -> list[dict[str, Any]]:
-    """Return the rows whose step times are furthest off, the worst first."""
-    return sorted(rows, key=lambda row: -abs(row["step_time_error_ratio"] or 0.0))[:most]
 
 
 def _print_groups(out: Console, groups: Sequence[dict[str, Any]]) -> None:
@@ -117,7 +111,7 @@ def _best(group: dict[str, Any]) -> str:
         return f"right in {group['best_right']}/{group['choices']}" if group["choices"] else ""
     if not group["choices"]:
         return ""
-    predicted, measured = (group[f"{side}_best"].rpartition(SEPARATOR)[2] for side in ("predicted", "measured"))
+    predicted, measured = (variant_of(group[f"{side}_best"]) for side in ("predicted", "measured"))
     if predicted == measured:
         return f"{predicted}: right"
     return f"{predicted}: as fast as {measured}" if group["best_right"] else f"{predicted}: wrong, {measured}"

@@ -23,6 +23,11 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
     pp, source = scenario.policies.pp, scenario.workload.model.module
     if pp == 1:
         return
+    if scenario.policies.tp > 1:
+        raise UserError(
+            f"{where}: plan.pp = {pp}: stages whose blocks are cut too (plan.tp = {scenario.policies.tp}) can be "
+            "predicted, but not run yet; allowed: plan.tp = 1"
+        )
     if source.hugging_face is not None:
         raise UserError(
             f"{where}: plan.pp = {pp}: Hugging Face modules cannot be cut into stages; "

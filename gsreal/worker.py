@@ -58,9 +58,10 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     if rank == 0:
-        write_text(out, result_of(loaded, reports, device).to_json())
+        result = result_of(loaded, reports, device)
+        write_text(out, result.to_json())
         if trace is not None:
-            write_text(trace, chrome_trace([span for each in reports for span in each.spans]))
+            write_text(trace, chrome_trace([span for each in reports for span in each.spans], result))
 
 
 def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Checkpoints | None = None) -> RankReport:

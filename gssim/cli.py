@@ -53,7 +53,7 @@ def run_command(
     ended_s = time.perf_counter()
     result = simulated.result
     if trace is not None:
-        write_text(trace, chrome_trace(simulated.spans))
+        write_text(trace, chrome_trace(simulated.spans, result))
     if out is not None:
         write_text(out / file_name(loaded.scenario.name, result.scenario_id, "simulated"), result.to_json())
     if as_json:

@@ -53,22 +53,27 @@ class Work(NamedTuple):
     flop: Polynomial
     moved_bytes: Polynomial
     operations: int
+    streamed_bytes: Polynomial | None = None
+    """Of these, where it is known: those of operations that do next to no arithmetic."""
 
 
 def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
     """Return what a phase does; of what runs again, the whole forward where the model file tells no more."""
     if phase == "b":
-        return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations)
-    forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations)
+        return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
+    forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations, layer.forward_streamed_bytes)
     if phase == "f":
         return forward
     flop, moved_bytes, operations = layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations
+    streamed = layer.recompute_streamed_bytes
     if selective:
         flop, moved_bytes, operations = layer.selective_flop, layer.selective_bytes, layer.selective_operations
+        streamed = layer.selective_streamed_bytes
     return Work(
         forward.flop if flop is None else flop,
         forward.moved_bytes if moved_bytes is None else moved_bytes,
         forward.operations if operations is None else operations,
+        forward.streamed_bytes if moved_bytes is None else streamed,
     )
 
 
@@ -81,20 +86,33 @@ def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_
         flop=work.flop.at(**shape),
         moved_bytes=work.moved_bytes.at(**shape) * scale,
         operations=work.operations,
+        streamed_bytes=work.streamed_bytes.at(**shape) * scale if work.streamed_bytes is not None else 0.0,
     )
 
 
-def roofline_s(device: DeviceType, precision: Precision, *, flop: float, moved_bytes: float, operations: int) -> float:
+def roofline_s(
+    device: DeviceType,
+    precision: Precision,
+    *,
+    flop: float,
+    moved_bytes: float,
+    operations: int,
+    streamed_bytes: float = 0.0,
+) -> float:
     """Return the time that arithmetic, memory and issuing operations take.
 
-        t = max(flop / (peak * efficiency), bytes / memory bandwidth), and
+    `streamed_bytes`: of those moved, the bytes of operations that do next to no arithmetic; no product hides them, as
+    one operation runs after the other.
+
+        t = max(flop / (peak * efficiency), (bytes - streamed) / memory bandwidth) + streamed / memory bandwidth, and
         CPU:  t + operations * overhead      (operations run where they are issued)
         else: max(t, operations * overhead)  (the host issues ahead)
 
     Source: Williams, Waterman, Patterson 2009, "Roofline"; host issue: gradient-sharding D.4.
     """
     peak = peak_flop_per_s(device, precision) * device.efficiency_ratio
-    busy_s = max(flop / peak, moved_bytes / device.memory_bandwidth_bytes_per_s)
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    busy_s = max(flop / peak, (moved_bytes - streamed_bytes) / bandwidth) + streamed_bytes / bandwidth
     issue_s = operations * device.operation_overhead_s
     return busy_s + issue_s if device.kind == "cpu" else max(busy_s, issue_s)
 

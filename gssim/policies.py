@@ -235,9 +235,11 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
             f"{file}: plan.method = '{plan.method}': cannot run yet with {chosen}; allowed today: "
             f"what the methods {', '.join(PRESETS)} set themselves"
         )
-    if policies.tp > 1 and (divides or policies.pp > 1):
-        other = "plan.partition = 'weight-gradient'" if divides else f"plan.pp = {policies.pp}"
-        raise UserError(f"{file}: plan.tp = {policies.tp}: cannot run yet beside {other}; allowed today: 1")
+    if policies.tp > 1 and divides:
+        raise UserError(
+            f"{file}: plan.tp = {policies.tp}: cannot run yet beside plan.partition = 'weight-gradient'; "
+            "allowed today: 1"
+        )
 
 
 def _refuse_unless_default(table: Any, default: Any, key: str, path: str, file: str) -> None:

@@ -311,9 +311,10 @@ def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:
     )
 
 
-def chrome_trace(spans: Sequence[Span]) -> str:
+def chrome_trace(spans: Sequence[Span], result: Result | None = None) -> str:
     """Return spans as Chrome-trace JSON, for Perfetto: a process per rank, a thread per stream, times in us.
 
+    `result`: what the spans are a step of; `otherData` names it.
     Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`).
     """
     streams = sorted({(span.rank, span.stream) for span in spans})
@@ -334,4 +335,8 @@ def chrome_trace(spans: Sequence[Span]) -> str:
         }
         for span in spans
     )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
+    if result is not None:
+        keys = ("source", "scenario_id", "step_time_s")
+        trace["otherData"] = {key: getattr(result, key) for key in keys}
+    return json.dumps(trace) + "\n"

@@ -20,7 +20,8 @@ from analysis.compare import COLUMNS, compare, join
 from analysis.table import ResultFile, find_results
 from gssim.result import PHASES, Collective, Density, RankClass, Result
 
-CHARTS = ("predicted_vs_measured.png", "phases.png")
+TABLES = ("comparison.csv", "groups.csv", "gs_against_dense.csv")
+CHARTS = ("predicted_vs_measured.png", "phases.png", "exposed_communication.png", "gs_against_dense.png")
 ALL_REDUCE = Collective(kind="all-reduce", group=(0, 1), bytes=4_000_000, count=3)
 PUSH = Collective(kind="all-to-all-v", group=(0, 1), bytes=8_000_000, count=2, payload_bytes=1_000_000.0)
 
@@ -322,9 +323,9 @@ def test_compare_writes_a_csv_of_exact_columns_two_charts_and_a_table(
     assert "median |error|: step time 7.5 % (n = 2)" in said.out
     assert "payload 0.0 % (n = 1); collectives equal in 2 of 2" in said.out
     assert [line for line in said.out.splitlines() if line.startswith(str(out))] == [
-        str(out / name) for name in ("comparison.csv", "groups.csv", *CHARTS)
+        str(out / name) for name in (*TABLES, *CHARTS)
     ]
-    assert sorted(path.name for path in out.iterdir()) == sorted(["comparison.csv", "groups.csv", *CHARTS])
+    assert sorted(path.name for path in out.iterdir()) == sorted([*TABLES, *CHARTS])
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ PLAN_FAULTS = [
 
 NOT_YET = [
     (("plan.prefetch=1",), "plan.prefetch = 1: cannot run yet"),
-    (("plan.method=ddp", "plan.pp=2", "plan.tp=2"), "plan.tp = 2: cannot run yet beside plan.pp = 2"),
+    (("plan.method=gs_wgrad", "plan.tp=2"), "plan.tp = 2: cannot run yet beside plan.partition = 'weight-gradient'"),
     (("plan.method=tensor",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
     (("plan.method=gs_tp",), "workload.model: does not say how its blocks are cut among 2 ranks; trace it again"),
     (("plan.method=gs_z3", "plan.exchange=backend"), "plan.exchange = 'backend': cannot run yet with method 'gs_z3'; allowed"),

@@ -92,10 +92,12 @@ def test_timing_goes_to_stderr(gssim, tmp_path):
 
 
 def test_trace_is_a_chrome_trace(gssim, tmp_path):
-    code, _, _ = gssim("run", write_files(tmp_path), "--json", "--trace", tmp_path / "t.json")
+    code, out, _ = gssim("run", write_files(tmp_path), "--json", "--trace", tmp_path / "t.json")
     assert code == 0
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert {"forward h.0", "optimizer"} <= {event["name"] for event in events}
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert {"forward h.0", "optimizer"} <= {event["name"] for event in trace["traceEvents"]}
+    result = json.loads(out)
+    assert trace["otherData"] == {key: result[key] for key in ("source", "scenario_id", "step_time_s")}
 
 
 def test_a_plan_that_does_not_fit_is_answered(gssim, tmp_path):

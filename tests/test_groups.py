@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from test_analysis import in_file, make_result, run, write
 
 from analysis.baselines import naive
-from analysis.compare import compare, join
-from analysis.groups import GROUP_COLUMNS, errors_of, group_of, group_table, order_of, spearman
+from analysis.charts import comparison_figures, exposed_communication, predicted_vs_measured, rivals
+from analysis.charts.accuracy import WORST_LABELLED
+from analysis.compare import Pair, compare, join
+from analysis.groups import GROUP_COLUMNS, errors_of, group_of, group_table, order_of, spearman, worst_of
 from analysis.noise import noise_ratio_of, step_time_of, typical_repeat
-from analysis.report import worst_of
+from analysis.rivals import rival_table
 from analysis.targets import targets
 from gssim.result import Result
 
@@ -284,3 +286,131 @@ def test_few_scenarios_of_one_group_print_no_groups(
 def test_the_worst_are_told_by_the_size_of_their_errors() -> None:
     rows = rows_of(cells({"a": (1.1, 1.0), "b": (0.7, 1.0), "c": (1.2, 1.0)}))
     assert [row["name"] for row in worst_of(rows, most=2)] == ["g--b", "g--c"]
+
+
+# Gradient Sharding and its rivals ------------------------------------------------------------------------------------
+
+
+def measured_pairs(*results: Result) -> tuple[Pair, ...]:
+    return join(map(in_file, results)).pairs
+
+
+def both(name: str, method: str, predicted_s: float, measured_s: float, **changes: Any) -> list[Result]:
+    same = {"scenario_id": name, "name": f"g--{name}", "method": method, **changes}
+    return [
+        make_result("simulated", **same, step_time_s=predicted_s),
+        make_result("measured", **same, step_time_s=measured_s),
+    ]
+
+
+def test_gs_stands_beside_ddp_and_zero2_with_its_density_and_loss() -> None:
+    table = rival_table(
+        measured_pairs(
+            *both("ddp", "ddp", 1.0, 2.0, losses=(2.0,)),
+            *both("zero2", "zero2", 2.0, 2.5, losses=(2.0,)),
+            *both("zero3", "zero3", 9.0, 9.0),
+            *both("gs", "gs", 0.5, 0.5, threshold=1e-3, push_density=0.01, losses=(2.5,)),
+            *both("silent", "gs", 0.5, 0.4, threshold=math.inf),
+        )
+    )
+    rows = {(row["name"], row["rival_method"]): row for row in table.iter_rows(named=True)}
+    assert list(rows) == [(f"g--{name}", rival) for name in ("gs", "silent") for rival in ("ddp", "zero2")]
+    row = rows["g--gs", "ddp"]
+    assert (row["step_time_ratio_predicted"], row["step_time_ratio_measured"]) == (0.5, 0.25)
+    assert (row["push_density_measured"], row["control"]) == (0.01, False)
+    assert row["loss_change_measured_ratio"] == pytest.approx(0.25)
+    assert rows["g--gs", "zero2"]["step_time_ratio_measured"] == pytest.approx(0.2)
+    assert rows["g--silent", "ddp"]["control"] is True
+    assert rows["g--silent", "ddp"]["loss_change_measured_ratio"] is None
+
+
+def with_plan(results: list[Result], **plan: Any) -> list[Result]:
+    for result in results:
+        result.scenario["plan"].update(plan)
+    return results
+
+
+def test_of_several_rivals_that_with_the_likest_plan_counts_and_none_of_another_training() -> None:
+    pairs = measured_pairs(
+        *with_plan(both("a", "ddp", 1.0, 1.0), micro_batches=4),
+        *with_plan(both("b", "ddp", 1.0, 1.0), micro_batches=1, recompute="full"),
+        *both("other", "zero2", 1.0, 1.0, steps=99),
+        *with_plan(both("gs", "gs", 1.0, 1.0), micro_batches=4, recompute="full"),
+        *with_plan(both("gs4", "gs", 1.0, 1.0), micro_batches=4),
+    )
+    found = {row["name"]: row["rival"] for row in rival_table(pairs).iter_rows(named=True)}
+    assert found == {"g--gs": "g--a", "g--gs4": "g--a"}  # of two that differ equally, the first by name
+    assert rival_table(pairs[:1]).is_empty()
+
+
+def test_the_chart_of_rivals_says_which_control_is_missing() -> None:
+    results = [*both("ddp", "ddp", 1.0, 1.0), *both("gs", "gs", 0.5, 0.6, threshold=1e-3, push_density=0.1)]
+    figure = rivals(rival_table(measured_pairs(*results)))
+    assert figure is not None
+    assert any("No control" in text.get_text() for text in figure.texts)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["g", "gs"]
+    texts = [text.get_text() for text in axes.texts]
+    assert "10 %" in texts
+    marks = sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "s")
+    assert marks == [0.5, 0.6]
+    silent = both("silent", "gs", 0.5, 0.6, threshold=math.inf)
+    figure = rivals(rival_table(measured_pairs(*results, *silent)))
+    assert figure is not None
+    assert not any("No control" in text.get_text() for text in figure.texts)
+    assert rivals(rival_table(())) is None
+
+
+# Charts of many ------------------------------------------------------------------------------------------------------
+
+
+def crowd(groups: int, each: int) -> list[Result]:
+    made = []
+    for group in range(groups):
+        times = {f"v{i}": ((1 + i / 10) * (1.3 if i == 3 else 1.01), 1 + i / 10, 1.02 + i / 10) for i in range(each)}
+        made += cells(times, f"group{group}")
+    return made
+
+
+def test_of_many_points_only_the_worst_have_labels_and_bars_show_the_noise() -> None:
+    comparison = compare(join(map(in_file, crowd(3, 10))).pairs)
+    time_axes, _ = predicted_vs_measured(comparison).axes
+    labels = [text.get_text() for text in time_axes.texts]
+    assert len(labels) == WORST_LABELLED
+    assert sum("--v3" in label for label in labels) == 3
+    _, names = time_axes.get_legend_handles_labels()
+    assert {"within \u00b15 %", "within \u00b120 %", "range of the repeats"} <= set(names)
+
+
+def test_naive_marks_that_are_outside_are_counted() -> None:
+    comparison = compare(join(map(in_file, cells({"a": (1.0, 1.0), "b": (2.0, 2.0)}))).pairs)
+    time_axes, _ = predicted_vs_measured(comparison).axes
+    _, names = time_axes.get_legend_handles_labels()
+    assert "naive: compute only (1 outside)" in names  # 0.8 s is below the panel's lower end, 1.6 s is not
+    assert "naive: compute, then bytes over the slowest link" not in names  # bytes are not known
+
+
+def test_a_large_matrix_has_phases_of_the_worst_and_of_each_group() -> None:
+    pairs = join(map(in_file, crowd(3, 10))).pairs
+    figures = comparison_figures(compare(pairs), rival_table(pairs))
+    assert [name for name in figures if name.startswith("phases")] == [
+        "phases.png", "phases-group0.png", "phases-group1.png", "phases-group2.png",
+    ]  # fmt: skip
+    worst = [label.get_text() for axes in figures["phases.png"].axes for label in axes.get_yticklabels()]
+    assert len(worst) == 10
+    assert {"group0--v3", "group1--v3", "group2--v3"} <= set(worst)
+    group = [label.get_text() for axes in figures["phases-group1.png"].axes for label in axes.get_yticklabels()]
+    assert group == [f"group1--v{i}" for i in range(10)]
+    assert "gs_against_dense.png" not in figures
+
+
+def test_exposed_communication_has_a_panel_for_each_group_of_several() -> None:
+    comparison = compare(join(map(in_file, crowd(2, 4))).pairs)
+    figure = exposed_communication(comparison)
+    assert figure is not None
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["group0", "group1"]
+    pair = exposed_communication(compare(join(map(in_file, crowd(4, 1))).pairs))
+    assert pair is not None
+    assert [axes.get_title(loc="left") for axes in pair.axes] == ["all"]
+    busy = [make_result(source, phase_shares=(0.3, 0.4, 0.1, 0.1, 0.0, 0.1)) for source in ("simulated", "measured")]
+    assert exposed_communication(compare(join(map(in_file, busy)).pairs)) is None

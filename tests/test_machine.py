@@ -167,4 +167,4 @@ def test_a_rank_records_its_waits_as_spans_that_do_not_overlap_on_a_stream():
     machine = machine_for(star(2, bandwidth=1e3), tasks, tasks, communications=PAIR)
     machine.run(1)
     spans = [(s.label, s.start_s, s.end_s) for s in machine.spans if s.rank == 0 and s.stream == "compute"]
-    assert spans == [("w", 0.0, 1.0), ("wait v", 1.0, 2.0), ("v", 2.0, 3.0)]
+    assert spans == [("w", 0.0, 1.0), ("wait x", 1.0, 2.0), ("v", 2.0, 3.0)]

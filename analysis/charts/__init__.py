@@ -6,7 +6,25 @@ or hatching and in lightness, so that they can be told apart in grey and by colo
 
 from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
+from analysis.charts.comparison import comparison_figures
 from analysis.charts.drawing import DPI, STYLE, png, point_labels, save
+from analysis.charts.exposed import exposed_communication
+from analysis.charts.rivals import rivals
 from analysis.charts.step_phases import phases
+from analysis.charts.timeline import timeline
 
-__all__ = ["DPI", "STYLE", "convergence", "phases", "png", "point_labels", "predicted_vs_measured", "save", "spread"]
+__all__ = [
+    "DPI",
+    "STYLE",
+    "comparison_figures",
+    "convergence",
+    "exposed_communication",
+    "phases",
+    "png",
+    "point_labels",
+    "predicted_vs_measured",
+    "rivals",
+    "save",
+    "spread",
+    "timeline",
+]

@@ -31,15 +31,17 @@ PHASE_COLOURS = {
     "exposed_communication": "#882255",
     "idle": "#E4E4E4",
 }
+NOTE_IN = 0.2
+"""Height of a line of notes."""
 DARK_PHASES = frozenset({"backward", "exposed_communication"})
 """Hatched in white, the others in dark grey."""
 
 
-def phases(comparison: pl.DataFrame) -> Figure:
+def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
     """Return stacked bars of a step's phases, for each scenario the predicted bar (hatched) above the measured one.
 
     Steps of very different length go to panels of their own, each with its own axis: on one axis the short ones
-    would vanish.
+    would vanish. `note`: which scenarios these are.
     """
     labels = point_labels(comparison)
     rows = list(comparison.iter_rows(named=True))
@@ -47,7 +49,7 @@ def phases(comparison: pl.DataFrame) -> Figure:
     with mpl.rc_context(STYLE):
         left_in = 0.3 + max(map(label_width_in, labels), default=0)
         bar_in, right_in = 6.6, 1.45
-        top_in, between_in, bottom_in = 1.25, 0.85, 0.65
+        top_in, between_in, bottom_in = 1.25 + (NOTE_IN if note else 0.0), 0.85, 0.65
         heights_in = [0.68 * len(group) + 0.12 for group in groups]
         width_in = left_in + bar_in + right_in
         height_in = top_in + sum(heights_in) + between_in * (len(groups) - 1) + bottom_in
@@ -58,7 +60,7 @@ def phases(comparison: pl.DataFrame) -> Figure:
             axes = figure.add_axes((left_in / width_in, bottom / height_in, bar_in / width_in, panel_in / height_in))
             _phase_panel(axes, [rows[i] for i in group], [labels[i] for i in group])
             bottom -= between_in
-        _phase_heading(figure, several=len(groups) > 1)
+        _phase_heading(figure, note, several=len(groups) > 1)
     return figure
 
 
@@ -76,22 +78,24 @@ def magnitudes(values: Sequence[float]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _phase_heading(figure: Figure, *, several: bool) -> None:
+def _phase_heading(figure: Figure, which: str, *, several: bool) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
     title = "Where does a step's time go, and does the simulator see it?"
     figure.text(x, 1 - 0.32 / height_in, title, fontsize=14, fontweight="bold", va="center")
+    notes = [which] if which else []
     note = "Top bar of a pair (hatched): predicted; bottom bar (plain): measured. Means over ranks."
     if several:
         note += " Mind the different time axes."
-    figure.text(x, 1 - 0.62 / height_in, note, va="center", color="0.25")
+    for i, line in enumerate([*notes, note]):
+        figure.text(x, 1 - (0.62 + NOTE_IN * i) / height_in, plain(line), va="center", color="0.25")
     swatches = [
         Patch(facecolor=PHASE_COLOURS[p], edgecolor="0.2", linewidth=0.6, label=p.replace("_", " ")) for p in PHASES
     ]
     figure.legend(
         handles=swatches,
         loc="upper left",
-        bbox_to_anchor=(x, 1 - 0.8 / height_in),
+        bbox_to_anchor=(x, 1 - (0.8 + NOTE_IN * len(notes)) / height_in),
         ncols=len(PHASES),
         frameon=False,
         borderaxespad=0,

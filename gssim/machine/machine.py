@@ -221,15 +221,17 @@ class Machine:
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""
-        pending = [event for label in task.after if not (event := self.finished[index, step, label]).triggered]
-        if not pending:
+        awaited = [label for label in task.after if not self.finished[index, step, label].triggered]
+        if not awaited:
             return
+        pending = [self.finished[index, step, label] for label in awaited]
         began_s = self.env.now
         self.waiting[index, stream] = (task, None)
         yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
         del self.waiting[index, stream]
         if stream == "compute" and self.env.now > began_s:
-            self._span(index, stream, f"wait {task.label}", "exposed_communication", began_s)
+            label = task.label if task.label.startswith("wait") else f"wait {awaited[-1]}"
+            self._span(index, stream, label, "exposed_communication", began_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
         host, device = self.hosts[self.classes[index].host], self.devices[index]

@@ -83,6 +83,7 @@ class Scheduler:
         gpus = any(cluster.device_types[name].kind == "cuda" for name in {d.type for d in cluster.devices[:ranks]})
         self.tuning = (cluster.nccl or GENERATIONS["ampere"]) if cluster.backend == "nccl" and gpus else None
         self._groups: dict[Members, Group] = {}
+        self._alike: dict[bytes, Group] = {}
         devices = cluster.devices[:ranks]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
         self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
@@ -162,6 +163,9 @@ class Scheduler:
     def _group(self, members: Members) -> Group:
         """Return a group as NCCL's tuner sees it: its rates are those of the ring's hops inside and between hosts."""
         if members not in self._groups:
+            place = self._place_among_equals(members)
+            if place is not None and place in self._alike:
+                return self._groups.setdefault(members, self._alike[place])
             hops = ring_hops(members, 1)
             local = np.where(self.hosts[hops.source] == self.hosts[hops.target], hops.weight, 0.0)
             whole = summed(hops.source, local, len(self.hosts))[hops.source]
@@ -180,7 +184,24 @@ class Scheduler:
                 joint="pcie" if members.inside is None and inside < PCIE_BYTES_PER_S else "nvlink",
                 nvls=members.inside is None and members.count > 1,
             )
+            if place is not None:
+                self._alike[place] = self._groups[members]
         return self._groups[members]
+
+    def _place_among_equals(self, members: Members) -> bytes | None:
+        """Return what tells a group apart where all servers are alike and hang on one switch; None elsewhere.
+
+        That is hosts in their order of appearance, and places in them.
+        """
+        topology = self.cluster.topology
+        if topology is None or topology.kind != "servers" or len(topology.servers) > 1:
+            return None
+        if topology.fabric is not None and topology.fabric.kind != "switch":
+            return None
+        _, first, inverse = np.unique(members.hosts, return_index=True, return_inverse=True)
+        order = np.argsort(np.argsort(first, kind="stable"), kind="stable")[inverse.ravel()]
+        ranks = np.asarray(members.ranks) % topology.servers[0].devices
+        return np.concatenate([order, ranks]).tobytes()
 
     def kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
         """Return a number for each of several groups: equal where collectives are carried out in the same way.

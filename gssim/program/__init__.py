@@ -33,7 +33,8 @@ from gssim.program.sharded import (
 from gssim.program.task import Program, Task
 from gssim.program.units import Unit, units
 from gssim.scenario import Scenario
-from gssim.slices import units_held
+from gssim.slices import held_model, units_held
+from gssim.workload import LayerInstance, unrolled
 
 __all__ = ["Bucket", "Lowering", "Program", "Task", "Unit", "lower", "units"]
 
@@ -109,9 +110,9 @@ def _parts_of_the_model(
 ) -> Iterator[Lowering]:
     """Give a lowering for each part of the model: the ranks that hold the same part share one. Of slices, the first."""
     mesh = scenario.policies.mesh
-    stages = stages_of(scenario.stages) if mesh.pp > 1 else ()
+    by_part = [stages_of(_held_stages(scenario, part)) if mesh.pp > 1 else () for part in range(slices)]
     for place in range(mesh.pp):
-        for part in range(slices):
+        for part, stages in enumerate(by_part):
             group = mesh.group(place * mesh.data_ranks * mesh.tp + part, *DATA_AXES)
             yield Lowering(
                 scenario,
@@ -123,6 +124,14 @@ def _parts_of_the_model(
                 tensor_part=part,
                 slowed=slowed,
             )
+
+
+def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
+    """Return the layers of every stage of a pipeline; where blocks are cut, as the ranks with that part hold them."""
+    if scenario.policies.tp == 1:
+        return scenario.stages
+    held = unrolled(held_model(scenario.workload.model, scenario.slice_shares, part))
+    return [[held[instance.index] for instance in stage] for stage in scenario.stages]
 
 
 def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:

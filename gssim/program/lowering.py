@@ -116,17 +116,24 @@ class Lowering:
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
         """The unrolled model, or the part that stages have, numbered from 0; of cut blocks, the units that are held."""
+        if self.stages:
+            return tuple(replace(instance, index=i) for i, instance in enumerate(self._of_stages))
         if self.scenario.policies.tp > 1:
             return unrolled(held_model(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
-        if not self.stages:
-            return self.whole_layers
-        held = [instance for stage in self.stages for instance in stage.layers]
-        return tuple(replace(instance, index=i) for i, instance in enumerate(held))
+        return self.whole_layers
+
+    @cached_property
+    def _of_stages(self) -> tuple[LayerInstance, ...]:
+        """The layers of the stages that are held, with the model's own numbers."""
+        return tuple(instance for stage in self.stages for instance in stage.layers)
 
     def whole(self, instance: LayerInstance) -> Layer | None:
         """Return the layer of which a rank runs a part: a slice of it, or what is left of its backward; else None."""
         parts = self.deals_out_layers or self.scenario.policies.tp > 1
-        return self.whole_layers[instance.index].layer if parts else None
+        if not parts:
+            return None
+        index = self._of_stages[instance.index].index if self.stages else instance.index
+        return self.whole_layers[index].layer
 
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:

@@ -133,11 +133,10 @@ def _check_pipeline(scenario: Scenario, policies: Policies, file: str) -> None:
 
 def _check_pipeline_policies(plan: Plan, policies: Policies, file: str) -> None:
     where, replicas = f"{file}: plan.pp = {policies.pp}", policies.data_ranks
-    runs = policies.partition == "data" and policies.parameters == "replicated" and policies.tp == 1
+    runs = policies.partition == "data" and policies.parameters == "replicated"
     if not runs or policies.gradients not in ("local", "all-reduce"):
-        reason = f"plan.tp = {policies.tp}" if policies.tp > 1 else f"method '{plan.method}'"
         raise UserError(
-            f"{where}: {reason} cannot run in a pipeline yet; "
+            f"{where}: method '{plan.method}' cannot run in a pipeline yet; "
             "allowed today: pipeline, or ddp or zero1 for replicas of one"
         )
     if (policies.gradients == "all-reduce") != (replicas > 1):

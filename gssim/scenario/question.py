@@ -22,7 +22,16 @@ from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
 from gssim.workload import LayerInstance, Workload, unrolled
 
-FOLLOWS_FROM_THE_MODULE = ("units", "reductions", "linear", "untrained_buffers", "frozen", "deepest")
+FOLLOWS_FROM_THE_MODULE = (
+    "units",
+    "reductions",
+    "linear",
+    "untrained_buffers",
+    "frozen",
+    "deepest",
+    "forward_streamed_bytes",
+    "backward_streamed_bytes",
+)
 """Of a layer: files traced before these were kept ask the same question."""
 
 

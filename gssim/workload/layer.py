@@ -1,9 +1,20 @@
 """One layer as it was traced."""
 
+from typing import Any
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
 from gssim.units import Count, PositiveInt, spec
 from gssim.workload.buffer import Buffer, Moment
 from gssim.workload.parameter import Parameter, Reduction
 from gssim.workload.polynomial import Quantity, text_of
+
+STREAMED = (
+    "forward_streamed_bytes",
+    "backward_streamed_bytes",
+    "recompute_streamed_bytes",
+    "selective_streamed_bytes",
+)
 
 
 @spec
@@ -59,6 +70,12 @@ class Layer:
     selective_operations: Count | None = None
     selective_positions: tuple[Count, ...] | None = None
     """Of the forward's compute-heavy operations: matrix products, convolutions, attention."""
+    forward_streamed_bytes: Quantity | None = None
+    """Of `forward_bytes`, those of operations that do next to no arithmetic (norms, activations, softmax, sums): they
+    take their time at memory bandwidth, beside that of matrix products. Absent: not known apart."""
+    backward_streamed_bytes: Quantity | None = None
+    recompute_streamed_bytes: Quantity | None = None
+    selective_streamed_bytes: Quantity | None = None
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
     units: PositiveInt | None = None
     """Of a block that is cut: how many units there are of it; see [Note: units]."""
@@ -73,6 +90,15 @@ class Layer:
     deepest: PartialBackward | None = None
     """Where it is trained, but no layer before it; absent in the first layer, whose backward is this, without
     parameters, and where not traced."""
+
+    @model_serializer(mode="wrap")
+    def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is not known apart makes no other question."""
+        data: dict[str, Any] = inner(self)
+        for key in STREAMED:
+            if data[key] is None:
+                del data[key]
+        return data
 
     @property
     def repeats(self) -> int:

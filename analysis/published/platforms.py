@@ -1,0 +1,93 @@
+"""Clusters of the machines that figures were published of."""
+
+import tomllib
+from dataclasses import field
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from gssim.cluster import Cluster
+from gssim.units import PositiveFloat, PositiveInt, spec, validated
+
+FILE = "platforms.toml"
+
+
+@spec
+class Platform:
+    """A kind of machine, as tables name its GPU."""
+
+    names: tuple[str, ...]
+    """What the tables call it, or what their entry begins with."""
+    device: dict[str, Any]
+    inside: Literal["nvswitch", "pcie", "cube-mesh", "none"]
+    inside_link: str
+    devices: PositiveInt
+    """In each server, unless the table says."""
+    nics: PositiveInt
+    nic_link: str
+    pcie_link: str
+    nccl: str | dict[str, Any]
+    float8_ratio: PositiveFloat | None = None
+    """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
+    attention_ratio: PositiveFloat = 1.0
+    """Rate of flash attention over that of maps; see `Software`."""
+    reserved_ratio: PositiveFloat = 1.0
+    """Peak bytes that the allocator holds over those that tensors take, where no replay of the allocator tells."""
+    calibrated_on: tuple[str, ...] = field(default=())
+    """The rows, by their id, that numbers of the device were fitted to."""
+
+
+@cache
+def platforms() -> dict[str, Platform]:
+    """Return every platform by its key in the file."""
+    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
+    return {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}
+
+
+def platform_of(gpu: str) -> Platform | None:
+    """Return the platform of a GPU as a table names it: the longest name that its entry begins with.
+
+    >>> platform_of("A100-SXM-80GB (as they say)").nics, platform_of("abacus")
+    (8, None)
+    """
+    found = [(len(name), platform) for platform in platforms().values() for name in platform.names if _is(gpu, name)]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _is(gpu: str, name: str) -> bool:
+    return gpu == name or gpu.startswith((f"{name} ", f"{name},"))
+
+
+def calibration_rows() -> frozenset[str]:
+    """Return the ids of all rows that a device's numbers were fitted to."""
+    return frozenset(row for platform in platforms().values() for row in platform.calibrated_on)
+
+
+@cache
+def cluster_of(gpu: str, ranks: int, per_node: int | None) -> Cluster:
+    """Return a cluster of so many devices of a known GPU, in servers behind one switch that never blocks."""
+    platform = platform_of(gpu)
+    assert platform is not None  # asked for before
+    devices = min(per_node or platform.devices, ranks)
+    while ranks % devices:
+        devices -= 1
+    nics = next(n for n in range(min(platform.nics, devices), 0, -1) if devices % n == 0)
+    server = {
+        "count": ranks // devices,
+        "device": "gpu",
+        "devices": devices,
+        "inside": platform.inside if devices > 1 else "none",
+        **({"inside_link": platform.inside_link} if devices > 1 else {}),
+        "nics": nics,
+        "nic_link": platform.nic_link,
+        "pcie_link": platform.pcie_link,
+    }
+    data = {
+        "name": f"{ranks} x {gpu}",
+        "backend": "nccl",
+        "nccl": platform.nccl,
+        "source": f"analysis/published/{FILE}",
+        "device_types": {"gpu": platform.device},
+        "topology": {"kind": "servers", "fabric": {"kind": "switch"}, "servers": [server]},
+    }
+    return validated(Cluster, data, file=FILE)

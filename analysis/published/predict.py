@@ -1,0 +1,121 @@
+"""The scenario of a published run, and its prediction."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from analysis.published.platforms import cluster_of, platform_of
+from analysis.published.runs import Run, SkippedError
+from analysis.published.transformer import transformer
+from gssim.cluster import Cluster
+from gssim.plan import Plan
+from gssim.result import Result
+from gssim.scenario import Loaded, Scenario, check
+from gssim.simulate import simulate
+from gssim.units import UserError
+from gssim.workload import Workload
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a run; memory of the rank that needs most."""
+
+    step_s: float
+    allocated_bytes: float
+    reserved_bytes: float
+    device_bytes: float
+
+
+def predict(run: Run) -> Prediction:
+    """Return the prediction for a run; raise SkippedError where the project cannot predict it.
+
+    Of many micro-batches not all are simulated: in its steady state, each more takes as long as the one before it.
+    """
+    few, more = _counts(run)
+    results = [_result(run, count) for count in dict.fromkeys((few, more))]
+    first, last = results[0].step_time_s, results[-1].step_time_s
+    step_s = last + (run.micro_batches - more) * (last - first) / max(1, more - few)
+    cluster, platform = cluster_of_run(run), platform_of(run.gpu)
+    ranks = results[-1].ranks
+    allocated = max(rank.peak_allocated_bytes for rank in ranks)
+    ratio = platform.reserved_ratio if platform else 1.0
+    reserved = max(rank.peak_reserved_bytes or ratio * rank.peak_allocated_bytes for rank in ranks)
+    return Prediction(step_s, allocated, reserved, reserved + cluster.type_of(0).context_bytes)
+
+
+def _counts(run: Run) -> tuple[int, int]:
+    """Return how many micro-batches are simulated, twice: the numbers are as far apart as the schedule repeats.
+
+    It does from the micro-batch on that finds a pipeline filled: interleaved, that takes two rounds of its ranks.
+    """
+    every = run.pp
+    few = max(2, every * (2 if run.chunks > 1 else 1))
+    if run.micro_batches <= few + every or run.micro_batches % every:
+        return run.micro_batches, run.micro_batches
+    return few, few + every
+
+
+def cluster_of_run(run: Run) -> Cluster:
+    """Return the cluster that a run was on."""
+    return cluster_of(run.gpu, run.ranks, run.per_node)
+
+
+def scenario_of(run: Run, micro_batches: int) -> Scenario:
+    """Return the scenario of a run with so many micro-batches; raise SkippedError for a GPU that is not known."""
+    if platform_of(run.gpu) is None:
+        raise SkippedError("a GPU that platforms.toml does not know")
+    context = run.software.context_ranks
+    model = transformer(
+        run.identity, run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.kind == "gpt",
+        source=run.source,
+    )  # fmt: skip
+    workload = Workload(
+        model=model,
+        global_batch_size=run.dp * context * run.micro_batch * micro_batches,
+        sequence_length=run.shape.sequence_length // context,
+        precision=run.software.precision,
+        optimizer=run.optimizer,
+        optimizer_implementation="fused",
+    )
+    return Scenario(name=run.identity, cluster=cluster_of_run(run), workload=workload, plan=plan_of(run, micro_batches))
+
+
+def plan_of(run: Run, micro_batches: int) -> Plan:
+    """Return how a run divides the work."""
+    data = run.dp * run.software.context_ranks
+    axis = {"ddp": "dp_replicate", "zero1": "dp_replicate", "zero2": "dp_shard", "zero3": "dp_shard"}.get(run.method)
+    settings: dict[str, Any] = {axis: data} if axis else {}
+    if run.pp > 1:
+        settings |= {
+            "pp": run.pp,
+            "stages": stages_of(run),
+            "schedule": "interleaved" if run.chunks > 1 else "1f1b" if micro_batches >= run.pp else "gpipe",
+        }
+    if run.method == "ddp" and not run.overlap:
+        settings["bucket_bytes"] = float(2**50)
+    return Plan(
+        method=run.method, tp=run.tp, micro_batches=micro_batches, recompute=run.recompute, overlap=run.overlap,
+        **settings,
+    )  # fmt: skip
+
+
+def stages_of(run: Run) -> tuple[int, ...]:
+    """Return the layers of every stage: blocks, the embedding with the first, the head with the last."""
+    stages, blocks = run.pp * run.chunks, run.shape.layers
+    counts = list(run.blocks_of_stages or (blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)))
+    counts[0] += 1
+    counts[-1] += 1
+    return tuple(counts)
+
+
+def _result(run: Run, micro_batches: int) -> Result:
+    try:
+        scenario = scenario_of(run, micro_batches)
+        check(scenario, file=run.identity)
+        return simulate(Loaded(file=run.identity, scenario=scenario)).result
+    except UserError as error:
+        raise SkippedError(f"gssim refuses the plan: {_reason(str(error))}") from None
+
+
+def _reason(text: str) -> str:
+    """Return a refusal without the row's own name and numbers' places."""
+    return text.partition(": ")[2] or text

@@ -1,0 +1,87 @@
+"""Scores of published figures as a table for people, and as JSON."""
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from analysis.published.score import BYTES_PER_PARAMETER, UTILISATION, Errors, Scored, SourceScore
+
+PIPE_WIDTH = 140
+
+
+def as_json(scores: list[SourceScore]) -> dict[str, Any]:
+    """Return all scores as plain data, every row's figures with them."""
+    return {
+        "baseline": {"utilisation_ratio": UTILISATION, "bytes_per_parameter": BYTES_PER_PARAMETER},
+        "sources": [
+            {
+                "source": each.source,
+                "step_time": asdict(each.step) if each.step else None,
+                "memory": {metric: asdict(errors) for metric, errors in each.memory.items()},
+                "rank_agreement": asdict(each.agreement),
+                "calibration_rows": list(each.calibration),
+                "skipped": each.skipped,
+                "rows": [_row(row) for row in each.rows],
+            }
+            for each in scores
+        ],
+    }
+
+
+def _row(row: Scored) -> dict[str, Any]:
+    metric = row.run.memory_metric
+    return {
+        "id": row.identity,
+        "calibration": row.calibration,
+        "measured_step_time_s": row.run.step_s,
+        "predicted_step_time_s": row.prediction.step_s,
+        "memory_metric": metric,
+        "measured_memory_bytes": row.run.memory_bytes,
+        "predicted_memory_bytes": getattr(row.prediction, f"{metric}_bytes") if metric else None,
+    }
+
+
+def print_scores(scores: list[SourceScore]) -> None:
+    """Print a line for each source and quantity, then what was skipped and why."""
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("source", overflow="fold", min_width=40)
+    table.add_column("figure")
+    for header in (
+        "n",
+        "mean\n%",
+        "median\n%",
+        "max\n%",
+        "baseline's\nmedian %",
+        "pairs in\norder",
+        "calibrated\non rows",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for each in scores:
+        for cells in _lines(each):
+            table.add_row(*map(escape, cells))
+    console.print(table)
+    console.print(
+        f"baseline: 6 x parameters x tokens / (GPUs x peak x {UTILISATION}); {BYTES_PER_PARAMETER} bytes a parameter",
+        markup=False,
+    )
+    for each in scores:
+        for reason, count in sorted(each.skipped.items(), key=lambda item: -item[1]):
+            console.print(f"skipped {count} of {each.source}: {reason}", markup=False)
+
+
+def _lines(each: SourceScore) -> list[tuple[str, ...]]:
+    order = f"{each.agreement.agreeing}/{each.agreement.pairs}" if each.agreement.pairs else "-"
+    lines = [_cells(each.source, "step time", each.step, order, str(len(each.calibration)))] if each.step else []
+    lines += [_cells(each.source, f"memory, {metric}", errors, "", "") for metric, errors in each.memory.items()]
+    return lines
+
+
+def _cells(source: str, figure: str, errors: Errors, order: str, calibrated: str) -> tuple[str, ...]:
+    shown = (errors.mean, errors.median, errors.maximum, errors.baseline_median)
+    return (source, figure, str(errors.n), *(f"{100 * value:.1f}" for value in shown), order, calibrated)

@@ -1,0 +1,52 @@
+"""What a row of a table says: a training that was run, and what was measured of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from analysis.published.transformer import Shape, Software
+
+Metric = Literal["allocated", "reserved", "device"]
+"""Peak bytes that tensors took; that the allocator had taken from the device; that were in use on the device."""
+
+
+class SkippedError(Exception):
+    """A row that cannot be scored: why, in words that many rows share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training step that somebody timed."""
+
+    identity: str
+    source: str
+    gpu: str
+    per_node: int | None
+    shape: Shape
+    software: Software
+    method: Literal["single", "ddp", "zero2", "zero3", "pipeline", "tensor"]
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    """Stages of each of a pipeline's ranks."""
+    blocks_of_stages: tuple[int, ...] | None = None
+    """Absent: as evenly as may be."""
+    micro_batch: int
+    """Samples of a rank."""
+    micro_batches: int
+    recompute: Literal["none", "selective", "full"]
+    overlap: bool
+    optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
+    step_s: float | None
+    memory_bytes: float | None = None
+    memory_metric: Metric | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Number of GPUs."""
+        return self.dp * self.tp * self.pp * self.software.context_ranks
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.dp * self.micro_batches * self.micro_batch * self.shape.sequence_length

@@ -1,0 +1,47 @@
+"""Tables of vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, blocks recomputed."""
+
+from collections.abc import Mapping
+
+from analysis.published.runs import Run
+from analysis.published.tables.fields import divided, needed, number
+from analysis.published.transformer import Shape, Software
+
+GPU = "A100-SXM-80GB, 4 cards"
+NODE = 8
+VOCABULARY = 51200
+"""Megatron's own, padded; the tables do not say."""
+
+
+def vtrain(record: Mapping[str, str], identity: str) -> Run:
+    """Return what a row says; raise SkippedError where it lacks something."""
+    dp, micro = needed(record, "data parallelism"), needed(record, "micro batch")
+    hidden, heads = needed(record, "hidden size"), needed(record, "attention heads")
+    pp, milliseconds = needed(record, "pipeline parallelism"), number(record, "iteration time (ms)")
+    tp = needed(record, "tensor parallelism")
+    shape = Shape(
+        kind="gpt",
+        layers=needed(record, "# layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocabulary=VOCABULARY,
+        sequence_length=needed(record, "sequence length"),
+    )
+    return Run(
+        identity=identity,
+        source=f"vTrain, {'several nodes' if needed(record, '# GPUs') > NODE else 'one node'}",
+        gpu=GPU,
+        per_node=8,
+        shape=shape,
+        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1),
+        method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor",
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        micro_batch=micro,
+        micro_batches=divided(divided(needed(record, "global batch"), dp, "samples"), micro, "micro-batches"),
+        recompute="full",
+        overlap=False,
+        step_s=milliseconds / 1e3 if milliseconds else None,
+    )

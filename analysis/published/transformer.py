@@ -1,0 +1,411 @@
+"""Models of transformers from their hyper-parameters, as the figures' own code builds them.
+
+Bytes that operations stream are counted by reading the kernels: of a tensor of n elements of v bytes, a norm reads and
+writes v*n each way, and in its backward reads two tensors twice and writes one; a dropout reads v*n and writes v*n and
+a mask of n; a softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and writes v a score.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from analysis.published.operations import INPUT, NOTHING, Chain, Cut, Operation, Weight, total
+from gssim.units import PRECISION_BYTES, Precision
+from gssim.workload import Layer, Model, Module, Polynomial, TokenInput
+
+FLOAT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Hyper-parameters of a decoder (or encoder) of equal blocks."""
+
+    kind: Literal["gpt", "llama"]
+    """`gpt`: layer norms, biases, two maps with a GELU between; `llama`: RMS norms, rotary positions, SwiGLU."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    sequence_length: int
+
+    @property
+    def kv_width(self) -> int:
+        """Width of keys, and of values."""
+        return self.hidden // self.heads * self.kv_heads
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, the head tied to the embedding where `gpt`.
+
+        >>> gpt3 = Shape(kind="gpt", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocabulary=51200,
+        ...     sequence_length=2048)
+        >>> round(gpt3.parameters / 1e9, 1)
+        174.6
+        """
+        h, maps = self.hidden, 2 if self.kind == "gpt" else 3
+        block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
+        if self.kind == "gpt":
+            block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
+            return self.layers * block + (self.vocabulary + self.sequence_length) * h + 2 * h
+        return self.layers * (block + 2 * h) + 2 * self.vocabulary * h + h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What of the software that ran a model makes other operations of it."""
+
+    precision: Precision = "bf16"
+    flash_attention: bool = False
+    """Scores are never written, and where the mask is causal, only half of them are computed."""
+    dropout: bool = True
+    """Of attention and of each map's output."""
+    fused_softmax: bool = True
+    """Scale, mask and softmax are one kernel, as in half precision; else three, of torch."""
+    partitioned: bool = False
+    """Between blocks a rank has its part of the activations, as where stages of a pipeline pass on parts of them that
+    are gathered on arrival (Narayanan et al. 2021, section 4.1; DeepSpeed's PipelineEngine does it too)."""
+    compiled: bool = False
+    """Operations that only stream are fused with their neighbours (torch.compile)."""
+    early_stop: bool = True
+    sequence_parallel: bool = False
+    """Between cut blocks, each rank has its part of the sequence."""
+    context_ranks: int = 1
+    """Ranks that share each sequence, attention in a ring: sizes are of a rank's part of it."""
+    map_speedup: float = 1.0
+    """Rate of the blocks' maps over that of the precision: float8."""
+    float8_casts: bool = False
+    attention_ratio: float = 1.0
+    """Rate of flash attention over that of maps."""
+
+
+class Writer:
+    """Writes the operations of one model down."""
+
+    def __init__(self, shape: Shape, software: Software, ranks: int) -> None:
+        self.shape, self.software, self.cut = shape, software, Cut(ranks)
+        self.value = PRECISION_BYTES[software.precision]
+
+    def tokens(self, width: float, *, shared: bool = True, value: float | None = None) -> Polynomial:
+        """Return the bytes of a tensor of `width` elements for each token."""
+        return self.cut.size(bs=width * (self.value if value is None else value), shared=shared)
+
+    def whole(self, width: float, *, value: float | None = None) -> Polynomial:
+        """Return the same of a tensor outside cut maps: with sequence parallelism, shared too."""
+        return self.tokens(width, shared=self.software.sequence_parallel, value=value)
+
+    def passed(self) -> Polynomial:
+        """Return the bytes of what a block hands on."""
+        shared = self.software.sequence_parallel or self.software.partitioned
+        return self.tokens(self.shape.hidden, shared=shared)
+
+    def scores(self, per_score: float) -> Polynomial:
+        """Return so many for each score of a head."""
+        return self.cut.size(bss=per_score * self.shape.heads * self.software.context_ranks)
+
+    def gathered(self) -> Operation:
+        """Return what a rank gets of the others' parts of a block's input."""
+        parts = self.cut.ranks
+        width = self.shape.hidden * (parts - 1) / parts
+        return Operation(name="gathered", output=self.tokens(width, shared=False))
+
+    def norm(self, name: str, *reads: str) -> Operation:
+        """Return a norm of what is read."""
+        h, v = self.shape.hidden, self.value
+        names = ("weight", "bias") if self.shape.kind == "gpt" else ("weight",)
+        weights = tuple(Weight(name=f"{{}}.{name}.{each}", shape=(h,)) for each in names)
+        # eager RMS norms are five operations, in float (square, mean, product, cast, product)
+        passes = 2.0 if self.shape.kind == "gpt" or self.software.compiled else 2.0 + 4 * FLOAT / v
+        return Operation(
+            name=name,
+            reads=reads,
+            output=self.whole(h),
+            streamed=self.whole(h * passes),
+            backward_streamed=self.whole(h * (5 if passes == 2 else 2 * passes)),
+            saves=reads,
+            noted=self.whole(2 if self.shape.kind == "gpt" else 1, value=FLOAT),
+            weights=weights,
+            kernels=2 if passes == 2 else 5,
+        )
+
+    def linear(
+        self,
+        name: str,
+        reads: str,
+        inputs: int,
+        outputs: int,
+        *,
+        by_rows: bool,
+        kept: bool = True,
+        speedup: float | None = None,
+    ) -> Operation:
+        """Return a linear map, cut by its outputs' columns, or by its inputs' rows: ranks then sum."""
+        size, speedup = self.tokens, self.software.map_speedup if speedup is None else speedup
+        weights = [Weight(name="{}." + name + ".weight", shape=(outputs, inputs), cut=1 if by_rows else 0)]
+        if self.shape.kind == "gpt":
+            weights.append(Weight(name="{}." + name + ".bias", shape=(outputs,), cut=None if by_rows else 0))
+        casts = inputs + outputs if self.software.float8_casts and speedup != 1 else 0
+        made = size(outputs, shared=not by_rows)
+        # in a ring, the sum over ranks is a reduce-scatter and an all-gather, which sequence parallelism takes apart
+        summed = size(outputs if by_rows else inputs, shared=False)
+        return Operation(
+            name=name,
+            reads=(reads,),
+            output=self.whole(outputs) if by_rows else made,
+            flop=self.cut.size(bs=2 * inputs * outputs / speedup),
+            operands=self.cut.size(one=self.value * inputs * outputs, bs=self.value * (inputs + outputs)),
+            streamed=size(casts * 1.5),
+            backward_streamed=size(casts * 3 + (outputs if self.shape.kind == "gpt" and not by_rows else 0)),
+            saves=(reads,),
+            weights=tuple(weights),
+            kept=kept,
+            kernels=1 if self.software.compiled else 3,
+            summed=summed if by_rows else None,
+            backward_summed=None if by_rows else summed,
+        )
+
+    def add(self, name: str, reads: tuple[str, str], *, last: bool = False) -> Operation:
+        """Return a sum with the residual, behind bias and dropout where there are such."""
+        h, v = self.shape.hidden, self.value
+        dropped = self.shape.kind == "gpt" and self.software.dropout
+        passes = 0.0 if self.software.compiled else 3.0
+        return Operation(
+            name=name,
+            reads=reads,
+            output=self.passed() if last else self.whole(h),
+            streamed=self.whole(h * (passes + dropped / v)),
+            backward_streamed=self.whole(h * (passes + (2 + 1 / v) * dropped)),
+            noted=self.whole(h, value=1) if dropped else NOTHING,
+            passes_gradient=not dropped,
+            kernels=3 if self.shape.kind == "gpt" else 1,
+        )
+
+    # Attention -------------------------------------------------------------------------------------------------------
+
+    def attention(self, reads: tuple[str, ...]) -> list[Operation]:
+        """Return the operations between queries, keys and values, and the context."""
+        return [self.flash(reads)] if self.software.flash_attention else self.unfused(reads[0])
+
+    def flash(self, reads: tuple[str, ...]) -> Operation:
+        """Return attention whose scores stay on the chip."""
+        shape = self.shape
+        # forward 2 products of 2 FLOP, half of it masked; backward 5 of them (Dao 2023, FlashAttention-2, section 3.1)
+        forward = 4 * shape.hidden / 2 / shape.heads / self.software.attention_ratio
+        return Operation(
+            name="context",
+            reads=reads,
+            output=self.tokens(shape.hidden),
+            flop=self.scores(forward),
+            backward_flop=self.scores(2.5 * forward),
+            operands=self.tokens(2 * shape.hidden + 2 * shape.kv_width),
+            saves=(*reads, "context"),
+            noted=self.tokens(shape.heads, value=FLOAT),
+            kept=True,
+        )
+
+    def unfused(self, reads: str) -> list[Operation]:
+        """Return attention whose scores are written.
+
+        A head's products have so few FLOP a byte that their scores' bytes count beside them.
+        """
+        h, v = self.shape.hidden, self.value
+        product = 2 * h / self.shape.heads
+        more = 0 if self.software.fused_softmax else 4
+        found = [
+            Operation(
+                name="scores",
+                reads=(reads,),
+                output=self.scores(v),
+                flop=self.scores(product),
+                streamed=self.scores(v),
+                backward_streamed=self.scores(2 * v),
+                saves=(reads,),
+                kept=True,
+                kernels=4,
+            ),
+            Operation(
+                name="softmax",
+                reads=("scores",),
+                output=self.scores(v),
+                streamed=self.scores((2 + more) * v),
+                backward_streamed=self.scores((3 + more) * v),
+                saves=("softmax",),
+                kernels=3 if more else 1,
+            ),
+        ]
+        if self.software.dropout:
+            found.append(
+                Operation(
+                    name="dropout",
+                    reads=("softmax",),
+                    output=self.scores(v),
+                    streamed=self.scores(2 * v + 1),
+                    backward_streamed=self.scores(2 * v + 1),
+                    noted=self.scores(1),
+                )
+            )
+        weights = found[-1].name
+        context = Operation(
+            name="context",
+            reads=(weights, reads),
+            output=self.tokens(h),
+            flop=self.scores(product),
+            streamed=total([self.tokens(2 * h), self.scores(v)]),
+            backward_streamed=total([self.tokens(2 * h), self.scores(2 * v)]),
+            saves=(weights, reads),
+            kept=True,
+            kernels=4,
+        )
+        return [*found, context]
+
+    # Blocks ----------------------------------------------------------------------------------------------------------
+
+    def block(self) -> tuple[Operation, ...]:
+        """Return the operations of a block."""
+        return self.gpt_block() if self.shape.kind == "gpt" else self.llama_block()
+
+    def gpt_block(self) -> tuple[Operation, ...]:
+        """Return a GPT block: norms come first."""
+        h, ffn = self.shape.hidden, self.shape.ffn
+        return (
+            *([self.gathered()] if self.software.partitioned else []),
+            self.norm("attention_norm", INPUT, *(["gathered"] if self.software.partitioned else [])),
+            self.linear("qkv", "attention_norm", h, h + 2 * self.shape.kv_width, by_rows=False),
+            *self.attention(("qkv",)),
+            self.linear("out", "context", h, h, by_rows=True),
+            self.add("attended", ("out", INPUT)),
+            self.norm("map_norm", "attended"),
+            self.linear("up", "map_norm", h, ffn, by_rows=False),
+            Operation(
+                name="gelu",
+                reads=("up",),
+                output=self.tokens(ffn),
+                streamed=self.tokens(2 * ffn),
+                backward_streamed=self.tokens(3 * ffn),
+                saves=("up",),
+            ),
+            self.linear("down", "gelu", ffn, h, by_rows=True),
+            self.add("mapped", ("down", "attended"), last=True),
+        )
+
+    def llama_block(self) -> tuple[Operation, ...]:
+        """Return a Llama block; torchtitan's selective recomputation keeps every other map (`_get_custom_policy`)."""
+        h, ffn, kv = self.shape.hidden, self.shape.ffn, self.shape.kv_width
+        eager = not self.software.compiled
+        rotated = h + kv
+        # eager: casts to float and back, and a product of complex numbers
+        passes = 2 + 4 * FLOAT / self.value if eager else 2
+        return (
+            self.norm("attention_norm", INPUT),
+            self.linear("query", "attention_norm", h, h, by_rows=False),
+            self.linear("key", "attention_norm", h, kv, by_rows=False, kept=False),
+            self.linear("value", "attention_norm", h, kv, by_rows=False),
+            Operation(
+                name="rotated",
+                reads=("query", "key"),
+                output=self.tokens(rotated),
+                streamed=self.tokens(passes * rotated),
+                backward_streamed=self.tokens(passes * rotated),
+                kernels=6 if eager else 1,
+            ),
+            *self.attention(("rotated", "value")),
+            self.linear("out", "context", h, h, by_rows=True, kept=False),
+            self.add("attended", ("out", INPUT)),
+            self.norm("map_norm", "attended"),
+            self.linear("gate", "map_norm", h, ffn, by_rows=False),
+            self.linear("up", "map_norm", h, ffn, by_rows=False, kept=False),
+            Operation(
+                name="swiglu",
+                reads=("gate", "up"),
+                output=self.tokens(ffn),
+                streamed=self.tokens((5 if eager else 3) * ffn),
+                backward_streamed=self.tokens((9 if eager else 5) * ffn),
+                saves=("gate", "up"),
+                kernels=2 if eager else 1,
+            ),
+            self.linear("down", "swiglu", ffn, h, by_rows=True),
+            self.add("mapped", ("down", "attended"), last=True),
+        )
+
+    def embedding(self) -> tuple[Operation, ...]:
+        """Return the look-up of tokens, and of positions where they are learned."""
+        h, shape = self.shape.hidden, self.shape
+        weights = [Weight(name="{}.weight", shape=(shape.vocabulary, h), cut=0)]
+        if shape.kind == "gpt":
+            weights.append(Weight(name="{}.positions", shape=(shape.sequence_length, h)))
+        return (
+            Operation(
+                name="embedding",
+                reads=(),
+                output=self.passed(),
+                streamed=self.whole((2.0 if shape.kind == "llama" else 6.0) * h),
+                backward_streamed=self.whole(3.0 * h),
+                noted=self.tokens(1, shared=False, value=8),
+                weights=tuple(weights),
+                summed=self.tokens(h, shared=False),
+            ),
+        )
+
+    def head(self, *, tied: bool) -> tuple[Operation, ...]:
+        """Return the last norm, the logits and the loss; `tied`: the embedding's weight serves for logits too."""
+        h, v, vocabulary = self.shape.hidden, self.value, self.shape.vocabulary
+        logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, speedup=1.0)
+        logits = replace(logits, weights=() if tied else logits.weights[:1])
+        cast = Operation(
+            name="float_logits",
+            reads=("logits",),
+            output=self.tokens(vocabulary, value=FLOAT),
+            streamed=self.tokens(vocabulary, value=v + FLOAT),
+            backward_streamed=self.tokens(vocabulary, value=v + FLOAT),
+        )
+        softmax = Operation(
+            name="log_softmax",
+            reads=("float_logits",),
+            output=self.tokens(vocabulary, value=FLOAT),
+            streamed=self.tokens(2 * vocabulary, value=FLOAT),
+            backward_streamed=self.tokens(3 * vocabulary, value=FLOAT),
+            saves=("log_softmax",),
+        )
+        loss = Operation(
+            name="loss",
+            reads=("log_softmax",),
+            output=self.cut.size(one=FLOAT, shared=False),
+            backward_streamed=self.tokens(vocabulary, value=FLOAT),
+        )
+        return (self.norm("norm", INPUT), logits, cast, softmax, loss)
+
+
+def layers_of(shape: Shape, software: Software, ranks: int, *, tied: bool) -> tuple[Layer, ...]:
+    """Return the layers of a model: embedding, blocks, and the head with the loss."""
+    writer = Writer(shape, software, ranks)
+    cut, stop = writer.cut, software.early_stop
+    block = writer.block()
+    held = next(len(block) - 1 - place for place, each in enumerate(block) if each.name == "map_norm")
+    modules = [f"blocks.{number}" for number in range(shape.layers)]
+    parts = {"embedding": writer.embedding(), "blocks.0": block, "head": writer.head(tied=tied)}
+    return tuple(
+        Chain(operations, cut, stop).layer(
+            name,
+            modules if operations is block else [name],
+            block=operations is block,
+            passed=writer.passed(),
+            held=held,
+        )
+        for name, operations in parts.items()
+    )
+
+
+def transformer(name: str, shape: Shape, software: Software, *, tp: int, tied: bool, source: str) -> Model:
+    """Return the model; `tp`: among how many ranks its blocks can be cut; `tied`: the head has no parameters."""
+    length = shape.sequence_length // software.context_ranks
+    return Model(
+        name=name,
+        source=source,
+        module=Module(factory="none.whatever"),
+        input=TokenInput(kind="tokens", vocabulary=shape.vocabulary, maximum_sequence_length=length),
+        traced_precision=software.precision,
+        traced_batch_sizes=(1,),
+        traced_sequence_lengths=(length,),
+        layers=layers_of(shape, software, 1, tied=tied),
+        sliced_layers=layers_of(shape, software, tp, tied=tied) if tp > 1 else (),
+    )

@@ -1,0 +1,269 @@
+"""Published training runs: their models, how tables are read, and how far predictions may be off."""
+
+import csv
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from analysis.__main__ import main
+from analysis.published.platforms import cluster_of, platforms
+from analysis.published.predict import plan_of, predict, scenario_of
+from analysis.published.runs import Run, SkippedError
+from analysis.published.score import SourceScore, agreement_of, baseline_step_s, score
+from analysis.published.tables import read_table
+from analysis.published.transformer import Shape, Software, layers_of
+from gssim.scenario import Loaded, check
+from gssim.simulate import simulate
+from gssim.slices import held_model
+from gssim.units import UserError
+
+GPT = Shape(
+    kind="gpt", layers=4, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=1024, sequence_length=256
+)  # fmt: skip
+LLAMA_8B = Shape(
+    kind="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, sequence_length=8192
+)
+RUN = Run(
+    identity="made up",
+    source="test",
+    gpu="A100-SXM-80GB",
+    per_node=8,
+    shape=GPT,
+    software=Software(),
+    method="ddp",
+    dp=2,
+    micro_batch=2,
+    micro_batches=8,
+    recompute="full",
+    overlap=False,
+    step_s=1.0,
+)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "published"), [(LLAMA_8B, 8.03e9)])
+def test_parameters_are_the_published_ones(shape, published):
+    assert shape.parameters == pytest.approx(published, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA_8B])
+def test_layers_have_the_parameters_of_the_shape(shape):
+    layers = layers_of(shape, Software(), 1, tied=shape.kind == "gpt")
+    assert sum(layer.repeats * layer.elements for layer in layers) == shape.parameters
+
+
+def test_maps_have_two_flop_a_parameter_and_token_and_attention_four_a_score_and_width():
+    block = layers_of(GPT, Software(), 1, tied=True)[1]
+    b, s, h = 2, GPT.sequence_length, GPT.hidden
+    assert block.forward_flop.at(b=b, s=s) == 2 * 12 * h * h * b * s + 4 * b * s * s * h
+    assert block.backward_flop.at(b=b, s=s) == 2 * block.forward_flop.at(b=b, s=s)
+
+
+@pytest.mark.parametrize("software", [Software(), Software(flash_attention=True, sequence_parallel=True)])
+def test_ranks_that_cut_a_model_share_its_flop(software):
+    run = replace(RUN, tp=4, software=software)
+    model = scenario_of(run, 1).workload.model
+    held = held_model(model, (0.25,) * 4, 0)
+    assert held.elements < model.elements / 3
+    for whole, part in zip(model.layers, held.layers, strict=True):
+        assert 4 * part.forward_flop.at(b=1, s=256) == whole.forward_flop.at(b=1, s=256)
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+def test_stages_whose_blocks_are_cut_fold_to_what_all_ranks_do():
+    scenario = scenario_of(replace(RUN, tp=2, pp=2), 4)
+    check(scenario, file="test")
+    loaded = Loaded(file="test", scenario=scenario)
+    folded, unfolded = simulate(loaded).result, simulate(loaded, unfolded=True).result
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert folded.collectives == unfolded.collectives
+
+
+def test_every_rank_of_a_cut_stage_passes_on_to_its_like():
+    result = simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2), 4))).result
+    sends = {each.group: each for each in result.collectives if each.kind == "send"}
+    assert set(sends) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert {each.count for each in sends.values()} == {8}
+    assert {each.bytes for each in sends.values()} == {2 * 2 * GPT.sequence_length * GPT.hidden}
+
+
+def test_partitioned_activations_are_passed_on_in_parts():
+    whole, parts = (
+        simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2, software=software), 4))).result
+        for software in (Software(), Software(partitioned=True))
+    )
+    sent = [{each.bytes for each in result.collectives if each.kind == "send"} for result in (whole, parts)]
+    assert sent[0] == {2 * size for size in sent[1]}
+
+
+def test_cut_stages_sum_over_their_own_ranks():
+    result = simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2), 4))).result
+    pairs = Counter()
+    for each in result.collectives:
+        if each.kind == "all-reduce" and each.bytes == 2 * 2 * GPT.sequence_length * GPT.hidden:
+            pairs[each.group] += each.count
+    # a block sums twice in its forward, its second forward and its backward; ends of the model once each
+    per_stage = 2 * 3 * 2 + 1
+    assert dict(pairs) == {(rank, rank + 1): 4 * per_stage for rank in range(0, 8, 2)}
+
+
+@pytest.mark.parametrize("run", [RUN, replace(RUN, pp=2, method="ddp"), replace(RUN, pp=2, chunks=2, method="ddp")])
+def test_what_is_not_simulated_of_many_micro_batches_repeats_itself(run):
+    run = replace(run, micro_batches=16)
+    whole = simulate(Loaded(file="test", scenario=scenario_of(run, 16))).result
+    assert predict(run).step_s == pytest.approx(whole.step_time_s, rel=5e-3)
+
+
+def test_a_pipeline_has_the_blocks_evenly_and_the_ends_with_the_first_and_last():
+    assert plan_of(replace(RUN, pp=2), 4).stages == (3, 3)
+    assert plan_of(replace(RUN, pp=2, chunks=2), 4).stages == (2, 1, 1, 2)
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+ROW = {
+    "id": "a",
+    "source": "here",
+    "gpu": "A100-SXM-80GB",
+    "n_gpus": "2",
+    "model": "GPT-tiny",
+    "layers": "4",
+    "hidden": "512",
+    "heads": "8",
+    "vocab": "1024",
+    "seq": "256",
+    "micro_batch": "2",
+    "global_batch": "32",
+    "dp": "2",
+    "tp": "1",
+    "pp": "1",
+    "precision": "fp16",
+    "recompute": "full",
+    "iter_time_s": "0.05",
+}
+
+
+def table(path: Path, *changes: dict[str, str]) -> Path:
+    rows = [ROW | change for change in changes]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(ROW))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu": "abacus"}, "a GPU that platforms.toml does not know"),
+        ({"layers": ""}, "the row does not say layers"),
+        ({"dp": "?"}, "the row does not say dp"),
+        ({"n_gpus": "3"}, "dp x tp x pp x cp are not the GPUs"),
+        ({"global_batch": "33"}, "samples do not divide evenly"),
+        ({"precision": "int4"}, "precision 'int4' is not modelled"),
+        ({"iter_time_s": ""}, "the row has neither a time nor a memory"),
+        ({"model": "ResNet-50"}, "neither a GPT nor a Llama"),
+        ({"iter_time_s": "inf"}, "the row has neither a time nor a memory"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_says_why(tmp_path, change, reason):
+    ((identity, source, found),) = read_table(table(tmp_path / "t.csv", change))
+    assert (identity, source) == ("a", "here")
+    assert isinstance(found, SkippedError)
+    assert str(found) == reason
+
+
+def test_columns_that_are_missing_are_empty(tmp_path):
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", {}))
+    assert isinstance(found, Run)
+    assert (found.dp, found.micro_batches, found.memory_bytes) == (2, 8, None)
+
+
+@pytest.mark.parametrize(("text", "fault"), [("a,b\n1,2\n", "no such columns are known"), (None, "cannot be read")])
+def test_tables_of_another_kind_are_refused(tmp_path, text, fault):
+    path = tmp_path / "t.csv"
+    if text:
+        path.write_text(text)
+    with pytest.raises(UserError, match=fault):
+        read_table(path)
+
+
+def test_the_command_prints_scores_reasons_and_json(tmp_path, capsys, monkeypatch):
+    path = table(tmp_path / "t.csv", {}, {"id": "b", "gpu": "abacus"}, {"id": "c", "micro_batch": "16"})
+    monkeypatch.setattr("sys.argv", ["analysis", "published", str(path), "--json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    (found,) = json.loads(capsys.readouterr().out)["sources"]
+    assert found["step_time"]["n"] == 2
+    assert found["skipped"] == {"a GPU that platforms.toml does not know": 1}
+    row = found["rows"][0]
+    error = abs(row["predicted_step_time_s"] / row["measured_step_time_s"] - 1)
+    assert found["step_time"]["maximum"] >= error
+
+
+def test_the_baseline_is_six_flop_a_parameter_and_token():
+    run = replace(RUN, dp=1, method="single")
+    expected = 6 * GPT.parameters * 8 * 2 * GPT.sequence_length / (312e12 * 0.4)
+    assert baseline_step_s(run) == pytest.approx(expected)
+
+
+def test_agreement_counts_pairs_of_plans_that_differ():
+    class Row:
+        def __init__(self, measured: float, predicted: float) -> None:
+            self.run = replace(RUN, step_s=measured)
+            self.prediction = type("P", (), {"step_s": predicted})
+
+    found = agreement_of([Row(1.0, 1.1), Row(2.0, 1.9), Row(2.01, 3.0)])
+    assert (found.pairs, found.agreeing) == (2, 2)
+
+
+def test_every_platform_makes_a_cluster_and_says_its_sources():
+    for platform in platforms().values():
+        cluster = cluster_of(platform.names[0], 16, None)
+        assert len(cluster.devices) == 16
+        assert cluster.device_types["gpu"].source
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+REFERENCE = Path(os.environ.get("GSSIM_REFERENCE", Path(__file__).resolve().parents[2] / "shared" / "reference"))
+
+
+@cache
+def scores(name: str, begin: str = "") -> list[SourceScore]:
+    path = REFERENCE / "published" / name
+    if not path.exists():
+        pytest.skip(f"no reference figures ({path.name}): set GSSIM_REFERENCE")
+    return score([path], only=lambda identity: identity.startswith(begin))
+
+
+def test_sailor_within_the_bars():
+    (found,) = scores("sailor_validation.csv")
+    assert found.step.n == 14
+    assert found.step.median <= 0.12
+    assert found.memory["device"].median <= 0.10
+
+
+def test_torchtitan_on_h100_within_the_bars():
+    (found,) = (each for each in scores("measured_master.csv", "tt-T") if "llama3_h100" in each.source)
+    assert found.step.n == 9
+    assert found.step.median <= 0.12
+    assert found.memory["reserved"].median <= 0.12
+
+
+@pytest.mark.slow
+def test_vtrain_within_the_bar():
+    (found,) = scores("vtrain_ground_truth_multi.csv")
+    assert found.step.n == 27
+    assert found.step.median <= 0.12
+    assert found.step.median < found.step.baseline_median
