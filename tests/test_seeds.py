@@ -125,13 +125,22 @@ def test_a_pipelines_bubble_is_part_of_what_scaling_loses():
     assert all(0 < share < 1 for share in megatron.explained_by_bubble().values())
 
 
+@pytest.mark.slow
+def test_simulated_steps_of_megatron_turing_nlg_are_near_the_published_ones():
+    """To 7 %, on devices whose two fitted numbers come from two other rows (Narayanan et al. 2021)."""
+    for gpus, step_s in megatron.STEPS_S.items():
+        found = megatron.simulated(gpus)
+        assert found.step_s == pytest.approx(step_s, rel=0.07)
+        assert found.device_bytes < 80e9
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_verb_prints_every_line_and_json(lines, monkeypatch, capsys):
     from analysis import __main__ as command
 
-    monkeypatch.setattr("analysis.seeds.all_lines", lambda _folder: list(lines.values()))
+    monkeypatch.setattr("analysis.seeds.all_lines", lambda _folder, slow: list(lines.values()))
     monkeypatch.setattr(sys, "argv", ["analysis", "seeds", "--json"])
     with pytest.raises(SystemExit) as ended:
         command.main()

@@ -15,7 +15,10 @@ __all__ = ["Line", "all_lines"]
 PARTS: tuple[Callable[[Simulations], list[Line]], ...] = (table1.lines, bert.lines, gpt3.lines, megatron.lines)
 
 
-def all_lines(scenarios: Path) -> list[Line]:
-    """Return a line for every figure, simulated with the scenarios of that folder; UserError where one is missing."""
+def all_lines(scenarios: Path, *, slow: bool = False) -> list[Line]:
+    """Return a line for every figure, simulated with the scenarios of that folder; UserError where one is missing.
+
+    `slow`: also those that take minutes.
+    """
     simulations = Simulations(scenarios)
-    return [line for part in PARTS for line in part(simulations)]
+    return [line for part in PARTS for line in part(simulations)] + (megatron.slow_lines() if slow else [])

@@ -1,5 +1,10 @@
 """Megatron-Turing NLG: 530 billion parameters; 60.1, 50.2 and 44.4 s a step on 2240, 2800 and 3360 A100."""
 
+from collections.abc import Iterable
+
+from analysis.published.predict import Prediction, predict
+from analysis.published.runs import Run
+from analysis.published.transformer import Shape, Software
 from analysis.seeds.line import Line, Simulations
 from gssim.workload import Model, unrolled
 
@@ -55,6 +60,64 @@ def lines(simulations: Simulations) -> list[Line]:
             {f"step_s_on_{gpus}": step_s for gpus, step_s in scaled.items()},
         ),
     ]
+
+
+def slow_lines() -> list[Line]:
+    """Return the line that takes two minutes: pipelines of 35 stages, cut eightfold, of 160 to 240 micro-batches."""
+    found = {gpus: simulated(gpus) for gpus in STEPS_S}
+    errors = {gpus: found[gpus].step_s / step_s - 1 for gpus, step_s in STEPS_S.items()}
+    return [
+        Line(
+            PAPER,
+            "step times on 2240, 2800, 3360 A100",
+            _listed(STEPS_S.values()) + " s",
+            _listed(each.step_s for each in found.values()) + " s simulated",
+            f"8 tensor ranks x {STAGES} stages x 8, 10, 12 replicas, micro-batches of one sample, full recomputation, "
+            "on published/platforms.toml's A100; "
+            + f"{max(each.allocated_bytes for each in found.values()) / 1e9:.0f} GB a rank",
+            "consistent",
+            "off by " + ", ".join(f"{100 * error:+.1f} %" for error in errors.values()) + "; it fits 80 GB",
+            {f"step_s_on_{gpus}": each.step_s for gpus, each in found.items()},
+        )
+    ]
+
+
+def simulated(gpus: int) -> Prediction:
+    """Return the prediction of a step on so many A100, as of the rows that `published` scores."""
+    shape = Shape(
+        kind="gpt",
+        layers=105,
+        hidden=20480,
+        heads=128,
+        kv_heads=128,
+        ffn=4 * 20480,
+        vocabulary=51200,
+        sequence_length=LENGTH,
+    )
+    return predict(
+        Run(
+            identity=f"mt-nlg-{gpus}",
+            source=PAPER,
+            gpu="A100-SXM-80GB",
+            per_node=8,
+            shape=shape,
+            software=Software(early_stop=False, partitioned=True),  # as Megatron-LM of that year
+            method="ddp",
+            dp=gpus // (TENSOR_RANKS * STAGES),
+            tp=TENSOR_RANKS,
+            pp=STAGES,
+            micro_batch=1,
+            micro_batches=micro_batches(gpus),
+            recompute="full",
+            overlap=False,
+            optimizer="adam",
+            step_s=STEPS_S[gpus],
+        )
+    )
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in values)
 
 
 def recomputed_step_flop(model: Model, batch_size: int, sequence_length: int) -> float:
