@@ -5,6 +5,9 @@ import os
 import platform
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,12 +69,52 @@ def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
         raise UserError(f"{where}: cluster.backend = 'nccl': {ranks} ranks need a GPU each; gloo can share one")
 
 
+@dataclass(frozen=True)
+class Freedom:
+    """Where a thread may run, and before which others."""
+
+    cores: frozenset[int]
+    niceness: int
+
+    @classmethod
+    def now(cls) -> "Freedom":
+        """Return the calling thread's."""
+        return cls(frozenset(usable_cores()), os.getpriority(os.PRIO_PROCESS, 0))
+
+    def take(self) -> None:
+        """Give it to the calling thread, as far as this process may."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.cores)
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, self.niceness)
+
+
+_unsettled: list[Freedom] = []
+"""What this rank's main thread had before it was settled."""
+
+
+@contextmanager
+def unsettled() -> Iterator[None]:
+    """Start threads inside as if this one were not pinned: a process group's, for they have what their maker has.
+
+    Pinned beside a busy main thread, they wait for the scheduler, and each message takes milliseconds.
+    """
+    mine = Freedom.now()
+    for before in _unsettled:
+        before.take()
+    try:
+        yield
+    finally:
+        mine.take()
+
+
 def settle(cluster: Cluster, local_rank: int) -> torch.device:
     """Pin this rank's main thread and return its device; the rank dies with its launcher.
 
-    To be called after the process group is made: gloo's own threads then stay free to run on any core. Pinned beside a
-    busy main thread, they wait for the scheduler, and each message takes milliseconds.
+    To be called after the process group is made: gloo's own threads then stay free to run on any core. Groups that are
+    made later are made `unsettled`.
     """
+    _unsettled[:] = [Freedom.now()]
     die_with_parent()
     torch.set_num_threads(1)
     place = own_place()

@@ -11,6 +11,7 @@ import typer
 from gssim.console import print_result, print_results, progress_bar
 from gssim.ending import run_command_line
 from gssim.predictions import predict, usable_cores
+from gssim.remedies import with_remedies
 from gssim.result import chrome_trace, file_name, write_text
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
@@ -51,7 +52,8 @@ def run_command(
     loaded_s = time.perf_counter()
     simulated = simulate(loaded, unfolded=unfold)
     ended_s = time.perf_counter()
-    result = simulated.result
+    result = with_remedies(loaded, simulated.result)
+    advised_s = time.perf_counter()
     if trace is not None:
         write_text(trace, chrome_trace(simulated.spans, result))
     if out is not None:
@@ -61,7 +63,9 @@ def run_command(
     else:
         print_result(result)
     if timing:
-        print(f"load_s={loaded_s - began_s:.3f} simulate_s={ended_s - loaded_s:.3f}", file=sys.stderr)
+        times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}
+        shown = {name: value for name, value in times.items() if name != "remedies_s" or result.remedies}
+        print(" ".join(f"{name}={value:.3f}" for name, value in shown.items()), file=sys.stderr)
 
 
 @app.command("sweep")

@@ -196,7 +196,8 @@ class DeviceType:
     workspace_bytes: Bytes = 0.0
     """Memory that libraries take from the allocator and keep (cuBLAS workspaces): part of what is allocated."""
     context_bytes: Bytes = 0.0
-    """Memory outside the allocator: context, libraries, communicators."""
+    """Memory outside the allocator: context and libraries; communicators too, where these are 0."""
+    communicator_bytes: Bytes = 0.0  # outside the allocator, for each group that a rank communicates in (NCCL)
     communicating_slowdown_ratio: Slowdown = 1.0
     """Compute time while this device communicates, over compute time alone."""
     neighbour_slowdown_ratio: Slowdown = 1.0
@@ -221,8 +222,8 @@ class DeviceType:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        if self.lab is None:
-            del data["lab"]
+        for key in [key for key in ("lab", "communicator_bytes") if not data[key]]:
+            del data[key]
         return data
 
 

@@ -36,6 +36,15 @@ def print_result(result: Result) -> None:
             f"largest at the peak: {fit.category}",
             style="bold",
         )
+        if result.remedies:
+            console.print(_remedy_table(result))
+    elif result.margin is not None:
+        least = result.margin
+        console.print(
+            f"fits: rank {least.rank}, which has least to spare, has {human_bytes(least.margin_bytes)} left "
+            f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}",
+            highlight=False,
+        )
     for each in result.provenance.get("uncounted", ()):
         console.print(f"counted as nothing: {each}", highlight=False)
     if result.divisions:
@@ -92,13 +101,30 @@ def _division_table(result: Result) -> Table:
     return table
 
 
+def _remedy_table(result: Result) -> Table:
+    """Return what would need less, and whether it would fit."""
+    table = Table("change", "needs less by", "then", "largest at the peak", title="what to change")
+    for each in result.remedies:
+        left = each.margin.margin_bytes
+        then = f"{human_bytes(left)} to spare" if each.fits else f"{human_bytes(-left)} too much"
+        table.add_row(each.change, human_bytes(each.saved_bytes), then, each.margin.category)
+    return table
+
+
 def _rank_table(result: Result) -> Table:
-    table = Table("ranks", "device", "peak allocated", *(name.replace("_", " ") for name in result.phases_s))
+    reserves = any(entry.fragmentation_ratio for entry in result.ranks)
+    constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
+    memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
+    table = Table("ranks", "device", *memory, *(name.replace("_", " ") for name in result.phases_s))
     for entry in result.ranks:
+        known = entry.peak_reserved_bytes is not None
+        reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
         table.add_row(
             rank_list(entry.ranks),
             entry.device,
             human_bytes(entry.peak_allocated_bytes),
+            *((reserved if known else ["", ""]) if reserves else ()),
+            *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
             *(human_seconds(value) for value in entry.phases_s.values()),
         )
     return table

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
@@ -19,6 +20,12 @@ class Event:
     position: int
     size_bytes: float
     category: str
+    tensors: tuple[float, ...] = ()
+    """Bytes of each of the tensors that it is made of; none: it is one."""
+    stream: str = ""
+    """Of the device, where it is not the one that computes: an allocator keeps the memory of each apart."""
+    number: int = 0
+    """Which of the buffers of its layer: what is given back is then the last of these that was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,8 @@ class Footprint:
 
     peak: Bytes = ()
     kept: Bytes = ()
+    events: tuple[Event, ...] = field(default=(), compare=False, repr=False)
+    """What it is made of, in the order in which it happens."""
     peak_bytes: float = field(init=False, compare=False, repr=False)
     """Bytes above entry at the worst moment."""
 
@@ -52,12 +61,22 @@ def footprint(events: Iterable[Event]) -> Footprint:
     held: dict[str, float] = defaultdict(float)
     total = worst = 0.0
     at_worst: dict[str, float] = {}
-    for event in sorted(events, key=lambda e: (e.position, e.size_bytes < 0)):
+    ordered = sorted(events, key=lambda e: (e.position, e.size_bytes < 0))
+    for event in ordered:
         held[event.category] += event.size_bytes
         total += event.size_bytes
         if total > worst:
             worst, at_worst = total, dict(held)
-    return Footprint(bytes_of(at_worst), bytes_of(held))
+    return Footprint(bytes_of(at_worst), bytes_of(held), tuple(ordered))
+
+
+def let_go(size_bytes: float, category: str) -> Footprint:
+    """Return the footprint of a tensor that is let go of.
+
+    >>> let_go(8.0, "activations")
+    Footprint(peak=(), kept=(('activations', -8.0),))
+    """
+    return footprint([Event(0, -size_bytes, category)])
 
 
 @dataclass(frozen=True)
@@ -115,10 +134,10 @@ def _buffer_events(
 ) -> list[tuple[Moment, Event]]:
     """Return when the buffers that a layer makes are born and freed."""
     found = []
-    for buffer in buffers:
+    for number, buffer in enumerate(buffers):
         size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
-        found.append((buffer.born, Event(buffer.born.position, size, buffer.category)))
-        found.append((buffer.freed, Event(buffer.freed.position, -size, buffer.category)))
+        found.append((buffer.born, Event(buffer.born.position, size, buffer.category, number=number)))
+        found.append((buffer.freed, Event(buffer.freed.position, -size, buffer.category, number=number)))
     return found
 
 
@@ -171,7 +190,10 @@ def with_scratch(need: Footprint, scratch: float) -> Footprint:
         return need
     peak = dict(need.peak)
     peak["temporaries"] = peak.get("temporaries", 0.0) + scratch
-    return Footprint(bytes_of(peak), need.kept)
+    totals = [0.0, *accumulate(event.size_bytes for event in need.events)]
+    worst = max(range(len(totals)), key=totals.__getitem__)
+    taken = [Event(0, size, "temporaries") for size in (scratch, -scratch)]
+    return Footprint(bytes_of(peak), need.kept, (*need.events[:worst], *taken, *need.events[worst:]))
 
 
 def input_bytes(

@@ -30,6 +30,7 @@ CATEGORIES = {
     "input": "the batch: inputs and targets",
     "buffers": "the module's buffers: what it keeps that is no parameter",
     "workspace": "what libraries take from the allocator and keep",
+    "rounding": "what blocks of the caching allocator are larger than what is asked of it (CUDA)",
 }
 """Categories of memory, and what is booked under each."""
 
@@ -142,6 +143,12 @@ class RankClass:
     device: str
     peak_allocated_bytes: float
     peak_reserved_bytes: float | None = None
+    """What the caching allocator takes of the device at most, libraries' workspaces included (CUDA); on other devices,
+    where predicted, what is allocated. Absent where the device has not even that much."""
+    fragmentation_ratio: float | None = None
+    """Part of the reserved bytes that is not allocated when most is (simulated)."""
+    outside_bytes: dict[str, float] = field(default_factory=dict)
+    """What is taken of the device beside the allocator, by what takes it: constants of the cluster file (simulated)."""
     peak_by_category_bytes: dict[str, float]
     """Of `CATEGORIES`, at the moment of the peak, which is their sum (simulated)."""
     phases_s: dict[str, float]
@@ -159,6 +166,30 @@ class Fit:
     category: str
     """The largest category at the peak."""
     excess_bytes: float
+
+
+@spec
+class Margin:
+    """Where a plan leaves a device the least memory."""
+
+    rank: int
+    category: str
+    """The largest category at the peak."""
+    margin_bytes: float
+    """Memory less what is reserved and what is taken outside of the allocator; negative where that does not fit."""
+    memory_bytes: float
+
+
+@spec
+class Remedy:
+    """A change to the plan, the workload or the cluster, and what memory would then look like."""
+
+    change: str
+    """As `--set` takes it, or in words."""
+    fits: bool
+    margin: Margin
+    saved_bytes: float
+    """How much less the rank needs that needs most for its device."""
 
 
 @spec
@@ -213,6 +244,10 @@ class Result:
     """Mean over ranks; sums to a step."""
     fits: bool
     does_not_fit: Fit | None = None
+    margin: Margin | None = None
+    """Of the rank whose device has least to spare (simulated)."""
+    remedies: tuple[Remedy, ...] = ()
+    """Where it does not fit: what would need less, what helps most first (`gssim run`)."""
     throughput_samples_per_s: float
     density: Density
     collectives: tuple[Collective, ...]

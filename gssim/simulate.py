@@ -3,7 +3,7 @@
 import gc
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gssim.machine import Machine, RankClass, is_jittery
+from gssim.occupancy import Occupancy, misfit, occupancies, tightest
 from gssim.program import Program, lower
 from gssim.program.slices import uncounted
 from gssim.result import (
@@ -22,7 +23,6 @@ from gssim.result import (
     UPDATE_PHASES,
     Collective,
     Density,
-    Fit,
     LinkUse,
     Result,
     Span,
@@ -160,6 +160,7 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
     step_time_s = median(times_s)
     scale = step_time_s / typical.result.step_time_s
     misfits = [each.result.does_not_fit for each in found.values() if each.result.does_not_fit]
+    margins = [each.result.margin for each in found.values() if each.result.margin]
     return Simulated(
         replace(
             last.result,
@@ -171,6 +172,7 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
             phases_s={name: value * scale for name, value in typical.result.phases_s.items()},
             fits=not misfits,
             does_not_fit=max(misfits, key=lambda fit: fit.excess_bytes, default=None),
+            margin=min(margins, key=lambda margin: margin.margin_bytes, default=None),
             throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
             divisions=run.divisions,
             cost_usd_per_step=_cost_usd(scenario, step_time_s),
@@ -211,7 +213,9 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    fit = _misfit(machine) or _misfit(first.machine)
+    occupied = _occupied(scenario, typical)
+    at_first = occupied if first is typical else _occupied(scenario, first)
+    fit = misfit(occupied) or misfit(at_first)
     return Result(
         source="simulated",
         scenario_id=scenario.scenario_id,
@@ -222,6 +226,7 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
         phases_s=phases_s,
         fits=fit is None,
         does_not_fit=fit,
+        margin=tightest([*occupied, *at_first]),
         throughput_samples_per_s=scenario.workload.global_batch_size / typical.time_s,
         density=Density(
             push=_mean([program.push_density for program in programs]),
@@ -229,7 +234,7 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
         ),
         collectives=_collectives(programs),
         links=_links(machine, typical),
-        ranks=_rank_classes(scenario, machine, phases),
+        ranks=_rank_classes(scenario, machine, phases, occupied),
         cost_usd_per_step=_cost_usd(scenario, typical.time_s),
         provenance={
             "gssim": _version("gssim"),
@@ -280,15 +285,12 @@ def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
     return found
 
 
-def _misfit(machine: Machine) -> Fit | None:
-    """Return where memory is exceeded most, if anywhere."""
-    pairs = zip(machine.memory, machine.devices, strict=True)
-    excess = [memory.peak_bytes + device.context_bytes - device.memory_bytes for memory, device in pairs]
-    worst = max(range(len(excess)), key=lambda index: excess[index])
-    if excess[worst] <= 0:
-        return None
-    peak, rank = machine.memory[worst].peak, machine.classes[worst].representative
-    return Fit(rank=rank, category=max(peak, key=lambda category: peak[category]), excess_bytes=excess[worst])
+def _occupied(scenario: Scenario, step: _Steady) -> list[Occupancy]:
+    """Return what each class of ranks needs of its device's memory."""
+    machine = step.machine
+    ranks = [each.representative for each in machine.classes]
+    peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
+    return occupancies(scenario, machine.program, peaks)
 
 
 def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
@@ -343,18 +345,25 @@ def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[R
             yield each, each.members[which == kind]
 
 
-def _rank_classes(scenario: Scenario, machine: Machine, phases: list[dict[str, float]]) -> tuple[RankOutcome, ...]:
+def _rank_classes(
+    scenario: Scenario, machine: Machine, phases: list[dict[str, float]], occupied: Sequence[Occupancy]
+) -> tuple[RankOutcome, ...]:
     """Return ranks with equal outcomes together."""
     classes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     sent, received = machine.carried_by_rank()
     for each, same in _alike(machine, sent, received):
-        memory, rank = machine.memory[each.index], int(same[0])
-        peak = {category: memory.peak[category] for category in CATEGORIES if memory.peak.get(category)}
+        needed, rank = occupied[each.index], int(same[0])
+        peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
+        allocated = sum(peak.values())
+        reserved = None if needed.excess_bytes else max(allocated, needed.reserved_bytes)
         outcome = {
             "device": scenario.cluster.devices[rank].type,
-            "peak_allocated_bytes": sum(peak.values()),
+            "peak_allocated_bytes": allocated,
+            "peak_reserved_bytes": reserved,
+            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
+            "outside_bytes": dict(needed.outside),
             "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
             "bytes_sent": float(sent[rank]) / machine.steps,

@@ -39,6 +39,7 @@ def compact(path):
             {
                 "ranks": ranks_of(entry.ranks),
                 "peak_allocated_bytes": entry.peak_allocated_bytes,
+                "peak_reserved_bytes": entry.peak_reserved_bytes,
                 "batch_share": entry.batch_share,
                 "shard_share": entry.shard_share,
             }

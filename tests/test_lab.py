@@ -436,7 +436,7 @@ def test_types_are_measured_two_by_two_and_the_backend_by_the_fastest(tmp_path, 
     assert (kind.lab.cpu_share_ratio, kind.lab.processor) == (0.2, "this one")
     assert kind.memory_bytes == pytest.approx(cluster.device_types["lab-core-0.2"].memory_bytes, rel=1e-4)
     assert found.backend_cost.overhead_s == {"all-reduce": 1e-4}
-    assert "an empty message takes 150 us" in found.backend_cost.source
+    assert found.backend_cost.message_s == 150e-6
 
 
 def test_a_table_in_a_file_that_is_not_there_is_refused(tmp_path):

@@ -112,6 +112,8 @@ def test_a_result_says_everything_that_the_design_promises():
         "device",
         "peak_allocated_bytes",
         "peak_reserved_bytes",
+        "fragmentation_ratio",
+        "outside_bytes",
         "peak_by_category_bytes",
         "phases_s",
         "bytes_sent",

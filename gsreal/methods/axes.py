@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gsreal.machine import unsettled
 from gssim.mesh import AXES, Mesh
 from gssim.policies import Policies
 
@@ -17,13 +18,15 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 @cache
 def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
+    with unsettled():
+        return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
 
 
 def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
     """Return the ranks along a data axis with which this one shares its part of the model, as a mesh of one axis."""
     if policies.data_ranks == policies.ranks:
-        return init_device_mesh(device.type, (policies.ranks,))
+        with unsettled():
+            return init_device_mesh(device.type, (policies.ranks,))
     return device_mesh(policies.mesh, device)[axis]
 
 

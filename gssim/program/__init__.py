@@ -31,6 +31,7 @@ from gssim.program.sharded import (
     reduce_scatter_gradients,
 )
 from gssim.program.task import Program, Task
+from gssim.program.tensors import Tensors, persistent_tensors
 from gssim.program.units import Unit, units
 from gssim.scenario import Scenario
 from gssim.slices import held_model, units_held
@@ -75,6 +76,7 @@ def lower(
     communications: dict[str, Communication] = {}
     tasks: list[tuple[Task, ...]] = []
     held: list[dict[str, float]] = []
+    tensors: list[Callable[[], Tensors]] = []
     roles = np.zeros(scenario.ranks, np.int64)
     copies = scenario.policies.tp if not unfolded and not slowed and _slices_are_alike(scenario) else 1
     parts = list(_parts_of_the_model(scenario, statistics, step, scenario.policies.tp // copies, slowed))
@@ -87,6 +89,7 @@ def lower(
             found_tasks = _tasks(low, rank, alike)
             tasks.append(tuple(_named(low, found_tasks, communications, alone=len(parts) == 1, copies=copies)))
             held.append(persistent(low, rank) | (held_by_stages(low, rank) if low.stages else {}))
+            tensors.append(partial(persistent_tensors, low, rank, held[-1]))
     return Program(
         tasks=tuple(tasks),
         communications=communications,
@@ -94,6 +97,7 @@ def lower(
         push_density=mean_density(parts[0]) if scenario.plan.push.threshold is not None else None,
         publish_density=published_density(parts[0]) if parts[0].thresholds_publish else None,
         roles=tuple(roles.tolist()),
+        tensors=tuple(tensors),
     )
 
 

@@ -83,7 +83,8 @@ def _collected(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) -> Tas
     events = [Event(0, -gathered, "gathered_parameters")]
     if not leaves:
         return Task(f"free {unit.name} backward", "backward", need=footprint(events))
-    events += [Event(1, unit.size_bytes, "buckets"), Event(2, -unit.size_bytes, "gradients")]
+    tensors = tuple(float(parameter.elements * low.value_bytes) for _, parameter in unit.bucket.members)
+    events += [Event(1, unit.size_bytes, "buckets"), Event(2, -unit.size_bytes, "gradients", tensors)]
     copy_s = costs.copy_time_s(low.device(rank), unit.size_bytes)
     return Task(f"collect bucket {unit.bucket.index}", "backward", duration_s=copy_s, need=footprint(events))
 

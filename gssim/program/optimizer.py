@@ -21,7 +21,7 @@ from gssim.slices import native_tensors
 def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     """Update what the rank owns; then, where replicas are kept and states sharded, publish it."""
     workload, device = low.scenario.workload, low.device(rank)
-    owned = _owned_tensors(low, rank)
+    owned = owned_tensors(low, rank)
     elements = sum(owned)
     temporary = optimizer_temporary_bytes(
         workload.optimizer,
@@ -31,13 +31,15 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
         weight_decay=workload.weight_decay,
     )
     cast = float(elements * low.master_bytes) if _casts_gradients(low) else 0.0
-    events = [Event(0, cast, "temporaries"), Event(1, temporary, "temporaries")]
-    events += [Event(2, -temporary, "temporaries"), Event(3, -cast, "temporaries")]
-    events.append(Event(4, -_gradient_bytes_at_end(low, rank), "gradients"))
+    whole = tuple(float(n * low.master_bytes) for n in owned)
+    each = whole if temporary == sum(whole) else ()  # for all tensors at once, or one after another
+    events = [Event(0, cast, "temporaries", whole), Event(1, temporary, "temporaries", each)]
+    events += [Event(2, -temporary, "temporaries", each), Event(3, -cast, "temporaries", whole)]
+    events.append(Event(4, -_gradient_bytes_at_end(low, rank), "gradients", _gradients_at_end(low, rank)))
     duration_s = costs.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=_native_tensors(low, len(owned))
     )
-    if not _holds_shards(low):  # else what was updated is cast to the parameters as they are gathered
+    if not holds_shards(low):  # else what was updated is cast to the parameters as they are gathered
         duration_s += costs.master_copy_time_s(
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )
@@ -59,7 +61,7 @@ def _casts_gradients(low: Lowering) -> bool:
     return low.has_master_copy and low.policies.gradients in ("local", "all-reduce")
 
 
-def _holds_shards(low: Lowering) -> bool:
+def holds_shards(low: Lowering) -> bool:
     """Return whether parameters are sharded at rest; of what is pushed, a rank alone keeps the whole."""
     pushes = low.policies.gradients == "push"
     return low.policies.parameters != "replicated" and (not pushes or len(low.group) > 1)
@@ -105,7 +107,7 @@ def _elements(low: Lowering, first: int, last: int) -> list[int]:
     return [parameter.elements for instance in low.layers[first:last] for parameter in instance.layer.parameters]
 
 
-def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
+def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
     """Return the elements of every tensor that the rank's optimizer updates."""
     gradients = low.scenario.policies.gradients
     if gradients == "push":
@@ -120,26 +122,32 @@ def _owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
 
 
 def _gradient_bytes_at_end(low: Lowering, rank: int) -> float:
-    """Return the bytes of gradients that live until the optimizer is done (DDP's are views of its buckets).
+    """Return the bytes of gradients that live until the optimizer is done."""
+    return sum(_gradients_at_end(low, rank))
 
-    A shard's are in the precision of its optimizer: owners add up in that, FSDP2 casts what it has reduced.
+
+def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
+    """Return the bytes of each gradient that lives until the optimizer is done (DDP's are views of its buckets).
+
+    A shard's are in the precision of its optimizer: owners add up in that, FSDP2 casts what it has reduced, all of a
+    unit's in one.
     """
     gradients = low.scenario.policies.gradients
     if gradients == "all-reduce":
-        return 0.0
+        return ()
     if gradients == "reduce-scatter":
-        return sum(unit.shard_bytes for unit in units(low))
+        return tuple(float(unit.shard_bytes) for unit in units(low))
     value_bytes = low.master_bytes if gradients == "push" else low.value_bytes
-    return float(sum(_owned_tensors(low, rank)) * value_bytes)
+    return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
 def persistent(low: Lowering, rank: int) -> dict[str, float]:
     """Return what the rank holds all the time, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
-    owned = _owned_tensors(low, rank)
+    owned = owned_tensors(low, rank)
     total = sum(parameter.elements for _, parameter in low.parameters)
     parameters = float(total * low.value_bytes)
-    if _holds_shards(low):  # these are the master copy
+    if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
         parameters = sum(owned) * low.master_bytes if pushes else sum(unit.shard_bytes for unit in units(low))
     held = {
@@ -156,7 +164,7 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             value_bytes=low.value_bytes,
         ),
     }
-    if (low.has_master_copy and not _holds_shards(low)) or low.thresholds_publish:
+    if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish:
         held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = total * low.value_bytes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from gssim import collectives
 from gssim.collectives import Communication
-from gssim.memory import Footprint, input_bytes
+from gssim.memory import input_bytes, let_go
 from gssim.program.borders import Stage
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
@@ -122,7 +122,7 @@ class _Writer:
         """Give back the tensor that a stage has made."""
         stage = self.stages[message.source].stages[0]
         category = stage.output[1] if message.kind == "activation" else "temporaries"
-        gone = Footprint(kept=((category, -self.size_bytes(message)),))
+        gone = let_go(self.size_bytes(message), category)
         self.add(Task(f"release {self.name(message)}", "idle", need=gone))
 
     def size_bytes(self, message: Message) -> float:

@@ -33,6 +33,10 @@ from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.task import Task
 from gssim.program.units import Unit, units
 
+GATHER, REDUCE = "all-gather", "reduce-scatter"
+"""The streams on which FSDP2 takes the memory that a unit is gathered into, and that of its reduced gradients.
+(foreach_all_gather, foreach_reduce; all else is taken on the stream that computes.)"""
+
 Places = Mapping[str, Sequence[Task]]
 """Tasks to insert, by the label of the task that they stand beside."""
 
@@ -118,8 +122,7 @@ def _all_reduce_name(unit: Unit) -> str:
 
 def _reshard(unit: Unit) -> Task:
     """Return the freeing of a unit's parameters after its backward."""
-    freed = Event(0, -unit.padded_bytes, "gathered_parameters")
-    return Task(f"free {unit.name} backward", "backward", need=_need(freed))
+    return Task(f"free {unit.name} backward", "backward", need=_need(unit.gathered(0, sign=-1)))
 
 
 def _reduce_name(unit: Unit) -> str:
@@ -143,12 +146,12 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
         ),
         after=(_reduce_name(before),) if before and overlaps and unit.ranks > 1 else (),
         need=_need(
-            Event(0, -unit.padded_bytes, "gathered_parameters"),
+            unit.gathered(0, sign=-1),
             Event(1, -before.padded_bytes if before else 0, "communication"),
             Event(2, unit.padded_bytes, "communication"),
             *_padding(low, rank, unit, position=3),
-            Event(5, -unit.gradient_bytes, "gradients"),
-            Event(6, unit.chunk_bytes, "communication" if unit.casts else "gradients"),
+            Event(5, -unit.gradient_bytes, "gradients", unit.tensors.gradient_tensors),
+            Event(6, unit.chunk_bytes, "communication" if unit.casts else "gradients", stream=REDUCE),
             *([added] if (overlaps or unit.ranks == 1) and not unit.casts else []),
         ),
     )
@@ -193,7 +196,7 @@ def _cast(low: Lowering, rank: int, unit: Unit, name: str, added: Event) -> list
     if not unit.casts:
         return []
     freed = [] if low.replicates else [Event(1, -unit.chunk_bytes, "communication")]
-    need = _need(Event(0, unit.shard_bytes, "gradients"), *freed, added)
+    need = _need(Event(0, unit.shard_bytes, "gradients", stream=REDUCE), *freed, added)
     duration_s = costs.master_copy_time_s(
         low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
     )
@@ -222,7 +225,7 @@ def gather_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list
     before = {**_gather_forward(low, rank), **_gather_backward(low, rank)}
     behind = {
         f"forward {unit.layers[0].module}": [
-            Task(f"free {unit.name}", "forward", need=_need(Event(0, -unit.padded_bytes, "gathered_parameters")))
+            Task(f"free {unit.name}", "forward", need=_need(unit.gathered(0, sign=-1)))
         ]
         for unit in units(low)
         if not unit.is_root
@@ -252,7 +255,7 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, 
     name = _gather_name(unit, phase)
     communication = low.communications[name] = _exchange(low, "all-gather", unit.padded_bytes)
     copy_bytes = unit.chunk_bytes if unit.casts else 0
-    flat = [Event(0, copy_bytes, "communication"), Event(1, unit.flat_bytes, "communication")]
+    flat = [Event(i, size, "communication", stream=GATHER) for i, size in enumerate((copy_bytes, unit.flat_bytes))]
     cast_s = costs.master_copy_time_s(
         low.device(rank), low.scenario.workload, elements=sum(unit.shard_elements), tensors=1, casts=1
     )
@@ -277,7 +280,7 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
         ),
         after=(name,) if low.overlaps and unit.ranks > 1 else (),
         need=_need(
-            Event(0, unit.padded_bytes, "gathered_parameters"),
+            unit.gathered(0, sign=1),
             *_alone(unit),
             Event(2, -freed_bytes, "communication"),
         ),

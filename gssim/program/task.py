@@ -1,5 +1,6 @@
 """What one rank does at a time, and what all ranks do in a step."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +40,8 @@ class Program:
     publish_density: float | None = None
     roles: tuple[int, ...] = ()
     """Role of each rank; empty: every rank has its own."""
+    tensors: tuple[Callable[[], Mapping[str, tuple[float, ...]]], ...] = ()
+    """What tells of what is persistent the bytes of each tensor; empty: each category is one. By role."""
 
     @cached_property
     def role_of(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from gssim.memory import Event
 from gssim.program.lowering import Lowering
 from gssim.workload import LayerInstance, Parameter
 
@@ -33,6 +34,16 @@ class Tensors:
     def padded_bytes(self) -> int:
         """Bytes of the gathered parameters: each padded in its first dimension to a multiple of the ranks."""
         return self.ranks * sum(self.shard_elements) * self.value_bytes
+
+    @cached_property
+    def padded_tensors(self) -> tuple[float, ...]:
+        """The same of each of them."""
+        return tuple(float(self.ranks * elements * self.value_bytes) for elements in self.shard_elements)
+
+    @cached_property
+    def gradient_tensors(self) -> tuple[float, ...]:
+        """Bytes of each unsharded gradient."""
+        return tuple(float(rows * each * self.value_bytes) for rows, each in self.rows)
 
     @cached_property
     def uneven_bytes(self) -> int:
@@ -81,6 +92,10 @@ class Unit:
     def shard_elements(self) -> tuple[int, ...]:
         """Elements of each parameter on one rank, padding included."""
         return self.tensors.shard_elements
+
+    def gathered(self, position: int, *, sign: int) -> Event:
+        """Return where the parameters that were copied out of a gather are taken (`sign` 1), or given back (-1)."""
+        return Event(position, sign * self.padded_bytes, "gathered_parameters", self.tensors.padded_tensors)
 
     @property
     def padded_bytes(self) -> int:
@@ -145,7 +160,12 @@ def units(low: Lowering) -> tuple[Unit, ...]:
 
 def owned_rows(low: Lowering, rank: int) -> list[int]:
     """Return the elements that `rank` keeps of each parameter, in the model's order, which is the optimizer's."""
-    own: dict[int, int] = {}
-    for unit in units(low):
-        own |= zip(map(id, unit.parameters), unit.own_elements(low.shard_position(rank)), strict=True)
-    return [own[id(parameter)] for _, parameter in low.parameters]
+    position = low.shard_position(rank)
+    key = ("owned rows", position)
+    if key not in low.found:
+        own: dict[int, int] = {}
+        for unit in units(low):
+            own |= zip(map(id, unit.parameters), unit.own_elements(position), strict=True)
+        low.found[key] = [own[id(parameter)] for _, parameter in low.parameters]
+    found: list[int] = low.found[key]
+    return found

@@ -136,18 +136,19 @@ def store_and_forward(members: Members, communication: Communication) -> tuple[S
     """Ring of unequal parts, each passed on once it has come whole: in step r, member i sends the part of member i-r.
 
     What gsreal's ring of point-to-point messages does; a reduce-scatter is the same, backwards. Without parts they are
-    equal, and all steps are one stage. Receives are posted ahead, but in a reduce-scatter of unequal parts among more
-    than three, whose output cannot hold what is passed on.
+    equal, and all steps are one stage; so are those of a reduce-scatter of equal parts. Receives are posted ahead, but
+    in a reduce-scatter of unequal parts among more than three, whose output cannot hold what is passed on.
     """
     n = members.count
     backwards = communication.carried_kind == "reduce-scatter-v"
-    if not communication.part_bytes:
-        ring = _ring(members, communication.size_bytes, turns=1, reduces=backwards)
-        halved = backwards and communication.size_bytes / n > WHOLE_BYTES
+    if not communication.part_bytes or (backwards and len(set(communication.part_bytes)) == 1):
+        size = sum(communication.part_bytes) or communication.size_bytes
+        ring = _ring(members, size, turns=1, reduces=backwards)
+        halved = backwards and size / n > WHOLE_BYTES
         return (replace(ring, notices=1, hidden_ratio=(n - 2) / (2 * (n - 1)) if halved else 0.0),)
     parts = np.array(communication.part_bytes, dtype=float)
     positions = np.arange(n)
-    ahead = not backwards or n == 3 or bool((parts == parts[0]).all())
+    ahead = not backwards or n == 3
     stages = []
     for step in range(n - 1):
         sent = parts[(positions + step + 1 if backwards else positions - step) % n]

@@ -1,0 +1,67 @@
+"""Of which tensors it is made what a rank holds all the time."""
+
+from collections.abc import Mapping, Sequence
+
+from gssim.optimizers import COUNTS_STEPS, VALUES_KEPT, implementation_on
+from gssim.program.lowering import Lowering
+from gssim.program.optimizer import holds_shards, owned_tensors
+from gssim.program.units import units
+
+Tensors = dict[str, tuple[float, ...]]
+"""Bytes of tensors, by category."""
+
+
+def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> Tensors:
+    """Return the tensors of what a rank holds all the time (`held`), by category, each in the order of making.
+
+    Of a category that is not known in more detail, one. Adam's step counters are on the host but where it is fused.
+    """
+    owned = owned_tensors(low, rank)
+    workload = low.scenario.workload
+    each: dict[str, Sequence[float]] = {
+        "parameters": _parameters(low, owned),
+        "master_copy": [elements * low.master_bytes for elements in owned],
+        "buckets": [bucket.elements * low.value_bytes for bucket in low.buckets],
+        "buffers": workload.model.buffer_bytes,
+        "optimizer": [
+            elements * low.master_bytes for elements in owned for _ in range(VALUES_KEPT[workload.optimizer])
+        ],
+    }
+    counters = workload.optimizer in COUNTS_STEPS
+    fused = implementation_on(low.device(rank).kind, workload.optimizer_implementation) == "fused"
+    if counters and fused:
+        each["optimizer"] = [*each["optimizer"], *[4.0] * len(owned)]
+    on_host = 4.0 * len(owned) if counters and not fused else 0.0
+    return {
+        category: _parts(size - (on_host if category == "optimizer" else 0.0), each.get(category, ()))
+        for category, size in held.items()
+        if size
+    }
+
+
+def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
+    """Return the bytes of the tensors that parameters are in: their own, GS's flat replicas, or shards."""
+    pushes = low.policies.gradients == "push"
+    if holds_shards(low):
+        if pushes:
+            return [elements * low.master_bytes for elements in owned]
+        return [elements * low.master_bytes for unit in units(low) for elements in unit.shard_elements]
+    if pushes:
+        return [bucket.elements * low.value_bytes for bucket in low.buckets]
+    return [parameter.elements * low.value_bytes for _, parameter in low.parameters]
+
+
+def _parts(size: float, parts: Sequence[float]) -> tuple[float, ...]:
+    """Return parts that add up to `size`, whatever is missing as one more.
+
+    >>> _parts(10.0, [4.0, 4.0]), _parts(7.0, [4.0, 4.0])
+    ((4.0, 4.0, 2.0), (4.0, 3.0))
+    """
+    found = []
+    left = size
+    for part in parts:
+        part = min(part, left)
+        if part > 0:
+            found.append(float(part))
+        left -= part
+    return (*found, float(left)) if left > 0 else tuple(found)

@@ -1,0 +1,167 @@
+"""What a rank's step makes PyTorch's caching allocator reserve: its tasks' tensors, replayed in the order of the host.
+
+[Note: order of tensors] First comes what is held all the time but the optimizer's states, which torch makes in the
+first update; then two steps, of which the second finds all states. (More take nothing more of the device.) What is
+given back is the oldest of the tensors of its category and size; of activations, which the backward frees in the
+reverse order, the latest. Frees that tell a sum alone take whatever is there of the category.
+
+[Note: middle] Of many micro-batches, those in the middle find and leave what the one before them did, once as many are
+under way as ever are. They are left out, where the peak of what is asked for, of which the exact value is known, stays
+what it is without them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gssim.allocator import Block, CachingAllocator, NoMemoryLeftError, rounded_bytes
+from gssim.allocator.block import Pool
+from gssim.memory import Event, Footprint
+from gssim.program import Program, Task
+from gssim.scenario import Scenario
+
+STEPS = 2
+TOLERANCE_RATIO = 1e-3
+"""Between the replay's peak of what is asked for and the known one."""
+LATEST_FIRST = ("activations",)
+MICRO_BATCH = re.compile(r" micro-batch (\d+)")
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Peaks of a replay, in bytes."""
+
+    requested_bytes: float
+    allocated_bytes: float
+    """In blocks: rounded up, and with what was too little to be split off."""
+    reserved_bytes: float
+    missing_bytes: float = 0.0
+    """What the device lacked when a request failed; the replay then ended."""
+
+
+def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> Reservation:
+    """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle]."""
+    role = program.role_of[rank]
+    short = _without_middle(scenario, program.tasks[role])
+    if len(short) < len(program.tasks[role]):
+        found = replay(program, role, tasks=short)
+        if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
+            return found
+    return replay(program, role)
+
+
+def _without_middle(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:
+    """Return tasks without those of micro-batches that find and leave what the one before them did."""
+    count, ranks = scenario.plan.micro_batches, scenario.policies.pp
+    first, last = ranks + 2, count - 2
+    if last <= first:
+        return tasks
+    return [task for task in tasks if not (m := MICRO_BATCH.search(task.label)) or not first <= int(m[1]) < last]
+
+
+# The replay ----------------------------------------------------------------------------------------------------------
+
+
+def replay(
+    program: Program,
+    role: int,
+    *,
+    tasks: Sequence[Task] | None = None,
+    limit_bytes: float | None = None,
+    expandable_segments: bool = False,
+) -> Reservation:
+    """Return the peaks of a role's steps; see [Note: order of tensors].
+
+    `tasks`: in the place of all that the role has. `limit_bytes`: what the device has for the allocator.
+    """
+    allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+    held = _Held(allocator)
+    missing = 0
+    try:
+        _run(program, role, program.tasks[role] if tasks is None else tasks, held)
+    except NoMemoryLeftError as error:
+        missing = error.missing_bytes
+    return Reservation(
+        allocator.peak_requested_bytes, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, missing
+    )
+
+
+def _run(program: Program, role: int, tasks: Sequence[Task], held: "_Held") -> None:
+    whole = {category: (size,) for category, size in program.persistent[role].items() if size}
+    tensors: Mapping[str, Sequence[float]] = program.tensors[role]() if program.tensors else whole
+    for category, sizes in tensors.items():
+        if category != "optimizer":
+            held.keep(category, sizes)
+    states = tensors.get("optimizer", ())
+    needs = [(task.need, task.phase == "optimizer") for task in tasks if task.need.events or task.phase == "optimizer"]
+    for _ in range(STEPS):
+        for need, updates in needs:
+            if updates and states:
+                held.keep("optimizer", states)
+                states = ()
+            held.carry_out(need)
+
+
+Key = tuple[str, int, float]
+"""Category, number in the layer, and bytes of a tensor: what it is found by when it is given back."""
+Request = tuple[Key, list[Block], Pool, int, int]
+"""A tensor, where those like it are kept, its pool, rounded bytes (0: it is given back), and bytes."""
+
+
+class _Held:
+    """The tensors of a replay that are there."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.alive: dict[Key, list[Block]] = {}
+        self._requests: dict[int, list[Request]] = {}
+
+    def keep(self, category: str, sizes: Sequence[float]) -> None:
+        """Take tensors that stay."""
+        self._carry_out(self._requests_of([Event(0, size, category) for size in sizes]))
+
+    def carry_out(self, need: Footprint) -> None:
+        """Take and give back what a task does."""
+        requests = self._requests.get(id(need))
+        if requests is None:
+            requests = self._requests[id(need)] = self._requests_of(need.events)
+        self._carry_out(requests)
+
+    def _carry_out(self, requests: Sequence[Request]) -> None:
+        allocator = self.allocator
+        for key, alike, pool, rounded, size in requests:
+            if rounded:
+                alike.append(allocator.take(pool, rounded, size))
+            elif alike:
+                allocator.free(alike.pop() if key[0] in LATEST_FIRST else alike.pop(0))
+            else:
+                self._give_back(key[0], size)
+
+    def _requests_of(self, events: Sequence[Event]) -> list[Request]:
+        found: list[Request] = []
+        for event in events:
+            takes = event.size_bytes > 0
+            sizes = event.tensors or (abs(event.size_bytes),)
+            for size in sizes if event.size_bytes else ():
+                if int(size):
+                    rounded = rounded_bytes(size)
+                    key = (event.category, event.number, size)
+                    pool = self.allocator.pool_of(rounded, event.stream)
+                    alike = self.alive.setdefault(key, [])
+                    found.append((key, alike, pool, rounded if takes else 0, int(size)))
+        return found
+
+    def _give_back(self, category: str, size_bytes: int) -> None:
+        """Give back as many bytes of a category as there are, the latest kinds of tensors first; of one, a part."""
+        left = size_bytes
+        for key in [key for key in reversed(self.alive) if key[0] == category]:
+            alike = self.alive[key]
+            while alike and left > 0:
+                block = alike.pop()
+                self.allocator.free(block)
+                rest = block.requested_bytes - left
+                left -= block.requested_bytes
+                if rest > 0:
+                    kept = self.allocator.allocate(rest)
+                    assert kept is not None
+                    self.alive.setdefault((category, key[1], float(rest)), []).append(kept)
