@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -145,6 +146,23 @@ def convergence_command(
     print_study(rows, found.all)
     for name in ("convergence.csv", "findings.txt", *figures):
         print(out / name)
+
+
+@app.command("seeds")
+def seeds_command(
+    scenarios: Annotated[Path, typer.Option("--scenarios", help="Folder of the scenarios.")] = Path("scenarios"),
+    slow: Annotated[bool, typer.Option("--slow", help="Simulate MT-NLG's pipelines too: two minutes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
+) -> None:
+    """Put the figures that the project's starting texts state beside ours: which are physically consistent."""
+    from analysis.seeds import all_lines
+    from analysis.seeds.report import print_lines
+
+    found = all_lines(scenarios, slow=slow)
+    if as_json:
+        print(json.dumps([asdict(line) for line in found], indent=2))
+    else:
+        print_lines(found)
 
 
 @app.command("published")

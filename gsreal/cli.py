@@ -333,6 +333,7 @@ def trace_command(
     precision: Annotated[
         str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
     ] = None,
+    source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
 ) -> None:
     """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU."""
     from gsreal.modelfile import Request, check_options, traced_model, write_model
@@ -351,6 +352,7 @@ def trace_command(
         auto_class=auto_class,
         sequence_length=sequence_length,
         precision=precision,
+        source=source,
     )
     check_options(request)
     traced = traced_model(request)

@@ -54,9 +54,17 @@ def _holds_stack(module: nn.Module) -> bool:
 
 
 def _wrapped_stack(module: nn.Module) -> bool:
-    """Return whether all of a module's parameters are in one stack that it wraps (a stage of a ResNet)."""
-    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    """Return whether a module is nothing but a stack that it wraps (a stage of a ResNet).
+
+    One that also adds, activates or norms (a block whose convolutions are a stack) is a layer itself.
+    """
+    children = [child for child in module.children() if not _is_nothing(child)]
     return len(children) == 1 and isinstance(children[0], CONTAINERS) and _is_stack(children[0])
+
+
+def _is_nothing(module: nn.Module) -> bool:
+    """Return whether a module stands where others have something: it hands on what it is given."""
+    return isinstance(module, (nn.Identity, *CONTAINERS)) and not any(True for _ in module.modules() if _ is not module)
 
 
 @contextmanager

@@ -43,6 +43,8 @@ class Request:
     padding: int = 0
     precision: str | None = None
     """To trace in; None: that of the model file, or fp32."""
+    source: str | None = None
+    """Where the model's numbers are published."""
 
 
 def traced_model(request: Request) -> Model:
@@ -97,9 +99,10 @@ def _untraced(request: Request, where: str) -> Model:
         }
     else:
         module = {"factory": request.model, "arguments": arguments}
+    traced = f"traced from {request.model} by gsreal trace, torch {torch.__version__.partition('+')[0]}"
     data = {
         "name": request.name,
-        "source": f"traced from {request.model} by gsreal trace, torch {torch.__version__.partition('+')[0]}",
+        "source": f"{request.source}; {traced}" if request.source else traced,
         "module": module,
         "input": _input(request, where),
         "traced_batch_sizes": (1,),

@@ -1,8 +1,9 @@
 """Blocks cut among the ranks of a tensor group, in whole units and in any shares: Megatron-LM's tensor parallelism.
 
-A unit is an attention head with its part of the perceptron's columns, or a norm group's channels. Each rank holds the
-weights of a run of units: of the first linear maps of a block the outputs (columns), of the last the inputs (rows), so
-that one sum over the ranks completes each pair. All else is whole on every rank, and the same everywhere.
+A unit is an attention head (of keys and values, where several queries share them) with its part of the perceptron's
+columns, or a norm group's channels. Each rank holds the weights of a run of units: of the first linear maps of a block
+the outputs (columns), of the last the inputs (rows), so that one sum over the ranks completes each pair. All else is
+whole on every rank, and the same everywhere.
 
 [Note: f and g] In Megatron-LM's paper (Shoeybi et al. 2019, section 3) f is the identity in the forward and a sum over
 the ranks in the backward, where a block's columns begin; g is the reverse, where its rows end.
@@ -67,6 +68,20 @@ def _gpt2_units(block: Any) -> int:
     return gcd(block.attn.num_heads, block.mlp.c_fc.nf)
 
 
+def _llama_units(block: Any) -> int:
+    attention = block.self_attn
+    return gcd(attention.k_proj.out_features // attention.head_dim, block.mlp.up_proj.out_features)
+
+
+def _bert_units(block: Any) -> int:
+    attention = block.attention.self
+    return gcd(attention.query.out_features // attention.attention_head_size, block.intermediate.dense.out_features)
+
+
+def _as_wide_as_its_maps(_block: Any, _held: int) -> None:
+    """Leave modules as they are which take the number of heads from what their linear maps return."""
+
+
 CUTS: dict[str, Cut] = {
     "gsreal.models.TransformerBlock": Cut(
         units=_transformer_units,
@@ -88,6 +103,18 @@ CUTS: dict[str, Cut] = {
         rows=("attn.c_proj", "mlp.c_proj"),
         resize=_resize_gpt2,
         parts={"attn.c_attn": 3},
+    ),
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": Cut(
+        units=_llama_units,
+        columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+        rows=("self_attn.o_proj", "mlp.down_proj"),
+        resize=_as_wide_as_its_maps,
+    ),
+    "transformers.models.bert.modeling_bert.BertLayer": Cut(
+        units=_bert_units,
+        columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+        rows=("attention.output.dense", "output.dense"),
+        resize=_as_wide_as_its_maps,
     ),
 }
 """By the full name of the block's class."""

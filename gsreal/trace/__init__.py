@@ -2,7 +2,8 @@
 
 One training step runs per traced shape. What is recorded per layer is exact for these shapes; as a function of batch
 size b and sequence length s it is a polynomial (up to b*s^2), fitted over six shapes and checked at a seventh. Where
-it is known how to cut the model's blocks among ranks, steps with cut blocks are traced as well, see [Note: units].
+it is known how to cut the model's blocks among ranks, steps with cut blocks are traced as well, see [Note: units]. Of
+many equal blocks a few are traced, see `repeated`.
 """
 
 from collections import defaultdict
@@ -11,12 +12,12 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsreal.trace.fit import NoPolynomialError, Shape, fitted_layers, grouped
 from gsreal.trace.parts import with_parts
 from gsreal.trace.recorder import Record
-from gsreal.trace.step import fake_module, fewest_units, record_step, traced_precision
+from gsreal.trace.repeated import lengthened, shortened
+from gsreal.trace.step import fake_module, fewest_units, record_step, without_values
 from gssim.units import UserError
 from gssim.workload import Layer, Model, TokenInput
 
@@ -73,25 +74,49 @@ def _layers(
     model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
     """Return the model's layers, whole, and with their blocks cut (none where these cannot be)."""
-    shapes = list(product(TRACED_BATCH_SIZES, lengths))
+    found = shortened(model, where)
+    if found is not None:
+        short, stack = found
+        whole, cut = (lengthened(layers, stack) for layers in _traced(short, lengths, checked, where))
+        if whole is not None and cut is not None:
+            return grouped(whole), grouped(cut)
+    whole, cut = _traced(model, lengths, checked, where)
+    return grouped(whole), grouped(cut)
+
+
+def _traced(
+    model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
+) -> tuple[list[Layer], list[Layer]]:
+    """Return all layers, one for each module, whole and with their blocks cut."""
+    shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
     found = fitted_layers(records, record_step(model, *checked, where=where), checked)
-    whole = grouped(with_parts(model, found, shapes, checked, where=where))
+    whole = with_parts(model, found, shapes, checked, where=where)
+    try:
+        return whole, _traced_cut(model, shapes, checked, where)
+    except NoPolynomialError:  # what a rank does depends on how much it holds: then it is not known how to cut them
+        return whole, []
+
+
+def _traced_cut(
+    model: Model, shapes: Sequence[tuple[int, int | None]], checked: tuple[int, int | None], where: str
+) -> list[Layer]:
+    """Return all layers with their blocks cut, as functions of the units held too."""
     units = fewest_units(model, where)
     if units < 2:
-        return whole, ()
+        return []
     traced = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     cut: dict[Shape, Record] = {
         (*shape, held): record_step(model, *shape, held, where=where) for held in traced for shape in shapes
     }
     last = (*checked, units)
-    return whole, grouped(fitted_layers(cut, record_step(model, *last, where=where), last))
+    return fitted_layers(cut, record_step(model, *last, where=where), last)
 
 
 def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
     """Return the bytes of the module's buffers, a number for each data type in order of first appearance."""
     sizes: dict[torch.dtype, int] = defaultdict(int)
-    with FakeTensorMode(), traced_precision(model):
+    with without_values(model):
         for tensor in fake_module(model, where).buffers():
             sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
     return tuple(sizes.values())

@@ -196,11 +196,16 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     Of what is left of them where others are frozen, only when buffers end in their neighbours differs, which is found
     again from these. The second has all of it, the model's first layer has not.
     """
-    nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
     groups = []
-    for _, members in groupby(layers, key=lambda layer: repr(replace(layer, **nothing))):
+    for _, members in groupby(layers, key=but_for_the_name):
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
         groups.append(replace(run[min(1, len(run) - 1)], name=name or run[0].name, modules=modules))
     return tuple(groups)
+
+
+def but_for_the_name(layer: Layer) -> str:
+    """Return what is the same for layers that one entry of a model file may stand for."""
+    nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
+    return repr(replace(layer, **nothing))

@@ -10,13 +10,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsreal.build import example_batch, logits_of, loss_of
 from gsreal.layers import layer_boundaries
 from gsreal.trace.fit import NoPolynomialError, Shape, fitted_buffers, fitted_polynomial, parameters_of
 from gsreal.trace.recorder import Record, Recorder
-from gsreal.trace.step import fake_module, known_storages
+from gsreal.trace.step import fake_module, known_storages, without_values
 from gssim.workload import Layer, Model, Moment, PartialBackward, handed_back, handed_on
 
 Records = dict[Shape, Record]
@@ -89,7 +88,7 @@ def recorded(
     """Return what each of the steps shows at one shape; `layers`: one for each module."""
     found = {}
     names = [layer.name for layer in layers if layer.modules]
-    with FakeTensorMode(allow_non_fake_inputs=False):
+    with without_values(model):
         module = fake_module(model, where)
         module.train()
         inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from gsreal.build import DTYPES, build_module, example_batch, first_line, logits_of, loss_of
 from gsreal.layers import layer_boundaries, layer_modules
 from gsreal.tensor_slices import cut_of, is_linear, slice_block
+from gsreal.trace.hugging_face import sequences_not_packed
 from gsreal.trace.recorder import Record, Recorder
 from gssim.units import UserError
 from gssim.workload import Model
@@ -37,6 +38,14 @@ def traced_precision(model: Model) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def without_values(model: Model) -> Iterator[None]:
+    """Let tensors have no values while the context lasts, and the model do what it does where they have."""
+    whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=False), traced_precision(model), whole:
+        yield
+
+
 def record_step(
     model: Model, batch_size: int, sequence_length: int | None, units: int | None = None, *, where: str
 ) -> Record:
@@ -44,7 +53,7 @@ def record_step(
 
     `units`: each block is cut, and these are what is left of it here.
     """
-    with FakeTensorMode(allow_non_fake_inputs=False), traced_precision(model):
+    with without_values(model):
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)
@@ -86,7 +95,7 @@ def _cut_blocks(
 
 def fewest_units(model: Model, where: str) -> int:
     """Return into how many units the model's blocks can be cut, the least of all; 0 where one cannot be."""
-    with FakeTensorMode():
+    with without_values(model):
         module = fake_module(model, where)
         blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
         cuts = [cut_of(block) for block in blocks]

@@ -96,8 +96,8 @@ class Layer:
         """Return plain data: what is not known apart makes no other question."""
         data: dict[str, Any] = inner(self)
         for key in STREAMED:
-            if data[key] is None:
-                del data[key]
+            if data.get(key) is None:
+                data.pop(key, None)  # where none are wanted, it is not there
         return data
 
     @property
