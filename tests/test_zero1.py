@@ -116,7 +116,7 @@ def test_a_step_of_one_bucket_is_compute_all_reduce_the_largest_share_and_a_tree
 ):
     rate, latency_s = 1e6, 1e-4
     settings = {"bandwidth": rate, "latency_s": latency_s, "types": {"fast": device_type(operation_overhead_s=1e-5)}}
-    scenario = tiny(ranks, cluster=settings, optimizer=optimizer)
+    scenario = tiny(ranks, cluster=settings | {"backend": "nccl"}, optimizer=optimizer)  # one after another
     low = Lowering(scenario, None, 0, range(scenario.ranks))
     (bucket,) = low.buckets
     device = low.device(0)
@@ -143,10 +143,21 @@ def test_what_is_broadcast_hides_behind_nothing_and_the_last_owner_is_waited_for
     broadcasts = [s for s in spans if s.label.startswith("broadcast")]
     updated_s = max(s.end_s for s in machine.spans if s.label == "optimizer")
     assert len(broadcasts) == 6
-    assert {(s.stream, s.phase) for s in broadcasts} == {("compute", "exposed_communication")}
-    assert broadcasts == spans[-6:]
+    assert {s.stream for s in broadcasts} == {"communication 0", "communication 1"}  # gloo's threads
     assert broadcasts[0].end_s > updated_s
-    assert broadcasts[-1].end_s == machine.env.now
+    (waits,) = (s for s in spans if s.stream == "compute" and s.start_s >= updated_s)
+    assert (waits.phase, waits.end_s) == ("exposed_communication", machine.env.now)
+    assert max(s.end_s for s in broadcasts) == machine.env.now
+
+
+def test_gloo_broadcasts_two_tensors_at_once():
+    """Measured in the lab: BERT on two ranks 10 ms apart took 1.1 s a step; one after another they make it 1.8 s."""
+    cluster = {"bandwidth": 1e15, "latency_s": 1e-1}
+    tasks = {each.label: each for each in machine_of(tiny(2, cluster=cluster))[0].spans if each.rank == 0}
+    tensors = [each for label, each in tasks.items() if label.startswith("broadcast")]
+    one_s = tensors[0].end_s - tensors[0].start_s
+    assert len(tensors) == 6
+    assert max(t.end_s for t in tensors) - min(t.start_s for t in tensors) == pytest.approx(3 * one_s, rel=1e-6)
 
 
 def test_a_rank_alone_broadcasts_to_nobody_in_no_time():

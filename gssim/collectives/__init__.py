@@ -4,6 +4,7 @@ from gssim.collectives.algorithms import ALGORITHMS, SINGLE_FLOWS, Members, algo
 from gssim.collectives.backend import (
     BACKEND_ALGORITHMS,
     algorithm_of,
+    at_once,
     has_notices,
     measured_s,
     message_s,
@@ -30,6 +31,7 @@ __all__ = [
     "Stage",
     "algorithm_of",
     "algorithms_for",
+    "at_once",
     "carried_by_rank",
     "has_notices",
     "measured_s",

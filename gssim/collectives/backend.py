@@ -66,6 +66,15 @@ def algorithm_of(cluster: Cluster, kind: str) -> str:
     return named
 
 
+def at_once(backend: str) -> int:
+    """Return how many collectives of a group that are handed over and not waited for a backend carries out at once.
+
+    gloo has two threads for each process group, which take them in turn (torch, ProcessGroupGloo::Options); NCCL's
+    kernels of a communicator are on one stream.
+    """
+    return {"gloo": 2, "nccl": 1}[backend]
+
+
 def has_notices(backend: str) -> bool:
     """Return whether a backend's messages wait for the receiver's notice; see [Note: notices]."""
     return backend == "gloo"

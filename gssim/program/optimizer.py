@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gssim import costs
+from gssim import collectives, costs
 from gssim.collectives import Communication
 from gssim.memory import (
     Event,
@@ -80,18 +80,21 @@ def _published(low: Lowering) -> Sequence[Task]:
 def _broadcast(low: Lowering) -> list[Task]:
     """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all are there.
 
-    ZeroRedundancyOptimizer hands all of them over and then waits; backends take them in that order. Nothing else is
-    left to do, so that they block the compute.
+    ZeroRedundancyOptimizer hands all of them over and then waits; the backend takes them in that order, as many at once
+    as it has threads for.
     """
-    tasks = []
+    handed = Task("hand over parameters", "idle")
+    at_once = collectives.at_once(low.scenario.cluster.backend)
+    tasks: list[Task] = []
     for root, owned in enumerate(low.owned_parameters):
         for position in owned:
             instance, parameter = low.parameters[position]
             name = f"broadcast parameters {parameter.name.replace('{}', instance.module)}"
             size = parameter.elements * low.value_bytes
             low.communications[name] = Communication("broadcast", low.group, size, root=root)
-            tasks.append(Task(name, "exposed_communication", communication=name))
-    return tasks
+            stream = f"communication {len(tasks) % at_once}" if at_once > 1 else "communication"
+            tasks.append(Task(name, "exposed_communication", stream, communication=name, after=(handed.label,)))
+    return [handed, *tasks, Task("wait for parameters", "exposed_communication", after=tuple(t.label for t in tasks))]
 
 
 def _publish_layers(low: Lowering) -> list[Task]:

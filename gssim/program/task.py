@@ -1,7 +1,7 @@
 """What one rank does at a time, and what all ranks do in a step."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from gssim.collectives import Communication
@@ -40,7 +40,7 @@ class Program:
     publish_density: float | None = None
     roles: tuple[int, ...] = ()
     """Role of each rank; empty: every rank has its own."""
-    tensors: tuple[Callable[[], Mapping[str, tuple[float, ...]]], ...] = ()
+    tensors: tuple[Callable[[], Mapping[str, tuple[float, ...]]], ...] = field(default=(), compare=False)
     """What tells of what is persistent the bytes of each tensor; empty: each category is one. By role."""
 
     @cached_property
