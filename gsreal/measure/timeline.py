@@ -13,7 +13,7 @@ from gssim.result import PHASES, Span, phases_of
 class Timeline:
     """Spans of one rank: on the CPU by `clock`, wall-clock if none is given; events on a CUDA stream."""
 
-    def __init__(self, rank: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, rank: int, device: torch.device, clock: Callable[[], float] | None = None) -> None:
         self.rank, self.cuda, self._clock = rank, device.type == "cuda", clock
         self._marks: list[tuple[str, str, str, Any, Any]] = []
         self._ends: list[Any] = []
@@ -23,7 +23,7 @@ class Timeline:
 
     def _now(self) -> Any:
         if not self.cuda:
-            return self._clock()
+            return self._clock() if self._clock else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
