@@ -112,7 +112,7 @@ def test_ranks_hold_whole_units_and_together_all(units, weights):
 
 # What ranks hold -----------------------------------------------------------------------------------------------------
 
-TRACED = sorted(path.stem for path in MODELS.glob("*.toml") if "sliced_layers" in path.read_text())
+TRACED = sorted(path.stem for path in MODELS.glob("*.toml") if "[[sliced_layers]]" in path.read_text())
 SMALL_TRANSFORMERS = ["gpt-byte-1m", "bert-byte-1m"]
 
 
