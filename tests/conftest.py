@@ -1,6 +1,7 @@
 """Hypothesis draws the same examples on every machine; a slow machine is no failure."""
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -11,3 +12,7 @@ settings.load_profile("repeatable")
 
 # tests run side by side, and models are small: torch's second thread would only wait for the first
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# a shell that starts tests in the background lets them, and what they start, ignore interrupts; some tests send them
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
