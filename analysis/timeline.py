@@ -160,11 +160,14 @@ def _read(path: Path) -> dict[str, Any]:
 def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
     try:
         events = data["traceEvents"]
+        names = [event for event in events if event["ph"] == "M"]
         streams = {
-            (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
+            (event["pid"], event["tid"]): event["args"]["name"] for event in names if event["name"] == "thread_name"
         }
-        spans = [_span(event, streams) for event in events if event["ph"] == "X"]
-    except (KeyError, TypeError):
+        ranks = {event["pid"]: _rank(event["args"]["name"]) for event in names if event["name"] == "process_name"}
+        zero_s = float(data.get("otherData", {}).get("step_start_s", 0.0))
+        spans = [_span(event, ranks, streams, zero_s) for event in events if event["ph"] == "X"]
+    except (KeyError, TypeError, ValueError):
         raise UserError(f"{path}: {NO_TRACE}") from None
     if not spans:
         raise UserError(f"{path}: the trace has no spans")
@@ -174,7 +177,12 @@ def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
     return spans
 
 
-def _span(event: dict[str, Any], streams: dict[tuple[int, int], str]) -> Span:
-    start_s = event["ts"] * 1e-6
+def _rank(process_name: str) -> int:
+    """Return the rank that a process is named after: `rank 0`, or `rank 0: a100`."""
+    return int(process_name.removeprefix("rank ").partition(":")[0])
+
+
+def _span(event: dict[str, Any], ranks: dict[int, int], streams: dict[tuple[int, int], str], zero_s: float) -> Span:
+    start_s = event["ts"] * 1e-6 - zero_s
     stream = streams[event["pid"], event["tid"]]
-    return Span(event["pid"], stream, event["name"], event["cat"], start_s, start_s + event["dur"] * 1e-6)
+    return Span(ranks[event["pid"]], stream, event["name"], event["cat"], start_s, start_s + event["dur"] * 1e-6)

@@ -65,7 +65,7 @@ class Follower:
     def share(self, timeline: Timeline) -> None:
         """Tell all ranks how long this one has worked since its last step's end, and learn the same of them."""
         phases = timeline.phases_since(timeline.step_mark)
-        with timeline.span("share compute times", "exposed_communication"):
+        with timeline.span("share compute times", "exposed_communication", dist.group.WORLD):
             mine = [sum(phases[name] for name in names) for names in (COMPUTE_PHASES, UPDATE_PHASES)]
             own = torch.tensor(mine, dtype=torch.float64, device=self.device)
             found = own.new_empty(len(mine) * dist.get_world_size())

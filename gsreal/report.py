@@ -9,14 +9,13 @@ import torch
 
 from gsreal.course import density_by_step, refuse_divergence
 from gsreal.machine import provenance
-from gsreal.measure import Seen, collectives_of
+from gsreal.measure import RankStep, Seen, collectives_of
 from gssim.result import (
     Density,
     Division,
     Evaluation,
     RankClass,
     Result,
-    Span,
 )
 from gssim.scenario import Loaded
 
@@ -28,7 +27,8 @@ class RankReport:
     device: str
     ends_s: list[float]
     phases_s: dict[str, float]
-    spans: list[Span]
+    step: RankStep | None
+    """One step, where a trace is asked for."""
     losses: list[float]
     """This rank's part of the losses since the training began, or was resumed."""
     losses_before: tuple[float, ...]

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,13 @@ from gsreal.course import Course
 from gsreal.feed import Feed
 from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, settle
-from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline
+from gsreal.measure import CollectiveRecorder, MemoryCounter, RankStep, Seen, Timeline, middle_step, rank_step, step_of
 from gsreal.methods import Training, prepare
 from gsreal.rank import join, run_on_rank
 from gsreal.report import RankReport, result_of
-from gssim.result import (
-    Span,
-    chrome_trace,
-    typical_phases,
-    write_text,
-)
+from gssim.result import typical_phases, write_text
 from gssim.scenario import Loaded, Scenario, load_scenario
+from gssim.trace import chrome_trace
 from gssim.units import UserError
 
 
@@ -54,18 +49,28 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
-    report = measure(scenario, rank, device, checkpoints)
+    report = measure(scenario, rank, device, checkpoints, traced=trace is not None)
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     if rank == 0:
         result = result_of(loaded, reports, device)
         write_text(out, result.to_json())
         if trace is not None:
-            write_text(trace, chrome_trace([span for each in reports for span in each.spans], result))
+            write_text(trace, chrome_trace(step_of([each.step for each in reports]), result))
 
 
-def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Checkpoints | None = None) -> RankReport:
-    """Return what training the scenario shows on this rank: timed steps first, then steps for memory and traffic."""
+def measure(
+    scenario: Scenario,
+    rank: int,
+    device: torch.device,
+    checkpoints: Checkpoints | None = None,
+    *,
+    traced: bool = False,
+) -> RankReport:
+    """Return what training the scenario shows on this rank: timed steps first, then steps for memory and traffic.
+
+    `traced`: with the spans of one of the timed steps.
+    """
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
@@ -78,12 +83,13 @@ def measure(scenario: Scenario, rank: int, device: torch.device, checkpoints: Ch
     pushed, published = ((each.entries, each.offered) for each in sent.values())
     payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
     allocated, reserved = _peak(training, feed, counter, rank)
+    step = _step(training, feed, counter, rank, middle_step(ends_s)) if traced else None
     seen = _collectives(training, feed, rank, payloads)
     return RankReport(
         device=device_name(device),
         ends_s=ends_s,
         phases_s=phases_s,
-        spans=_one_step(spans, ends_s),
+        step=step,
         losses=losses,
         losses_before=begun.losses,
         pushed_by_step=course.pushed_by_step,
@@ -256,18 +262,11 @@ def _set_payloads(dependent: list[Seen], counted: list[int], payloads: list[floa
         entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
 
 
-def _within(spans: list[Span], start_s: float, end_s: float) -> list[Span]:
-    return [span for span in spans if span.end_s > start_s and span.start_s < end_s]
-
-
-def _one_step(spans: list[Span], ends_s: list[float]) -> list[Span]:
-    """Return the spans of the step of median length, from its start."""
-    steps = sorted(pairwise(ends_s), key=lambda step: step[1] - step[0])
-    start_s, end_s = steps[len(steps) // 2]
-    return [
-        Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
-        for span in _within(spans, start_s, end_s)
-    ]
+def _step(training: Training, feed: Feed, counter: MemoryCounter, rank: int, number: int) -> RankStep:
+    """Return a timed step, and what is held in one more."""
+    inputs, targets, weights = feed.at(1)
+    again = partial(training.step, inputs, targets, weights, rank)
+    return rank_step(training.timeline, number, device=device_name(counter.device), counter=counter, again=again)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from gssim.console import print_result, print_results, progress_bar
 from gssim.ending import run_command_line
 from gssim.predictions import predict, usable_cores
 from gssim.remedies import with_remedies
-from gssim.result import chrome_trace, file_name, write_text
+from gssim.result import file_name, write_text
 from gssim.scenario import load_scenario
-from gssim.simulate import simulate
+from gssim.simulate import simulate, traced
 from gssim.sweep import chosen, load_sweep, points_of
+from gssim.trace import chrome_trace
 from gssim.units import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -55,7 +56,7 @@ def run_command(
     result = with_remedies(loaded, simulated.result)
     advised_s = time.perf_counter()
     if trace is not None:
-        write_text(trace, chrome_trace(simulated.spans, result))
+        write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
     if out is not None:
         write_text(out / file_name(loaded.scenario.name, result.scenario_id, "simulated"), result.to_json())
     if as_json:

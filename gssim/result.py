@@ -344,34 +344,3 @@ def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:
         Collective(kind=kind, group=group, bytes=size, count=count, payload_bytes=payloads[kind, group, size])
         for (kind, group, size), count in sorted(counts.items())
     )
-
-
-def chrome_trace(spans: Sequence[Span], result: Result | None = None) -> str:
-    """Return spans as Chrome-trace JSON, for Perfetto: a process per rank, a thread per stream, times in us.
-
-    `result`: what the spans are a step of; `otherData` names it.
-    Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`).
-    """
-    streams = sorted({(span.rank, span.stream) for span in spans})
-    threads = {place: number for number, place in enumerate(streams)}
-    events: list[dict[str, Any]] = []
-    for (rank, stream), thread in threads.items():
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": stream}})
-    events.extend(
-        {
-            "ph": "X",
-            "name": span.label,
-            "cat": span.phase,
-            "pid": span.rank,
-            "tid": threads[span.rank, span.stream],
-            "ts": span.start_s * 1e6,
-            "dur": (span.end_s - span.start_s) * 1e6,
-        }
-        for span in spans
-    )
-    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
-    if result is not None:
-        keys = ("source", "scenario_id", "step_time_s")
-        trace["otherData"] = {key: getattr(result, key) for key in keys}
-    return json.dumps(trace) + "\n"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gssim.machine import Machine, RankClass, is_jittery
+from gssim.machine.recorded import Recorded
 from gssim.occupancy import Occupancy, misfit, occupancies, tightest
 from gssim.program import Program, lower
 from gssim.program.slices import uncounted
@@ -32,6 +33,8 @@ from gssim.result import (
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
 from gssim.segments import Segment, Told, walk
+from gssim.timeline import step_of
+from gssim.trace import Step
 from gssim.units import Floats, Ints
 
 STEADY_STEPS = 2
@@ -47,6 +50,7 @@ class Simulated:
     result: Result
     spans: tuple[Span, ...]
     paces: "Paces"
+    typical: "_Steady"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Paces:
 class _Steady:
     """A simulated run in its steady state."""
 
+    scenario: Scenario
     machine: Machine
     ends_s: tuple[tuple[float, ...], ...]
     """By class of ranks: when the steps that count ended."""
@@ -76,10 +81,15 @@ class _Steady:
         return median(self.times_s)
 
     @property
+    def number(self) -> int:
+        """Which step is of median length, of those that the machine has run."""
+        ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
+        return ordered[(len(ordered) - 1) // 2]
+
+    @property
     def start_s(self) -> float:
         """When a step of median length begins, on the last rank to begin it."""
-        ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
-        return max(ends[ordered[(len(ordered) - 1) // 2]] for ends in self.ends_s)
+        return max(ends[self.number] for ends in self.ends_s)
 
 
 def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
@@ -91,6 +101,13 @@ def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
     """
     with _no_collection():
         return _simulated(loaded, unfolded)
+
+
+def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
+    """Return the steady step as a trace shows it: it is simulated once more, with an eye on memory."""
+    program, scenario = simulated.typical.machine.program, simulated.typical.scenario
+    with _no_collection():
+        return step_of(_run(scenario, program, unfolded, recorded=True).machine, simulated.typical.number)
 
 
 @contextmanager
@@ -129,7 +146,7 @@ def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None =
     first = _run(scenario, programs[0], unfolded) if len(steady) < len(programs) else typical
     ranks = scenario.ranks
     paces = Paces(typical.times_s, _times_in(typical, COMPUTE_PHASES, ranks), _times_in(typical, UPDATE_PHASES, ranks))
-    return Simulated(_result(loaded, typical, lightest, programs, first), spans, paces)
+    return Simulated(_result(loaded, typical, lightest, programs, first), spans, paces, typical)
 
 
 def _first_steady(scenario: Scenario) -> int:
@@ -179,6 +196,7 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
         ),
         typical.spans,
         typical.paces,
+        typical.typical,
     )
 
 
@@ -195,15 +213,17 @@ def _payload_bytes(program: Program) -> float:
     return sum(c.payload_bytes for c in program.communications.values() if c.data_dependent)
 
 
-def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
+def _run(scenario: Scenario, program: Program, unfolded: bool, *, recorded: bool = False) -> _Steady:
     seed = scenario.run.seed
     machine = Machine(scenario.cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded)
+    if recorded:
+        machine.memory = [Recorded(memory.held, lambda: float(machine.env.now)) for memory in machine.memory]
     steps = JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS
     # what is published meets the next step's work, which the last step of all does not have
     machine.run(steps + scenario.policies.publish_overlaps)
     ends_s = tuple(tuple(ends[:steps]) for ends in machine.ends_s)
     latest = [max(ends) for ends in zip(*ends_s, strict=True)]
-    return _Steady(machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
+    return _Steady(scenario, machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
 
 
 def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady) -> Result:

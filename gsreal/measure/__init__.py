@@ -2,6 +2,18 @@
 
 from gsreal.measure.collectives import CollectiveRecorder, Seen, collectives_of
 from gsreal.measure.memory import MemoryCounter, counting_allocator
+from gsreal.measure.step import RankStep, middle_step, rank_step, step_of
 from gsreal.measure.timeline import Timeline
 
-__all__ = ["CollectiveRecorder", "MemoryCounter", "Seen", "Timeline", "collectives_of", "counting_allocator"]
+__all__ = [
+    "CollectiveRecorder",
+    "MemoryCounter",
+    "RankStep",
+    "Seen",
+    "Timeline",
+    "collectives_of",
+    "counting_allocator",
+    "middle_step",
+    "rank_step",
+    "step_of",
+]

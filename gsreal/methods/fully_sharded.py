@@ -41,7 +41,8 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     reshard_after_forward = False if scenario.policies.parameters == "gathered" else None
     for part in [*blocks_of(scenario.workload.model, module), module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-    _observe(module, timeline, point_to_point=scenario.policies.point_to_point, replicated=mesh.ndim > 1)
+    replicas = mesh.get_group(0) if mesh.ndim > 1 else None
+    _observe(module, timeline, point_to_point=scenario.policies.point_to_point, replicas=replicas)
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
 
     @contextmanager
@@ -55,7 +56,9 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
     return Training(module, optimizer, timeline, scale=scale, sync_each=sync_each, syncing=syncing)
 
 
-def _observe(module: nn.Module, timeline: Timeline, *, point_to_point: bool, replicated: bool) -> None:
+def _observe(
+    module: nn.Module, timeline: Timeline, *, point_to_point: bool, replicas: dist.ProcessGroup | None
+) -> None:
     """Let FSDP2's units carry out the plan's exchange, and record how long they are at it."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -66,7 +69,7 @@ def _observe(module: nn.Module, timeline: Timeline, *, point_to_point: bool, rep
         def __call__(
             self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
         ) -> dist.Work | None:
-            with timeline.span("all-gather", "exposed_communication"):
+            with timeline.span("all-gather", "exposed_communication", group):
                 if point_to_point:
                     all_gather_into_tensor(output_tensor, input_tensor, group=group)
                     return None
@@ -77,7 +80,7 @@ def _observe(module: nn.Module, timeline: Timeline, *, point_to_point: bool, rep
             self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
         ) -> dist.Work | None:
             found = None
-            with timeline.span("reduce-scatter", "exposed_communication"):
+            with timeline.span("reduce-scatter", "exposed_communication", group):
                 if point_to_point:
                     reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
                 else:
@@ -87,13 +90,13 @@ def _observe(module: nn.Module, timeline: Timeline, *, point_to_point: bool, rep
 
     def all_reduced(_gradients: Tensor) -> None:
         if scattered:  # without shards there is no reduce-scatter to begin from
-            timeline.between("all-reduce", "exposed_communication", scattered[0])
+            timeline.between("all-reduce", "exposed_communication", scattered[0], group=replicas)
 
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_custom_all_gather(ObservedAllGather())
             unit.set_custom_reduce_scatter(ObservedReduceScatter())
-            if replicated:
+            if replicas is not None:
                 unit.set_all_reduce_hook(all_reduced)
 
 

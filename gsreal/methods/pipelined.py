@@ -26,9 +26,10 @@ __all__ = ["StageModules", "pipeline_stages"]
 class ObservedStage(PipelineStage):
     """A stage that notes when it computes; what is between, in a step, is waiting for neighbours."""
 
-    def observe(self, timeline: Timeline, last_gradient: list[Any]) -> None:
+    def observe(self, timeline: Timeline, last_gradient: list[Any], replicas: dist.ProcessGroup | None) -> None:
         """Note what goes on from now on; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
-        self.timeline, self.last_gradient = timeline, last_gradient
+        self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
+        self.peers = self.group or dist.group.WORLD
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
         """Try out shapes, before the first step: without DDP, which would then expect gradients in any backward."""
@@ -37,16 +38,20 @@ class ObservedStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **settings: Any) -> Any:
         """Run the forward of a micro-batch."""
-        with self.timeline.span(f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}", "forward"):
+        with self.timeline.span(f"forward stage {self.stage_index} micro-batch {fwd_chunk_id}", "forward", self.peers):
             return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
         """Run the backward of a micro-batch; DDP's replicas agree in that of the last."""
         self.last_gradient.clear()
-        with self.timeline.span(f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}", "backward"):
+        with self.timeline.span(
+            f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}", "backward", self.peers
+        ):
             super().backward_one_chunk(bwd_chunk_id, *args, **settings)
         if self.last_gradient:
-            self.timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
+            self.timeline.between(
+                "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
+            )
 
 
 @dataclass
@@ -116,7 +121,7 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
         modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
     made = [ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)]
     for stage in made:
-        stage.observe(timeline, last_gradient)
+        stage.observe(timeline, last_gradient, replicas)
     losses = Losses(made[-1], timeline)
     held = StageModules(modules, group)
     if scenario.policies.optimizer_state == "sharded":

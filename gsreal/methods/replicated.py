@@ -48,6 +48,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         timeline,
         scale=float(scenario.policies.data_ranks),
         last_gradient=last,
+        replicas=options["process_group"] or dist.group.WORLD,
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
     )
@@ -83,7 +84,7 @@ def deal_out(
 
     class ObservedZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
         def _sync_params(self) -> None:
-            with timeline.span("broadcast parameters", "exposed_communication"):
+            with timeline.span("broadcast parameters", "exposed_communication", group or dist.group.WORLD):
                 super()._sync_params()  # type: ignore[misc]
 
     kind, settings = replica_optimizer_of(workload, device)

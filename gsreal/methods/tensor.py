@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,7 +50,7 @@ def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
     from torch.distributed import _functional_collectives as functional
 
     def all_reduce(tensor: Tensor) -> Tensor:
-        with timeline.span("all-reduce", "exposed_communication"):
+        with timeline.span("all-reduce", "exposed_communication", mesh.get_group()):
             return functional.wait_tensor(functional.all_reduce(tensor, "sum", (mesh, 0)))
 
     return all_reduce
@@ -65,7 +66,7 @@ def distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeli
     slices = slices_of(block, held)
     for path in cut.parts:
         _sort_by_ranks(block.get_submodule(path), mesh.size(), cut.parts[path])
-    columns, rows = _observed_styles(timeline)
+    columns, rows = _observed_styles(timeline, mesh.get_group())
     plan = {path: columns() for path in cut.columns} | {path: rows() for path in cut.rows}
     parallelize_module(block, mesh, plan)
     cut.resize(block, len(held))
@@ -81,7 +82,7 @@ def _sort_by_ranks(module: nn.Module, ranks: int, parts: int) -> None:
             parameter.copy_(rows.transpose(0, 1).flatten(0, 2))
 
 
-def _observed_styles(timeline: Timeline) -> tuple[type, type]:
+def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type, type]:
     """Return torch's column and row styles, whose all-reduces are spans where they block."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -100,7 +101,9 @@ def _observed_styles(timeline: Timeline) -> tuple[type, type]:
             )
             if own.requires_grad:
                 shared.register_hook(lambda _: marks.append(timeline.mark()))
-                own.register_hook(lambda _: timeline.between("all-reduce", "exposed_communication", marks.pop()))
+                own.register_hook(
+                    lambda _: timeline.between("all-reduce", "exposed_communication", marks.pop(), group=group)
+                )
             return shared
 
     class ObservedRows(RowwiseParallel):
@@ -110,7 +113,7 @@ def _observed_styles(timeline: Timeline) -> tuple[type, type]:
         def _prepare_output_fn(
             output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
         ) -> Any:
-            with timeline.span("all-reduce", "exposed_communication"):
+            with timeline.span("all-reduce", "exposed_communication", group):
                 summed = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
                 if isinstance(summed, AsyncCollectiveTensor):
                     summed.trigger_wait()

@@ -41,6 +41,8 @@ class Training:
     mean as it is (the owner weighs it)."""
     last_gradient: list[Any] = field(default_factory=list)
     """DDP: the mark of the last gradient hook in this backward."""
+    replicas: Any = None
+    """DDP: the process group of its replicas."""
     sync_each: bool = False
     """Whether gradients leave the device in every micro-batch, or in the last one only."""
     syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
@@ -88,7 +90,9 @@ class Training:
             with timeline.span("backward", "backward"):
                 (loss if factor == 1 else loss * factor).backward()
             if self.last_gradient:
-                timeline.between("wait for all-reduce", "exposed_communication", self.last_gradient[0])
+                timeline.between(
+                    "wait for all-reduce", "exposed_communication", self.last_gradient[0], group=self.replicas
+                )
         return loss.detach()
 
     def slow_down(self, ratio: float) -> None:

@@ -36,7 +36,7 @@ def train_owned_layers(scenario: Scenario, module: nn.Module, timeline: Timeline
     optimizer = make_optimizer(scenario.workload, trained, device)
 
     def publish(*_optimizer_and_arguments: Any) -> None:
-        with timeline.span("publish", "exposed_communication"):
+        with timeline.span("publish", "exposed_communication", group):
             all_gather_v(flat, ranges, group=group)
 
     optimizer.register_step_post_hook(publish)
