@@ -33,6 +33,7 @@ from gssim.result import (
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
 from gssim.segments import Segment, Told, walk
+from gssim.shared import Shared
 from gssim.units import Floats, Ints
 
 STEADY_STEPS = 2
@@ -83,15 +84,17 @@ class _Steady:
         return max(ends[ordered[(len(ordered) - 1) // 2]] for ends in self.ends_s)
 
 
-def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
+def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
+
+    `shared`: what other scenarios that are simulated have in common with it.
 
     Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
     run stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
     fits goes by the dense steps at the start as well.
     """
     with _no_collection():
-        return _simulated(loaded, unfolded)
+        return _simulated(loaded, unfolded, shared or Shared())
 
 
 @contextmanager
@@ -106,7 +109,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
+def _simulated(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     scenario = loaded.scenario
     if scenario.run.slowdowns or scenario.plan.shares.replan:
         return _walked(loaded, unfolded)
