@@ -51,6 +51,7 @@ RESULT_COLUMNS: dict[str, Kind] = {
     "slowest_link": str,  # the busiest: the bottleneck of what is communicated
     "slowest_link_utilisation_ratio": float,
     "cost_usd_per_step": float,
+    "energy_j_per_step": float,
 }
 """What a point came to. Where it is invalid or failed, all after `reason` is absent."""
 
@@ -88,6 +89,7 @@ def outcome(result: Result) -> Row:
         "slowest_link": busiest and busiest.name,
         "slowest_link_utilisation_ratio": busiest and busiest.utilisation_ratio,
         "cost_usd_per_step": result.cost_usd_per_step,
+        "energy_j_per_step": result.energy_j_per_step,
     }
 
 
