@@ -68,6 +68,16 @@ def compare_command(
         print(out / name)
 
 
+@app.command("keys")
+def keys_command(
+    folder: Annotated[Path, typer.Argument(help="Of the scenarios; the page is its README.md.")] = Path("scenarios"),
+) -> None:
+    """Print every key of scenario, cluster, model, sweep and study files, in Markdown."""
+    from analysis.keys import page
+
+    sys.stdout.write(page(folder))
+
+
 @app.command("timeline")
 def timeline_command(
     predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],

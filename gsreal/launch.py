@@ -108,9 +108,17 @@ def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | No
     if dead is None:
         return None
     rank, exit_code = dead
-    cause = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+    cause = _signal(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
     said = _last_words(log)
     return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
+
+
+def _signal(number: int) -> str:
+    """Return a signal's name; of the real-time ones only the first and the last have one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _last_words(log: str) -> str:

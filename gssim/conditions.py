@@ -19,6 +19,7 @@ class LinkFault:
     bandwidth_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     """What is left of its bandwidth; 0: it is down, and routes go round it."""
     added_latency_s: Seconds = 0.0
+    """On top of its own."""
 
 
 @spec
@@ -28,6 +29,7 @@ class Traffic:
     between: tuple[str, str]
     """Sender, then receiver."""
     bytes_per_s: BytesPerSecond
+    """What it would take if it had the way to itself."""
 
 
 @spec
@@ -35,7 +37,9 @@ class Conditions:
     """The state of the network during the whole run."""
 
     faults: tuple[LinkFault, ...] = ()
+    """Links that are worse than the cluster file says."""
     traffic: tuple[Traffic, ...] = ()
+    """What others send over the same links."""
 
     def __bool__(self) -> bool:
         """Return whether anything is out of the ordinary."""

@@ -15,7 +15,9 @@ class ImageFolder:
     """Images in one folder a class, as ImageNet is distributed: FOLDER/CLASS/NAME.JPEG, or FOLDER/SPLIT/CLASS/..."""
 
     kind: Literal["image-folder"]
+    """The form of this table."""
     folder: str
+    """Beside the scenario."""
     split: str = "train"
     """The folder inside that holds the classes; `folder` itself where there is none of this name."""
     augment: bool = False
@@ -23,6 +25,7 @@ class ImageFolder:
     mean: tuple[Mean, ...] = (0.485, 0.456, 0.406)
     """Of each channel, values being 0..1; a model of one channel takes the average. Default: ImageNet's."""
     std: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
+    """The same, of their standard deviation."""
     cache_bytes: Annotated[int, Field(ge=0, strict=True)] = 2**28
     """Decoded images that a rank keeps in host memory, at most."""
 
@@ -32,8 +35,11 @@ class Glue:
     """A task of the GLUE benchmark as distributed: FOLDER/train.tsv, dev.tsv."""
 
     kind: Literal["glue"]
+    """The form of this table."""
     folder: str
+    """Beside the scenario."""
     task: GlueTask
+    """Its name in the benchmark."""
     split: str = "train"
     """Which file: SPLIT.tsv (of MNLI also `dev_matched`, `dev_mismatched`)."""
     tokenizer: str | None = None
@@ -50,7 +56,9 @@ class TextFolder:
     """Text files below a folder, one stream of tokens: .txt (a document each), .jsonl (a line each, field `text`)."""
 
     kind: Literal["text-folder"]
+    """The form of this table."""
     folder: str
+    """Beside the scenario."""
     tokenizer: str | None = None
     """A `tokenizer.json`; by default a token is a byte."""
     cache: str | None = None

@@ -51,6 +51,7 @@ class Push:
     step does not depend on the gradient's scale and whose second moment suffers from the bursts of what is sent late
     (gradient-sharding F.4)."""
     error_feedback_precision: Literal["fp32", "bf16"] = "fp32"
+    """Of what is kept."""
     aggregate: Literal["batch-weight", "received-weight"] = "batch-weight"
     """The owner weighs each rank's contribution by its part of the batch. `received-weight`: and divides the sum by the
     weight of those that came for an element, its own included."""
@@ -135,10 +136,14 @@ class ShareRules:
     """Who gets how much: of the batch, and of the parameters that are sharded."""
 
     batch: Literal["even", "throughput"] | Shares = "even"
+    """`even`, `throughput` (by what the ranks can do in a time), or each part's fraction."""
     shards: Literal["even", "compute", "memory", "cost"] | Shares = "even"
+    """What ranks own: `even`, in proportion to `compute` (the paper), `memory` (all devices equally full), `cost` (what
+    pushes, updates and publications take, within memory), or each rank's fraction."""
     replan: bool = False
     """Change batch shares at run time as measured speeds change."""
     replanning: Replanning = field(default_factory=Replanning)
+    """When, with `replan`."""
 
 
 @spec
@@ -146,18 +151,32 @@ class Plan:
     """How to divide the work, as the user wrote it: a method, and any policy that overrides the method's."""
 
     method: Method
+    """A preset of the policies below; what is set beside it counts."""
     dp_replicate: PositiveInt | None = None
+    """Replicas of what is sharded, or of the whole model. Absent: what the other axes leave, for methods that
+    replicate."""
     dp_shard: PositiveInt | None = None
+    """Ranks among which state is sharded. Absent: what the other axes leave, for methods that shard."""
     tp: PositiveInt = 1
+    """Ranks that share each block's tensors."""
     pp: PositiveInt = 1
+    """Ranks in a pipeline of stages."""
     partition: Partition | None = None
+    """What ranks divide: the samples, or the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None
+    """Whole on every rank; sharded at rest and gathered for a step; or gathered just in time. Absent: the method's."""
     gradients: GradientPolicy | None = None
+    """How they come together. Absent: the method's."""
     gradient_sync: Literal["step", "micro-batch"] | None = None
+    """When gradients leave a device under accumulation. Absent: the method's."""
     optimizer_state: OptimizerPolicy | None = None
+    """Whole on every rank, or on the owners alone. Absent: the method's."""
     push: Push = field(default_factory=Push)
+    """What is sent to owners."""
     publish: Publish = field(default_factory=Publish)
+    """What owners send back."""
     shares: ShareRules = field(default_factory=ShareRules)
+    """Who gets how much."""
     recompute: Literal["none", "selective", "full"] = "none"
     """`full`: each block keeps only its input, and its backward runs its forward again (gradient checkpointing).
     `selective`: it keeps the outputs of compute-heavy operations too (matrix products, convolutions, attention), and
@@ -170,7 +189,9 @@ class Plan:
     """Layers of each pipeline stage; the loss goes with the last and is not counted. Absent: balanced, one stage a
     rank, two where interleaved. Interleaved plans may give each rank more."""
     bucket_bytes: PositiveBytes = DDP_BUCKET_BYTES
+    """Gradients are collected in buckets of so much (DDP, Gradient Sharding)."""
     first_bucket_bytes: PositiveBytes = DDP_FIRST_BUCKET_BYTES
+    """The first one's, which is ready first."""
     overlap: bool = True
     """Let communication hide behind compute where the method and backend can."""
     exchange: ExchangePolicy | None = None
@@ -178,6 +199,7 @@ class Plan:
     the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes) and
     for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
     prefetch: Count | None = None
+    """Not used yet: only its default is allowed."""
 
     @property
     def sends_by_data(self) -> bool:

@@ -37,7 +37,7 @@ from gssim.segments import Segment, Told, walk
 from gssim.shared import Shared
 from gssim.timeline import step_of
 from gssim.trace import Step
-from gssim.units import Floats, Ints
+from gssim.units import Floats, Ints, UserError
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
@@ -103,8 +103,11 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
     run stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
     fits goes by the dense steps at the start as well.
     """
-    with _no_collection():
-        return _simulated(loaded, unfolded, shared or Shared())
+    try:
+        with _no_collection():
+            return _simulated(loaded, unfolded, shared or Shared())
+    except UserError as error:  # what shows only when the network is built
+        raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
 
 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:

@@ -32,6 +32,7 @@ class Group:
     """Points that are compared with one another: on the same cluster, as a rule, with the same model."""
 
     name: str
+    """What stands before `--` in the names of its points."""
     scenario: str | None = None
     """Another file whose keys are overridden, beside this one; absent: the sweep's."""
     set: dict[str, Any] = field(default_factory=dict)

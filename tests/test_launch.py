@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 import torch
 
 from gsreal import cli
-from gsreal.launch import _dead_rank
+from gsreal.launch import _dead_rank, reason_of
 from gsreal.machine import device_name, usable_cores
 from gsreal.modelfile import Request, traced_model, write_model
 from gssim.result import PHASES, Result, read_result
@@ -536,3 +536,8 @@ def test_more_ranks_than_cores_are_not_calibrated(refusal):
     cores = len(usable_cores())
     line = refusal("calibrate", "--ranks", cores + 1)
     assert line == f"--ranks {cores + 1}: this machine has {cores} cores that may be used"
+
+
+@pytest.mark.parametrize(("code", "name"), [(-9, "SIGKILL"), (-36, "signal 36"), (3, "exit code 3")])
+def test_a_rank_that_died_of_any_signal_is_told(tmp_path, code, name):
+    assert reason_of(tmp_path, (1, code), "") == f"rank 1 died ({name})"

@@ -1,7 +1,7 @@
 """What the Trace Event Format asks of a trace, and what Perfetto takes of it: every fault of a trace as a line.
 
 Rules are those of "Trace Event Format" (Google, in catapult's documentation), by phase of event, and two of Perfetto's
-importer: nothing before 0, and no spans of a thread that overlap without nesting (google/perfetto, issues 107 and 4280).
+importer: nothing before 0, no spans of a thread that overlap without nesting (google/perfetto, issues 107 and 4280).
 """
 
 import math
@@ -38,7 +38,7 @@ def faults(trace):
     bad = [fault for number, event in enumerate(events) for fault in _of_event(number, event)]
     if bad:
         return found + bad
-    return found + [*_of_names(events), *_of_nesting(events), *_of_flows(events), *_of_counters(events)]
+    return [*found, *_of_names(events), *_of_nesting(events), *_of_flows(events), *_of_counters(events)]
 
 
 def _is_time(value):
@@ -54,6 +54,19 @@ def _of_event(number, event):
     unknown = set(event) - REQUIRED[phase] - OPTIONAL[phase] - {"ph"}
     if missing or unknown:
         yield f"event {number} ({phase}): lacks {sorted(missing)}, has {sorted(unknown)}"
+    yield from _of_values(number, event)
+    if phase == "i" and event.get("s") not in ("g", "p", "t"):
+        yield f"event {number}: scope {event.get('s')!r}"
+    if phase == "f" and event.get("bp") != "e":
+        yield f"event {number}: binding point {event.get('bp')!r}"
+    if phase == "M":
+        key, kind = METADATA.get(event.get("name"), (None, None))
+        if key is None or type(event["args"].get(key)) is not kind or set(event["args"]) != {key}:
+            yield f"event {number}: metadata {event}"
+
+
+def _of_values(number, event):
+    phase = event["ph"]
     for key in ("ts", "dur"):
         if key in event and not _is_time(event[key]):
             yield f"event {number} ({phase}): {key} = {event[key]!r}"
@@ -63,14 +76,6 @@ def _of_event(number, event):
     for key in ("name", "cat"):
         if key in event and (not isinstance(event[key], str) or not event[key]):
             yield f"event {number} ({phase}): {key} = {event[key]!r}"
-    if phase == "i" and event.get("s") not in ("g", "p", "t"):
-        yield f"event {number}: scope {event.get('s')!r}"
-    if phase == "f" and event.get("bp") != "e":
-        yield f"event {number}: binding point {event.get('bp')!r}"
-    if phase == "M":
-        key, kind = METADATA.get(event.get("name"), (None, None))
-        if key is None or type(event["args"].get(key)) is not kind or set(event["args"]) != {key}:
-            yield f"event {number}: metadata {event}"
 
 
 def _of_names(events):

@@ -23,6 +23,7 @@ class Variant:
     """One way to train; everything else is the study's."""
 
     name: str
+    """In tables and charts."""
     set: dict[str, Any] = field(default_factory=dict)
     """Overrides of the scenario's keys."""
     control: bool = False
@@ -37,9 +38,11 @@ class Elsewhere:
     """Another network to predict step times for, beside the machine that trains: the same devices, other links."""
 
     name: str
+    """In tables and charts."""
     bandwidth_bytes_per_s: BytesPerSecond
     """Of every link, in one direction."""
     latency_s: Seconds
+    """Of every link."""
 
 
 @spec
@@ -49,17 +52,20 @@ class Study:
     scenario: str
     """The file that variants override, beside this one."""
     seeds: Annotated[tuple[Count, ...], Field(min_length=FEWEST_SEEDS)]
+    """Each trains every variant once."""
     dense: str
     """Name of the control that everything is compared with: all gradients are pushed."""
     silent: str
     """Name of the control that pushes nothing (threshold inf): what does no better has no use for its push."""
     variants: tuple[Variant, ...]
+    """What is compared, controls included."""
     set: dict[str, Any] = field(default_factory=dict)
     """Overrides for all variants: run length, batch, sequence length, ..."""
     calibrate: bool = False
     """Whether to measure this machine first, at the study's shapes, for predictions; else the scenario's cluster is
     taken."""
     elsewhere: tuple[Elsewhere, ...] = ()
+    """Other networks to predict for."""
 
     def __post_init__(self) -> None:
         """Refuse names that are none, or not the only ones."""

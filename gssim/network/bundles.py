@@ -107,7 +107,7 @@ def _toward(wiring: Wiring, into: Adjacency, targets: Ints, hops: Hops, batch: I
     unreached = batch[np.isinf(took_s[at])]
     if len(unreached):
         source, target = (wiring.names[end[unreached[0]]] for end in (hops.source, hops.target))
-        raise UserError(f"cluster: no path of links from {source} to {target}")
+        raise UserError(f"cluster.links: there is no path of links from {source} to {target}")
     latency_s[batch] = took_s[at]
     load = np.zeros(wiring.links)
     for steps in reversed(levels):

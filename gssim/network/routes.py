@@ -131,7 +131,7 @@ class Router:
 
     def _unreachable(self, source: Ints, target: Ints, pair: int) -> None:
         names = self.wiring.names
-        raise UserError(f"cluster: no path of links from {names[source[pair]]} to {names[target[pair]]}")
+        raise UserError(f"cluster.links: there is no path of links from {names[source[pair]]} to {names[target[pair]]}")
 
     def _expand(self, levels: list[_Level], waiting: NDArray[np.bool_], edges: Adjacency, ends: Ints) -> _Level:
         """Return the level that is one link farther, for the pairs that still wait."""

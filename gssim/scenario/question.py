@@ -40,6 +40,7 @@ class SlowDown:
     """A rank that computes slower than its device for a while."""
 
     rank: Count
+    """Which."""
     first_step: Count
     """Of the steps that count, from 0."""
     steps: PositiveInt | None = None
@@ -59,11 +60,14 @@ class Run:
     steps: PositiveInt = 20
     """Steps that count, after the warm-up."""
     warmup_steps: Count = 5
+    """Before the steps that count."""
     seed: Count = 0
+    """Of parameters, batches and chance."""
     evaluate_every_steps: PositiveInt | None = None
     """How often, counted from the warm-up's end, the model is evaluated on held-out data, and after the last step
     (real runs); absent: never."""
     slowdowns: tuple[SlowDown, ...] = ()
+    """Ranks that are slower than their devices for a while, in both worlds."""
 
     def slowed(self, step: int) -> dict[int, float]:
         """Return the ranks that are slow in a step (of those that count, from 0), and by how much."""
@@ -87,12 +91,17 @@ class Scenario:
     name: Annotated[str, AfterValidator(_for_files)]
     """Files of results are named after it."""
     question: str = ""
+    """What it answers; the first line's comment."""
     cluster: Cluster
+    """A cluster file, or its table."""
     workload: Workload
+    """What is trained."""
     plan: Plan
+    """How it is divided."""
     network: Conditions = field(default_factory=Conditions)
     """Faults and other traffic (simulated)."""
     run: Run = field(default_factory=Run)
+    """How long."""
 
     @property
     def policies(self) -> Policies:

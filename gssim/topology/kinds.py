@@ -25,6 +25,7 @@ class LinkType:
     latency_s: Seconds
     """Of an empty message from device to device."""
     source: str
+    """Where the numbers are from."""
 
 
 NamedLink = Annotated[LinkType, BeforeValidator(partial(expanded, "links"))]
@@ -37,6 +38,7 @@ class Group:
     device: str
     """A key of `device_types`."""
     count: PositiveInt
+    """How many."""
 
 
 @spec
@@ -44,9 +46,13 @@ class Ring:
     """Every device is linked to the next, the last to the first."""
 
     kind: Literal["ring"]
+    """The form of this table."""
     devices: tuple[Group, ...]
+    """In rank order."""
     devices_per_host: PositiveInt = 1
+    """So many in a row share a host."""
     link: NamedLink
+    """Between neighbours."""
 
 
 @spec
@@ -54,9 +60,13 @@ class FullyConnected:
     """Every device has a link of its own to every other."""
 
     kind: Literal["fully-connected"]
+    """The form of this table."""
     devices: tuple[Group, ...]
+    """In rank order."""
     devices_per_host: PositiveInt = 1
+    """So many in a row share a host."""
     link: NamedLink
+    """Between any two."""
 
 
 @spec
@@ -64,9 +74,13 @@ class Switch:
     """Every device is linked to one switch that never blocks."""
 
     kind: Literal["switch"]
+    """The form of this table."""
     devices: tuple[Group, ...]
+    """In rank order."""
     devices_per_host: PositiveInt = 1
+    """So many in a row share a host."""
     link: NamedLink
+    """From a device to the switch and back."""
 
 
 @spec
@@ -74,6 +88,7 @@ class Torus:
     """A grid whose opposite sides meet."""
 
     kind: Literal["torus"]
+    """The form of this table."""
     device: str
     """A key of `device_types`."""
     shape: tuple[PositiveInt, ...]
@@ -108,6 +123,7 @@ class ServerGroup:
     """Servers that are built alike."""
 
     count: PositiveInt
+    """How many servers."""
     device: str
     """A key of `device_types`."""
     devices: PositiveInt
@@ -145,6 +161,7 @@ class OneSwitch:
     """One switch for all servers, that never blocks."""
 
     kind: Literal["switch"]
+    """The form of this table."""
 
 
 @spec
@@ -152,6 +169,7 @@ class LeafSpine:
     """Leaf switches for the servers, each of them linked to every spine: a fat tree of two levels."""
 
     kind: Literal["leaf-spine"]
+    """The form of this table."""
     servers_per_leaf: PositiveInt
     """Servers of a group: they share a leaf, or as many leafs as they have network cards if `rails`."""
     spines: Count
@@ -169,6 +187,7 @@ class Servers:
     """Servers with several devices each, and the fabric between them."""
 
     kind: Literal["servers"]
+    """The form of this table."""
     servers: tuple[ServerGroup, ...]
     """In rank order."""
     fabric: Annotated[OneSwitch | LeafSpine, Field(discriminator="kind")] | None = None
@@ -198,7 +217,9 @@ class Site:
     """Part of a cluster at a place of its own."""
 
     name: str
+    """Which no other site has."""
     topology: Annotated[Switch | Servers, Field(discriminator="kind")]
+    """How it is wired."""
 
     def __post_init__(self) -> None:
         """Refuse a site that has nothing to link a gateway to."""
@@ -211,7 +232,9 @@ class Sites:
     """Sites whose gateways are linked pairwise over a wide-area network."""
 
     kind: Literal["sites"]
+    """The form of this table."""
     sites: tuple[Site, ...]
+    """In rank order."""
     link: NamedLink
     """Between two gateways; a gateway reaches its site's uppermost switches as fast, in no time."""
 

@@ -25,11 +25,15 @@ class PartialBackward:
     """
 
     backward_flop: Quantity
+    """Of this backward."""
     backward_bytes: Quantity
+    """Bytes read and written in it."""
     backward_operations: Count
+    """How many the host issues."""
     parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
     """Those that are trained, with their moments in this backward."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    """Tensors of the layer, with their lives in this backward."""
     input_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
     """When it lets go of what the layer before handed on; absent: that one keeps it longer itself."""
     gradient_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
@@ -41,25 +45,35 @@ class Layer:
     """One layer, or `repeats` identical ones in a row; FLOP, bytes and buffers are of one, for a whole batch."""
 
     name: str
+    """The name in profiles, and in traces of steps."""
     modules: tuple[str, ...]
     """Dotted path of each repetition's module in the model; empty for what runs outside any (the loss)."""
     block: bool = False
     """An element of the model's repeated stack: FSDP shards it on its own; all else belongs to the root."""
     parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
+    """Each with its shape and its moments: when its gradient is born, and when it is ready."""
     forward_flop: Quantity
+    """Multiply-adds count twice."""
     backward_flop: Quantity
+    """The same; recomputation left out."""
     forward_bytes: Quantity
     """Bytes read and written by the operations of one forward."""
     backward_bytes: Quantity
+    """The same for one backward."""
     saved_bytes: Quantity
     """Unique storages that autograd keeps for the backward, parameters and inputs left out."""
     output_bytes: Quantity
+    """What the next layer gets."""
     forward_operations: Count
+    """How many the host issues."""
     backward_operations: Count
+    """The same in the backward."""
     recompute_flop: Quantity | None = None
     """Of the forward, what checkpointing runs again: up to the last tensor that autograd saves; absent: all of it."""
     recompute_bytes: Quantity | None = None
+    """Bytes that this reads and writes."""
     recompute_operations: Count | None = None
+    """How many the host issues for it."""
     recompute_positions: Count | None = None
     """How many of the forward's positions that takes."""
     recompute_releases: tuple[Count, ...] | None = None
@@ -67,16 +81,22 @@ class Layer:
     selective_flop: Quantity | None = None
     """Of that, what is run again where the outputs of compute-heavy operations are kept; absent: not known."""
     selective_bytes: Quantity | None = None
+    """Bytes that this reads and writes."""
     selective_operations: Count | None = None
+    """How many the host issues for it."""
     selective_positions: tuple[Count, ...] | None = None
     """Of the forward's compute-heavy operations: matrix products, convolutions, attention."""
     forward_streamed_bytes: Quantity | None = None
     """Of `forward_bytes`, those of operations that do next to no arithmetic (norms, activations, softmax, sums): they
     take their time at memory bandwidth, beside that of matrix products. Absent: not known apart."""
     backward_streamed_bytes: Quantity | None = None
+    """The same of `backward_bytes`."""
     recompute_streamed_bytes: Quantity | None = None
+    """The same of `recompute_bytes`."""
     selective_streamed_bytes: Quantity | None = None
+    """The same of `selective_bytes`."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
+    """Every tensor that it makes, with its life: born and freed at which operation of which phase, category, size."""
     units: PositiveInt | None = None
     """Of a block that is cut: how many units there are of it; see [Note: units]."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]

@@ -24,7 +24,9 @@ class HuggingFace:
     model_type: str
     """As in `AutoConfig.for_model`, for example `gpt2`."""
     auto_class: str = "AutoModelForCausalLM"
+    """Of transformers: what makes a model of the config."""
     config: dict[str, Any] = field(default_factory=dict)
+    """What differs from the architecture's own config."""
 
 
 @spec
@@ -32,8 +34,11 @@ class Module:
     """Where the real module comes from: a factory by its dotted path, or a Hugging Face config."""
 
     factory: str | None = None
+    """Dotted path of what returns the module."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the factory, by name."""
     hugging_face: HuggingFace | None = None
+    """In its place."""
 
     def __post_init__(self) -> None:
         """Refuse none and both."""
@@ -46,9 +51,13 @@ class TokenInput:
     """Token ids of shape (batch, sequence)."""
 
     kind: Literal["tokens"]
+    """The form of this table."""
     vocabulary: PositiveInt
+    """How many tokens there are."""
     task: Literal["next-token", "masked-token", "sequence-classification"] = "next-token"
+    """What the loss is of: the next token at each place, masked tokens, or the class of a sequence."""
     maximum_sequence_length: PositiveInt
+    """Of what the model takes."""
     classes: PositiveInt | None = None
     """Of sequence classification, and of it alone."""
     padding: Count | None = None
@@ -70,9 +79,13 @@ class ImageInput:
     """Images of shape (batch, channels, height, width), to be classified."""
 
     kind: Literal["image"]
+    """The form of this table."""
     shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    """Of one image: channels, height, width."""
     classes: PositiveInt
+    """How many."""
     task: Literal["classification"] = "classification"
+    """What the loss is of."""
 
 
 @spec
@@ -80,19 +93,26 @@ class Model:
     """A model as traced from its real module; see `gsreal trace`."""
 
     name: str
+    """By which profiles and gradient statistics know it."""
     source: str
+    """What it was traced from, with which versions."""
     module: Module
+    """Where the real module comes from."""
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
+    """What a batch is."""
     traced_precision: Precision = "fp32"
     """Bytes are of this precision, and scaled to a workload's; whole numbers, masks and sums that are kept in fp32 are
     scaled with them, so that a trace in the workload's own precision is the more exact one."""
     traced_batch_sizes: tuple[PositiveInt, ...]
+    """Sizes at which the real module was traced; all others follow by polynomials."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
+    """The same, for models of tokens."""
     exact_sequence: bool = True
     """False: the sequence dependence is no polynomial; only `traced_sequence_lengths` may be used."""
     buffer_bytes: tuple[Count, ...] = ()
     """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward."""
     layers: tuple[Layer, ...]
+    """In the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
     """The layers with their blocks cut among ranks, see [Note: units]; empty: not known how to cut them."""
 

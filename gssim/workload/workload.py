@@ -14,18 +14,25 @@ class Workload:
     """What is trained, on how much at a time, and how."""
 
     model: Model
+    """A model file (`gsreal trace`), or its table."""
     gradients: str | None = None
     """Gradient statistics file: needed where a threshold is set."""
     global_batch_size: PositiveInt
+    """Samples of one step, of all ranks together."""
     sequence_length: PositiveInt | None = None
+    """Tokens of a sample; models of tokens need it, others have none."""
     precision: Precision = "fp32"
     """`bf16`: parameters, activations and gradients in bf16, and an fp32 master copy that the optimizer updates."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
+    """As torch has them."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
     """Which of torch's: `default` is foreach on CUDA and for-loop on a CPU; they differ in memory and time."""
     learning_rate: PositiveFloat = 1e-3
+    """Constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Of sgd-momentum."""
     weight_decay: NonNegativeFloat = 0.0
+    """As the optimizer has it: decoupled in adamw."""
     data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 

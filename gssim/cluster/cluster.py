@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
+from gssim.cluster.costs import CompressionCost, Curve, CutBlockCost, OptimizerCost, Profile, ShardedUnitCost
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
-from gssim.scratch import ScratchText
 from gssim.topology import Topology, Wiring, build, wiring_of_links
 from gssim.units import (
     Bytes,
@@ -22,8 +22,6 @@ from gssim.units import (
     FlopPerSecond,
     NonNegativeFloat,
     PositiveBytes,
-    PositiveFloat,
-    PositiveInt,
     Precision,
     Seconds,
     Watts,
@@ -31,144 +29,6 @@ from gssim.units import (
 )
 
 Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-
-
-@spec
-class Curve:
-    """A measured quantity by size: piecewise linear between the points, proportional to the size outside them."""
-
-    sizes: tuple[PositiveFloat, ...]
-    """Increasing."""
-    values: tuple[NonNegativeFloat, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse points that are not a function of the size."""
-        if not self.sizes or len(self.sizes) != len(self.values):
-            raise ValueError("sizes and values must be equally many, and at least one")
-        if any(right <= left for left, right in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise ValueError("sizes must increase")
-
-    def at(self, size: float) -> float:
-        """Return the value at `size`; beyond the last point the last slope continues, below the first it scales.
-
-        >>> curve = Curve(sizes=(1.0, 2.0), values=(10.0, 30.0))
-        >>> curve.at(1.5), curve.at(3.0), curve.at(0.5)
-        (20.0, 50.0, 5.0)
-        """
-        if size <= self.sizes[0] or len(self.sizes) == 1:
-            return self.values[0] * size / self.sizes[0]
-        right = next((i for i, s in enumerate(self.sizes) if s >= size), len(self.sizes) - 1)
-        x0, x1 = self.sizes[right - 1], self.sizes[right]
-        y0, y1 = self.values[right - 1], self.values[right]
-        return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
-
-
-Way = Annotated[str, Field(pattern=r"^(whole|frozen|deepest|untrained|units-[1-9]\d*)$")]
-
-
-@spec
-class LayerProfile:
-    """Measured cost of one layer, by batch size (samples): `sizes` of every curve are batch sizes."""
-
-    forward_s: Curve
-    backward_s: Curve
-    forward_peak_bytes: Curve | None = None
-    """Most bytes alive during the forward, above what was alive when it began; kernel scratch included."""
-    backward_peak_bytes: Curve | None = None
-    """The same for the backward, parameter gradients included."""
-    scratch_bytes: dict[Way, tuple[ScratchText, ...]] | None = None
-    """What kernels take for themselves, by the way in which the layer is run: `whole`; `units-N` of a cut block; and
-    where others are frozen, `frozen` itself, `deepest` of those that are trained, or `untrained` (all before it too).
-    Absent: not known by operation; peaks tell how much it is at most.
-    """
-
-
-@spec
-class Profile:
-    """Layer costs of one model on one device type, at one sequence length."""
-
-    model: str
-    precision: Precision
-    sequence_length: PositiveInt | None = None
-    measurements: PositiveInt = 1
-    """How many calibrations, at different times, the curves are means of."""
-    layers: dict[str, LayerProfile]
-    """By layer name of the model file."""
-
-
-@spec
-class OptimizerCost:
-    """Time of an optimizer step: `tensor_s` for each tensor, and a curve of seconds by elements."""
-
-    tensor_s: Seconds
-    sharded_tensor_s: Seconds = 0.0
-    """More for each tensor that is a DTensor (what FSDP2 hands to the optimizer)."""
-    elements_s: Curve
-
-
-@spec
-class CompressionCost:
-    """Time to find, pack and add gradients over a threshold, per element; what is absent goes by memory bandwidth."""
-
-    call_s: Seconds
-    """Fixed part of one pass, and of one pack or add."""
-    threshold_element_s: Seconds
-    """Magnitude, compare, count, list: per element looked at."""
-    pack_element_s: Seconds
-    """Gather values and their places: per element sent."""
-    scatter_element_s: Seconds
-    """Scatter-add at the owner: per element received."""
-    clear_element_s: Seconds | None = None
-    """With error feedback: clear what is sent, per element sent."""
-    residual_element_s: Seconds | None = None
-    """With error feedback: add what was kept, per element that others own."""
-    mean_element_s: Seconds | None = None
-    """For a relative threshold: the mean magnitude, per element."""
-    estimate_element_s: Seconds | None = None
-    """For a target density: pick and select, per element of the sample."""
-    pack_bit_s: Seconds | None = None
-    """For a bitmap: per element of the message's range."""
-    unpack_bit_s: Seconds | None = None
-    """The same at the owner."""
-    dense_element_s: Seconds | None = None
-    """To fill a dense message, zeros where nothing is sent: per element of its range."""
-
-    @model_serializer(mode="wrap")
-    def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data: what is absent makes no other calibration."""
-        return {key: value for key, value in inner(self).items() if value is not None}
-
-
-@spec
-class ShardedUnitCost:
-    """Host time that FSDP2 adds for each sharded unit and each parameter in it, without the communication."""
-
-    forward_unit_s: Seconds
-    forward_tensor_s: Seconds
-    backward_unit_s: Seconds
-    backward_tensor_s: Seconds
-    copied_byte_s: Seconds
-    """Per byte that is copied into or out of a communication buffer."""
-
-
-@spec
-class CutBlockCost:
-    """Host time that cut blocks add, without the communication, by the bytes of a sum over ranks.
-
-    The more there are, the less of the host's code and objects do caches keep from one map to the next. Between points
-    it is interpolated; outside of them it is what it is at the nearest.
-    """
-
-    forward_pair_s: Curve
-    """DTensor's own, of a pair of linear maps: the first cut by columns, the second by rows."""
-    backward_pair_s: Curve
-    sum_s: Curve
-    """Of a sum over ranks by torch's functional collectives, DTensor's or not, beyond a plain call."""
-
-    def at(self, kind: Literal["forward_pair_s", "backward_pair_s", "sum_s"], sum_bytes: float) -> float:
-        """Return a time where a sum over ranks is of so many bytes."""
-        curve: Curve = getattr(self, kind)
-        return curve.at(min(max(sum_bytes, curve.sizes[0]), curve.sizes[-1]))
 
 
 @spec
@@ -186,19 +46,23 @@ class DeviceType:
     """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
     kind: Literal["cpu", "cuda", "tpu"]
+    """What computes there; it decides on the backend that serves it and on how memory is counted."""
     memory_bytes: PositiveBytes
+    """Capacity: what needs more does not fit."""
     peak_flop_per_s: dict[Precision, FlopPerSecond]
     """Dense matrix rate by precision."""
     efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the peak that large matrix products reach."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
+    """Rate at which operations without much arithmetic read and write."""
     operation_overhead_s: Seconds = 0.0
     """Host time to issue one operation; a step is never faster than its operations are issued."""
     workspace_bytes: Bytes = 0.0
     """Memory that libraries take from the allocator and keep (cuBLAS workspaces): part of what is allocated."""
     context_bytes: Bytes = 0.0
     """Memory outside the allocator: context and libraries; communicators too, where these are 0."""
-    communicator_bytes: Bytes = 0.0  # outside the allocator, for each group that a rank communicates in (NCCL)
+    communicator_bytes: Bytes = 0.0
+    """Memory outside the allocator for each group that a rank communicates in (NCCL)."""
     communicating_slowdown_ratio: Slowdown = 1.0
     """Compute time while this device communicates, over compute time alone."""
     neighbour_slowdown_ratio: Slowdown = 1.0
@@ -208,13 +72,19 @@ class DeviceType:
     task_jitter_ratio: NonNegativeFloat = 0.0
     """Random variation of a single layer's compute, on top of the step's."""
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
+    """Measured, by optimizer; without, an update goes by memory bandwidth."""
     compression: CompressionCost | None = None
+    """Measured; absent: by memory bandwidth."""
     sharded_unit: ShardedUnitCost | None = None
+    """Measured; absent: nothing is added."""
     cut_block: CutBlockCost | None = None
+    """Measured; absent: nothing is added."""
     gradient_hook_s: Seconds = 0.0
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
     profiles: tuple[Profile, ...] = ()
+    """Measured layers, by model; without, a roofline of the rates above stands in."""
     price_usd_per_h: NonNegativeFloat | None = None
+    """What an hour costs; absent: no costs are stated."""
     busy_power_w: Watts | None = None
     """What the device takes while it computes. A data sheet's is the most that it takes."""
     idle_power_w: Watts | None = None
@@ -222,6 +92,7 @@ class DeviceType:
     lab: Emulation | None = None
     """In the lab (`gsreal lab`); absent: a whole core."""
     source: str
+    """Where the numbers are from: a data sheet, or a calibration."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -239,8 +110,11 @@ class Device:
     """One device: a rank runs on it. Devices of the same host share it."""
 
     name: str
+    """By which links know it."""
     type: str
+    """A key of `device_types`."""
     host: str
+    """Devices of one host share its name."""
 
 
 @spec
@@ -250,9 +124,13 @@ class Link:
     between: tuple[str, str]
     """Names of devices or switches, sender first."""
     bandwidth_bytes_per_s: BytesPerSecond
+    """Of one direction."""
     latency_s: Seconds
+    """Of an empty message."""
     directed: bool = False
+    """Whether there is only the way from the first to the second."""
     source: str
+    """Where the numbers are from."""
 
 
 @spec
@@ -282,6 +160,7 @@ class BackendCost:
     by collective kind; `default` for all others. It goes by while the links carry the bytes: what takes longer counts.
     """
     source: str
+    """Where the numbers are from."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -321,7 +200,9 @@ class Cluster:
     """Devices and how they are wired, in rank order: one by one, or by a topology that stands for them."""
 
     name: str
+    """By which tables and charts call it."""
     backend: Literal["gloo", "nccl"]
+    """Of torch.distributed: gloo on CPUs, nccl on GPUs."""
     device_types: dict[str, Annotated[DeviceType, BeforeValidator(partial(expanded, "devices"))]]
     """Each a table, or the name of a preset; a table with the key `preset` says what differs from it."""
     devices: tuple[Device, ...] = ()
@@ -333,6 +214,7 @@ class Cluster:
     topology: Topology | None = None
     """In the place of devices, switches and links."""
     backend_cost: BackendCost | None = None
+    """Fixed costs of messages and collectives; absent: only what links take. Or the name of a file of this table."""
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
     """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), or a table, in which the key
     `generation` says where it starts from; ampere's if absent."""
@@ -341,6 +223,7 @@ class Cluster:
     cores_per_rank: Count = 0
     """CPU cores that each rank is pinned to in a real run; 0: not pinned."""
     source: str
+    """Where the numbers are from."""
 
     def __post_init__(self) -> None:
         """Fill in what a topology stands for; refuse names that lead nowhere."""

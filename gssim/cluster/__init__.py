@@ -1,0 +1,28 @@
+"""What there is: device types with their costs, devices on hosts, directed links, and the backend's habits."""
+
+from gssim.cluster.cluster import BackendCost, Cluster, Device, DeviceType, Emulation, Link
+from gssim.cluster.costs import (
+    CompressionCost,
+    Curve,
+    CutBlockCost,
+    LayerProfile,
+    OptimizerCost,
+    Profile,
+    ShardedUnitCost,
+)
+
+__all__ = [
+    "BackendCost",
+    "Cluster",
+    "CompressionCost",
+    "Curve",
+    "CutBlockCost",
+    "Device",
+    "DeviceType",
+    "Emulation",
+    "LayerProfile",
+    "Link",
+    "OptimizerCost",
+    "Profile",
+    "ShardedUnitCost",
+]
