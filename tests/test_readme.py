@@ -1,6 +1,7 @@
-"""What README.md tells people to type works: quick commands are run, slow ones are parsed and their files loaded.
+"""What README.md and the walk-throughs tell people to type works: every command is run, slow ones in a small form.
 
-A block fenced as `sh` is run line by line in a copy of `scenarios/`; `sh slow` is parsed alone.
+A block fenced as `sh` is run line by line in a copy of `scenarios/`; those of `sh slow` are parsed, and run one after
+another, with few steps, by the slow test.
 """
 
 import ast
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,21 +23,29 @@ import typer
 from gssim.scenario import load_scenario
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-if not README.exists():
-    pytest.skip("there is no README.md", allow_module_level=True)
-
-TEXT = README.read_text(encoding="utf-8")
+PAGES = ("README.md", "gssim/README.md", "gsreal/README.md", "analysis/README.md", "scenarios/README.md")
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+TEXT = "\n".join(TEXTS.values())
+README_LINES = 110
+"""Two screens."""
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"gssim": ["gssim"], "gsreal": ["gsreal"], "analysis": ["python", "-m", "analysis"]}
 NEEDED = {"gssim": (), "gsreal": ("torch", "tomli_w", "sklearn"), "analysis": ("polars", "matplotlib")}
 SLOW_VERBS = {("gsreal", "calibrate"), ("gsreal", "gradients"), ("gsreal", "run"), ("gsreal", "lab")}
 LIMIT_S = 120
+SMALL: dict[tuple[str, str], tuple[str, ...]] = {
+    ("gsreal", "run"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
+    ("gsreal", "lab"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
+    ("gsreal", "gradients"): ("--set", "run.steps=4", "--set", "run.warmup_steps=1", "--every", "2", "--batches", "1"),
+    ("gsreal", "calibrate"): ("--batch-sizes", "2", "--sequence-length", "16"),
+    ("analysis", "convergence"): ("--seeds", "2", "--set", "run.steps=3", "--set", "run.warmup_steps=1"),
+}
+"""What makes slow commands short: later options count."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One command of the README."""
+    """One command of a page."""
 
     program: str
     arguments: tuple[str, ...]
@@ -122,7 +132,7 @@ def is_made(value):
 @pytest.mark.parametrize("line", [line for line in LINES if "--set" in line.arguments], ids=str)
 def test_overrides_of_a_command_are_keys_that_scenarios_have(line, monkeypatch):
     monkeypatch.chdir(ROOT)
-    (path,) = [argument for argument in line.arguments if argument.startswith("scenarios/")]
+    path = next(argument for argument in line.arguments if argument.startswith("scenarios/"))
     changes = [line.arguments[i + 1] for i, argument in enumerate(line.arguments) if argument == "--set"]
     kept = [change for change in changes if not is_made(change.partition("=")[2])]
     assert load_scenario(Path(path), kept, gradients_needed=False).scenario.ranks >= 1
@@ -131,6 +141,57 @@ def test_overrides_of_a_command_are_keys_that_scenarios_have(line, monkeypatch):
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z-]*)", TEXT, re.MULTILINE))))
 def test_what_is_made_is_a_target(target):
     assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+def test_slow_commands_run_in_a_small_form(tmp_path):
+    shutil.copytree(ROOT / "scenarios", tmp_path / "scenarios")
+    for line in LINES:
+        key = (line.program, line.arguments[0])
+        if not line.slow or (key[1] == "lab" and not can_emulate()):
+            continue
+        need(line)
+        small = () if "--clean" in line.arguments else SMALL.get(key, ())
+        ended = commands.run(line.program, *expanded(line.arguments, tmp_path), *small, folder=tmp_path)
+        assert ended.returncode == 0, f"{line}: {ended.stderr}"
+
+
+def can_emulate():
+    from gsreal.lab.check import check_tools
+    from gssim.units import UserError
+
+    try:
+        check_tools()
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_linked_to_is_there(page):
+    anchors = {name: set(anchors_of(text)) for name, text in TEXTS.items()}
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (ROOT / page).parent / path if path else ROOT / page
+        assert place.exists(), target
+        if anchor:
+            assert anchor in anchors[str(place.resolve().relative_to(ROOT))], target
+
+
+def anchors_of(text):
+    """Return what headings are linked to by, as GitHub makes it."""
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_readme_is_two_screens_and_leads_to_every_walk_through():
+    assert len(TEXTS["README.md"].splitlines()) <= README_LINES
+    for page in PAGES[1:]:
+        assert f"]({page})" in TEXTS["README.md"]
 
 
 @pytest.mark.parametrize(
@@ -168,10 +229,12 @@ def test_a_program_runs_on_two_ranks_under_torchrun(tmp_path):
     assert max(losses) < 0.8 * chance
 
 
-def test_python_in_the_text_is_python():
+def test_python_in_the_text_is_python_and_toml_is_toml():
     for tags, body in FENCE.findall(TEXT):
         if tags.startswith("python"):
             ast.parse(body)
+        if tags.startswith("toml"):
+            assert tomllib.loads(body)
 
 
 def test_there_is_something_to_run():

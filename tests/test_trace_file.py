@@ -24,17 +24,14 @@ CASES = {
     "dense": ("demo", ["plan.method=ddp"]),
     "fsdp": ("demo", ["plan.method=fsdp"]),
     "pipeline": ("gpt-pipeline", []),
-    "interleaved": (
-        "gpt-pipeline",
-        ["plan.schedule=interleaved", "plan.stages_per_rank=2"],
-    ),
+    "interleaved": ("gpt-pipeline", ["plan.schedule=interleaved"]),
     "tensor": ("demo", ["plan.method=tensor"]),
     "uneven": ("demo", ["plan.shares.shards=[0.7,0.3]", "plan.shares.batch=[0.75,0.25]"]),
     "z3": ("demo", ["plan.method=gs_z3"]),
     "wgrad": ("demo", ["plan.method=gs_wgrad"]),
     "sites": ("lab-two-sites", []),
     "unequal": ("gpt2-unequal-gpus", []),
-    "nodes": ("lab-two-sites", ["plan.method=gs_hier", "plan.dp_replicate=2"]),
+    "nodes": ("lab-two-sites", ["plan.method=gs_hier", "plan.dp_replicate=2", "plan.dp_shard=2"]),
 }
 
 
@@ -85,7 +82,7 @@ def test_the_spans_are_those_of_the_simulated_step(trace):
     simulated, step, _ = traced_case(*CASES["demo"])
     assert {(s.rank, s.label) for s in step.spans} == {(s.rank, s.label) for s in simulated.spans}
     end_s = max(ended_s for _, ended_s in step.bounds_s.values())
-    assert end_s == pytest.approx(simulated.result.step_time_s)
+    assert end_s == pytest.approx(simulated.result.step_time_s, rel=1e-3)  # the median is between two steps
 
 
 def test_a_pipelines_arrows_go_from_the_stage_that_sends_to_the_one_that_receives():
@@ -107,7 +104,7 @@ def test_the_compute_stream_comes_first(trace):
 
 
 def test_of_ranks_that_are_alike_the_one_that_is_simulated_says_so():
-    _, _, trace = traced_case("demo", ["plan.method=ddp", 'cluster="clusters/ring-8.toml"', "plan.push.threshold=null"])
+    _, _, trace = traced_case("demo", ["plan.method=ddp", 'cluster="clusters/ring-8.toml"'])
     (name,) = [e["args"]["name"] for e in events_of(trace, "M") if e["name"] == "process_name"]
     assert name.startswith("rank 0: ")
     assert name.endswith("one of 8 alike")
@@ -136,7 +133,6 @@ def test_whatever_spans_overlap_the_trace_nests_and_its_arrows_are_bound(drawn, 
         ("X", {"dur": -1.0}),
         ("X", {"ts": "1"}),
         ("X", {"tid": 0}),
-        ("X", {"dur": 1e9}),  # overlaps what follows
         ("s", {"id": 99}),
         ("f", {"ts": 0.0}),
         ("f", {"bp": "x"}),
@@ -152,6 +148,13 @@ def test_the_validator_sees_faults(trace, phase, change):
     spoilt = copy.deepcopy(trace)
     events_of(spoilt, phase)[-1 if phase == "C" else 0].update(change)
     assert faults(spoilt)
+
+
+def test_the_validator_sees_spans_that_overlap(trace):
+    spoilt = copy.deepcopy(trace)
+    first, second = events_of(spoilt, "X")[:2]
+    first["dur"] = second["ts"] - first["ts"] + second["dur"] / 2
+    assert any("overlaps" in fault for fault in faults(spoilt))
 
 
 def test_a_collectives_arrows_come_from_the_last_to_come_and_not_from_whom_nobody_waited():
@@ -170,8 +173,6 @@ REAL = {
 @pytest.mark.real
 def test_a_real_run_is_a_valid_trace_with_the_predictions_names(tmp_path):
     pytest.importorskip("torch")
-    from gsreal.cli import app  # noqa: F401  # what the launched ranks need is there
-
     for name, overrides in REAL.items():
         scenario, file = real_runs.scenario_file("demo.toml"), tmp_path / f"{name}.json"
         settings = [*overrides, "run.steps=4", "run.warmup_steps=1", "workload.global_batch_size=4"]
@@ -189,7 +190,7 @@ def test_a_real_run_is_a_valid_trace_with_the_predictions_names(tmp_path):
             for rank in result["ranks"]:
                 held = [e["args"]["allocated_bytes"] for e in events_of(trace, "C") if e["pid"] == rank["ranks"][0] + 1]
                 assert max(held) == pytest.approx(rank["peak_allocated_bytes"], rel=0.01)
-        predicted = traced_case("demo", settings)[2]
-        both = [{event["name"] for event in events_of(each, "s")} for each in (trace, predicted)]
         if name == "pipeline":
+            predicted = traced_case("demo", settings)[2]
+            both = [{event["name"] for event in events_of(each, "s")} for each in (trace, predicted)]
             assert both[0] == both[1]

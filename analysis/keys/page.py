@@ -21,11 +21,17 @@ ROOTS: dict[type, str] = {
     Sweep: "Sweep files",
     Study: "Study files",
 }
+FILLED_IN = {
+    (Scenario, "name"): "the file's name",
+    (Scenario, "question"): "the first line",
+    (Sweep, "question"): "the first line",
+}
+"""What loading fills in."""
 FOLDERS = {"": "Scenarios", "sweeps": "Sweeps", "studies": "Studies"}
 INTRODUCTION = """# Scenarios: the files, and every key in them
 
-Data only, in TOML; everything here can be read without Python. *(Made from the code by `python -m analysis keys`; a test
-holds that it is up to date.)*
+Data only, in TOML; everything here can be read without Python. *(Made from the code by `python -m analysis keys`; a
+test holds that it is up to date.)*
 
 A scenario is a question: a cluster, a workload, a plan and the length of a run. Both `gssim run` and `gsreal run` take
 it as it is. Its first line says what it answers. Where it needs a cluster, a model or gradient statistics it names a
@@ -35,9 +41,9 @@ file, looked up beside it, or has the table inline. Any key can be overridden by
 gssim check scenarios/demo.toml --set plan.method=ddp --set 'plan.shares.batch=[0.75, 0.25]'
 ```
 
-Quantities are numbers in the unit that ends the key's name, or texts with a unit, such as {units}; with decimal
-or, for bytes, binary prefixes. An unknown key is refused, with the allowed ones. What is *needed* has no default; *absent* means that
-the key may be left out, and what that comes to stands in its meaning.
+Quantities are numbers in the unit that ends the key's name, or texts with a unit and a decimal or, of bytes, binary
+prefix: {units}. An unknown key is refused, with the allowed ones. What is
+*needed* has no default; *absent* means that the key may be left out, and what that comes to stands in its meaning.
 
 - `clusters/`, `devices/`: devices, links and measured costs; every number has a `source`
 - `models/`: models as traced by `gsreal trace`, from real modules
@@ -71,13 +77,13 @@ def _question(file: Path) -> str:
 def _sections(root: type) -> Iterator[str]:
     """Yield a root's keys, then those of every table in it, each once, in the order in which they come up."""
     yield _keys(root)
-    for table, places in _tables(root).items():
+    for table, places in tables_of(root).items():
         yield f"### {_title(table, root)}\n"
         yield f"At {', '.join(f'`{place}`' for place in places)}. {_first_paragraph(table)}\n"
         yield _keys(table)
 
 
-def _tables(root: type) -> dict[type, list[str]]:
+def tables_of(root: type) -> dict[type, list[str]]:
     """Return the tables below a root, with the paths at which they stand; other roots have sections of their own."""
     found: dict[type, list[str]] = {}
 
@@ -112,7 +118,7 @@ def _step(kind: typing.Any) -> str:
 
 def _title(table: type, root: type) -> str:
     """Return the heading of a table's section; names that two files' tables share say whose they are."""
-    shared = [other for other in ROOTS if other is not root and any(_same(table, t) for t in _tables(other))]
+    shared = [other for other in ROOTS if other is not root and any(_same(table, t) for t in tables_of(other))]
     return f"{table.__name__} ({ROOTS[root].lower()})" if shared else table.__name__
 
 
@@ -121,7 +127,7 @@ def _same(table: type, other: type) -> bool:
 
 
 def _link(table: type) -> str:
-    root = table if table in ROOTS else next(root for root in ROOTS if table in _tables(root))
+    root = table if table in ROOTS else next(root for root in ROOTS if table in tables_of(root))
     title = ROOTS[table] if table in ROOTS else _title(table, root)
     return f"[{title}](#{_anchor(title)})"
 
@@ -145,7 +151,7 @@ def _keys(table: type) -> str:
         [
             f"`{name}`",
             value_in_words(types[name], _link),
-            default_in_words(name, field),
+            FILLED_IN.get((table, name)) or default_in_words(name, field),
             " ".join((field.description or "").split()),
         ]
         for name, field in fields.items()

@@ -69,7 +69,9 @@ def _array(parts: tuple[Any, ...], link: Any) -> str:
 
 def _annotated(base: Any, *notes: Any, link: Any) -> str:
     for note in notes:
-        described = note.json_schema.get("description", "") if isinstance(note, WithJsonSchema) and note.json_schema else ""
+        described = (
+            note.json_schema.get("description", "") if isinstance(note, WithJsonSchema) and note.json_schema else ""
+        )
         unit, _, example = described.partition(", e.g. ")
         if unit in UNITS:
             return f'{unit}, such as `"{example.strip(chr(39))}"`'
