@@ -97,7 +97,9 @@ def test_trace_is_a_chrome_trace(gssim, tmp_path):
     trace = json.loads((tmp_path / "t.json").read_text())
     assert {"forward h.0", "optimizer"} <= {event["name"] for event in trace["traceEvents"]}
     result = json.loads(out)
-    assert trace["otherData"] == {key: result[key] for key in ("source", "scenario_id", "step_time_s")}
+    keys = ("source", "scenario_id", "calibration_id", "step_time_s")
+    about = {key: result[key] for key in keys} | {"name": result["scenario"]["name"]}
+    assert {key: value for key, value in trace["otherData"].items() if key != "step_start_s"} == about
 
 
 def test_a_plan_that_does_not_fit_is_answered(gssim, tmp_path):

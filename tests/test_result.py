@@ -10,7 +10,6 @@ from gssim.result import (
     PHASES,
     Collective,
     Span,
-    chrome_trace,
     merge_collectives,
     phases_of,
     read_result,
@@ -140,12 +139,3 @@ def test_a_place_that_cannot_be_written_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_text(tmp_path / "file" / "r.json", "{}")
-
-
-def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_stream():
-    spans = [span("forward", 0, 1), Span(1, "communication", "x", "exposed_communication", 0.5, 2.0)]
-    events = json.loads(chrome_trace(spans))["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "compute", "rank 1", "communication"]
-    complete = [(e["name"], e["pid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert complete == [("forward", 0, 0, 1e6), ("x", 1, 5e5, 1.5e6)]
-    assert len({e["tid"] for e in events if e["ph"] == "X"}) == 2

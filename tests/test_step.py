@@ -2,7 +2,9 @@
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
 
 from gsreal.measure import RankStep, Timeline, step_of
 from gsreal.measure.step import _held
@@ -27,9 +29,7 @@ def test_ranks_of_one_clock_keep_their_distance_and_others_begin_together():
 def test_arrows_stay_in_the_group_that_communicates_and_follow_its_order():
     pairs = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
     times = {0: [(0, 5), (6, 9)], 1: [(3, 5), (5, 9)], 2: [(1, 4), (4, 8)], 3: [(0, 4), (7, 8)]}
-    ranks = [
-        rank_step(rank, [("all-gather", *each) for each in times[rank]], [pairs[rank]] * 2) for rank in range(4)
-    ]
+    ranks = [rank_step(rank, [("all-gather", *each) for each in times[rank]], [pairs[rank]] * 2) for rank in range(4)]
     step = step_of(ranks)
     ways = [(step.spans[arrow.source], step.spans[arrow.target]) for arrow in step.arrows]
     assert sorted((a.rank, b.rank, a.start_s) for a, b in ways) == [(0, 1, 6), (1, 0, 3), (2, 3, 1), (3, 2, 7)]
@@ -43,7 +43,10 @@ def test_who_is_alone_or_misses_a_member_has_no_arrows():
 
 def test_stages_send_activations_on_and_gradients_back():
     def spans(stage, *times):
-        return [(f"{phase} stage {stage} micro-batch 0", *each) for phase, each in zip(("forward", "backward"), times, strict=True)]
+        return [
+            (f"{phase} stage {stage} micro-batch 0", *each)
+            for phase, each in zip(("forward", "backward"), times, strict=True)
+        ]
 
     first = rank_step(0, spans(0, (0, 1), (5, 6)), [(0, 1)] * 2)
     last = rank_step(1, spans(1, (1, 2), (3, 4)), [(0, 1)] * 2)

@@ -14,7 +14,8 @@ from test_analysis import assert_refused, make_result
 from analysis.__main__ import main
 from analysis.charts import timeline
 from analysis.timeline import Block, named_alike, read_step, step_of, uncovered
-from gssim.result import Span, chrome_trace, phases_of, write_text
+from gssim.result import Span, phases_of, write_text
+from gssim.trace import Step, chrome_trace
 
 PREDICTED = [
     Span(0, "compute", "forward a", "forward", -0.2, 1.0),
@@ -99,7 +100,8 @@ def write_traces(folder: Path, *, other: str | None = None) -> tuple[Path, Path]
         (paths[1], MEASURED, 10.5, "measured"),
     ):
         identity = {"scenario_id": other} if other and source == "measured" else {}
-        write_text(path, chrome_trace(spans, make_result(source, step_time_s=time_s, **identity)))
+        step = Step(spans, {0: (0.0, time_s)})
+        write_text(path, chrome_trace(step, make_result(source, step_time_s=time_s, **identity)))
     return paths
 
 

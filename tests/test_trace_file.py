@@ -157,6 +157,19 @@ def test_the_validator_sees_spans_that_overlap(trace):
     assert any("overlaps" in fault for fault in faults(spoilt))
 
 
+def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_stream():
+    spans = [
+        Span(0, "compute", "forward", "forward", 0.0, 1.0),
+        Span(1, "communication", "x", "exposed_communication", 0.5, 2.0),
+    ]
+    written = json.loads(chrome_trace(Step(spans, {0: (0.0, 2.0), 1: (0.0, 2.0)}), make_result("simulated")))
+    names = [event["args"]["name"] for event in events_of(written, "M") if event["name"].endswith("_name")]
+    assert names == ["rank 0", "rank 1", "compute", "compute", "communication"]
+    complete = [(event["name"], event["pid"], event["ts"], event["dur"]) for event in events_of(written, "X")]
+    assert complete == [("forward", 1, 0, 1e6), ("x", 2, 5e5, 1.5e6)]
+    assert len({event["tid"] for event in events_of(written, "X")}) == 2
+
+
 def test_a_collectives_arrows_come_from_the_last_to_come_and_not_from_whom_nobody_waited():
     spans = [Span(rank, "compute", "x", "exposed_communication", *times) for rank, times in enumerate([(0, 3), (2, 3)])]
     assert arrows_among(spans, [0, 1], "x") == [Arrow("x", 1, 0)]
