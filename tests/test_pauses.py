@@ -58,8 +58,12 @@ def test_what_a_pause_adds_follows_its_length():
         fault = f'network.faults=[{{between=["device0", "switch"], bandwidth_ratio={ratio}}}]'
         words = ("plan.method=ddp", *([fault] if ratio < 1 else []))
         warm, slow = (predicted(excess, *words) for excess in ({}, SLOWLY))
-        forward_s, waited_s = warm.phases_s["forward"], warm.step_time_s - sum(
-            seconds for phase, seconds in warm.phases_s.items() if phase not in ("exposed_communication", "idle")
+        forward_s, waited_s = (
+            warm.phases_s["forward"],
+            warm.step_time_s
+            - sum(
+                seconds for phase, seconds in warm.phases_s.items() if phase not in ("exposed_communication", "idle")
+            ),
         )
         added.append((slow.phases_s["forward"] - forward_s) / (forward_s * waited_s / 1e3))
     assert added == pytest.approx([1.0, 1.0], rel=0.05)
