@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import cache
 from pathlib import Path
 
 import forks
@@ -36,6 +37,11 @@ CASES = {
 
 
 def traced_case(scenario, overrides):
+    return _traced_case(scenario, tuple(overrides))
+
+
+@cache
+def _traced_case(scenario, overrides):
     loaded = load_scenario(SCENARIOS / f"{scenario}.toml", overrides)
     simulated = simulate(loaded)
     step = traced(simulated)
