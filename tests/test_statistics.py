@@ -147,9 +147,18 @@ def test_a_relative_threshold_is_of_the_mean_of_what_has_gathered():
 @pytest.mark.parametrize("steps", [1, 2, 11, 45, 50, 1000])
 def test_steps_are_sampled_from_the_first_after_warm_up(steps, every):
     found = sampled_steps(steps, first=5, every=every)
-    assert found[0] == min(5, steps - 1)
-    assert found[-1] + every >= steps
-    assert all(b - a == every for a, b in pairwise(found))
+    first = min(5, steps - 1)
+    later = found[found.index(first) :]
+    assert later[-1] + every >= steps
+    assert all(b - a == every for a, b in pairwise(later))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 7, 8, 100])
+def test_steps_of_the_warm_up_are_sampled_ever_more_thinly(warmup):
+    *early, first = sampled_steps(warmup + 1, first=warmup)
+    assert first == warmup
+    assert all(2 * a <= b for a, b in pairwise([*early, first]))
+    assert len(early) == max(0, warmup.bit_length() - 1)  # as many as there can be from step 1 on
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -157,6 +157,7 @@ class Books:
         self.push, self.batches = push, batches
         self.sampled = frozenset(sampled)
         self.steps = scenario.run.warmup_steps + scenario.run.steps
+        self.warmup = min(scenario.run.warmup_steps, self.steps - 1)
         self.samples = {rank: samples for rank, samples in enumerate(scenario.batch_sizes) if samples}
         self.keeping = {samples: rank for rank, samples in self.samples.items()}
         """Whose gradients add up under error feedback: the last rank's of those with the same number of samples."""
@@ -234,10 +235,9 @@ class Books:
         ]
 
     def thresholds(self, ratios: Sequence[float]) -> tuple[float, ...]:
-        """Return, rising, the thresholds that these parts of all gradients reach, to an edge of the sketches."""
-        sketches = [
-            p.sketches for books in self.gradients.values() for book in books.values() for p in book.pages.values()
-        ]
+        """Return, rising, the thresholds that these parts of gradients reach after the warm-up, to a sketch's edge."""
+        pages = [page for book in self._gradient_books() for step, page in book.pages.items() if step >= self.warmup]
+        sketches = [page.sketches for page in pages]
         reached = sum(each.reached.sum(0) for each in sketches) / sum(each.elements.sum() for each in sketches)
         chosen = {SKETCH_EDGES[int(np.abs(np.log(reached.clip(1e-12)) - np.log(ratio)).argmin())] for ratio in ratios}
         return tuple(float(f"{threshold:.2g}") for threshold in sorted(chosen))
