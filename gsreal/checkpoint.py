@@ -263,8 +263,12 @@ def _stateful(training: Training) -> torch.optim.Optimizer:
     """Return the optimizer that has this rank's state: where tensors are dealt out, the one inside."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    found: torch.optim.Optimizer = training.optimizer
-    return found.optim if isinstance(found, ZeroRedundancyOptimizer) else found
+    optimizer = training.optimizer
+    assert not isinstance(optimizer, GradientSharding)  # it tells its state itself
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer
+    inside: torch.optim.Optimizer = optimizer.optim
+    return inside
 
 
 def _own_file(folder: Path) -> Path:

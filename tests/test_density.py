@@ -232,7 +232,7 @@ def test_with_error_feedback_nothing_has_gathered_at_the_first_step():
     statistics = statistics_of(TensorTrace(blocks=(replace(small, first=large.sketches[0]),)), steps=(3,))
     found = [density(statistics, MEAN, step=step, error_feedback=True) for step in (0, 1, 3, 9)]
     alone, gathered = math.exp(-0.1), 0.5
-    assert found == pytest.approx([alone, math.sqrt(alone * gathered), gathered, gathered], rel=0.02)
+    assert found == pytest.approx([alone, math.sqrt(alone * gathered), gathered, gathered], rel=0.05)
 
 
 # Publish --------------------------------------------------------------------------------------------------------------
