@@ -242,7 +242,7 @@ class _View:
     def _held_at(self, sketch: Sketch, row: FeedbackDensity, level: float, factor: float) -> float:
         if level < self.grid[0]:  # feedback matters ever less
             more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
-            return min(1.0, _tail(sketch, factor * level) * more ** (level / self.grid[0]))
+            return min(1.0, float(_tail(sketch, factor * level) * more ** (level / self.grid[0])))
         sent = _on_grid(self.grid, row.sent_ratios, level)
         return sent if factor == 1 else self._tail_of_held(row, level, sent, factor)
 
