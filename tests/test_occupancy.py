@@ -99,6 +99,21 @@ def test_an_h200_reserved_about_as_much(name):
     assert found.reserved_bytes == pytest.approx(seen.peak_reserved_bytes, rel=0.08)
 
 
+def test_segments_expand_where_the_device_type_says_so():
+    """A tensor that is larger than the one before it finds no place in what that one left."""
+    small = [Event(0, 50.0 * MIB, "activations"), Event(1, -50.0 * MIB, "activations")]
+    large = [Event(0, 90.0 * MIB, "activations"), Event(1, -90.0 * MIB, "activations")]
+    program = program_of(small, large, persistent={}, update=[])
+    for expandable, reserved in ((False, 140 * MIB), (True, 100 * MIB)):  # five pages of 20 MiB
+        scenario = scenario_of(gpus(1, expandable_segments=expandable), {"method": "single"})
+        assert reservation(scenario, program, 0, known_bytes=90.0 * MIB).reserved_bytes == reserved
+
+
+def test_a_cpu_has_no_segments_to_expand():
+    with pytest.raises(ValueError, match="expandable_segments: kind 'cpu' has none; allowed: false"):
+        star(2, types={"cpu": device_type(expandable_segments=True)})
+
+
 # What ranks need -----------------------------------------------------------------------------------------------------
 
 
