@@ -1,17 +1,18 @@
 """The scenario of a published run, and its prediction."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from analysis.published.platforms import cluster_of, platform_of
 from analysis.published.runs import Run, SkippedError
-from analysis.published.transformer import transformer
+from analysis.published.transformer import FLOAT, transformer
 from gssim.cluster import Cluster
 from gssim.plan import Plan
-from gssim.result import Result
+from gssim.result import RankClass, Result
 from gssim.scenario import Loaded, Scenario, check
 from gssim.simulate import simulate
-from gssim.units import UserError
+from gssim.units import PRECISION_BYTES, UserError
 from gssim.workload import Workload
 
 
@@ -34,12 +35,22 @@ def predict(run: Run) -> Prediction:
     results = [_result(run, count) for count in dict.fromkeys((few, more))]
     first, last = results[0].step_time_s, results[-1].step_time_s
     step_s = last + (run.micro_batches - more) * (last - first) / max(1, more - few)
-    cluster, platform = cluster_of_run(run), platform_of(run.gpu)
     ranks = results[-1].ranks
-    allocated = max(rank.peak_allocated_bytes for rank in ranks)
-    ratio = platform.reserved_ratio if platform else 1.0
-    reserved = max(rank.peak_reserved_bytes or ratio * rank.peak_allocated_bytes for rank in ranks)
-    return Prediction(step_s, allocated, reserved, reserved + cluster.type_of(0).context_bytes)
+    if run.memory_of == "last":
+        ranks = tuple(each for each in ranks if run.ranks - 1 in each.ranks)
+    added = _float_gradient_bytes(run, ranks)
+    allocated = max(rank.peak_allocated_bytes for rank in ranks) + added
+    reserved = max(rank.peak_reserved_bytes or rank.peak_allocated_bytes for rank in ranks) + added
+    outside = max(sum(rank.outside_bytes.values()) for rank in ranks)
+    return Prediction(step_s, allocated, reserved, reserved + outside)
+
+
+def _float_gradient_bytes(run: Run, ranks: Sequence[RankClass]) -> float:
+    """Return what gradients in float take beside those of the parameters' own precision, which the plan tells."""
+    if not run.software.float_gradients:
+        return 0.0
+    held = max(rank.peak_by_category_bytes.get("parameters", 0.0) for rank in ranks)
+    return held * (FLOAT / PRECISION_BYTES[run.software.precision] - 1)
 
 
 def _counts(run: Run) -> tuple[int, int]:
@@ -56,7 +67,7 @@ def _counts(run: Run) -> tuple[int, int]:
 
 def cluster_of_run(run: Run) -> Cluster:
     """Return the cluster that a run was on."""
-    return cluster_of(run.gpu, run.ranks, run.per_node)
+    return cluster_of(run.gpu, run.ranks, run.per_node, run.software.tensor_float)
 
 
 def scenario_of(run: Run, micro_batches: int) -> Scenario:
@@ -65,7 +76,7 @@ def scenario_of(run: Run, micro_batches: int) -> Scenario:
         raise SkippedError("a GPU that platforms.toml does not know")
     context = run.software.context_ranks
     model = transformer(
-        run.identity, run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.kind == "gpt",
+        run.identity, run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.ties,
         source=run.source,
     )  # fmt: skip
     workload = Workload(

@@ -28,6 +28,15 @@ class Shape:
     ffn: int
     vocabulary: int
     sequence_length: int
+    predicted: int | None = None
+    """Tokens of a sequence that have logits; absent: all."""
+    tied: bool | None = None
+    """Whether the embedding's weight serves for logits too; absent: where `gpt`."""
+
+    @property
+    def ties(self) -> bool:
+        """Whether the head has no parameters of its own, if it is on one rank with the embedding."""
+        return self.kind == "gpt" if self.tied is None else self.tied
 
     @property
     def kv_width(self) -> int:
@@ -36,7 +45,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, the head tied to the embedding where `gpt`.
+        """Parameters of the whole model.
 
         >>> gpt3 = Shape(kind="gpt", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocabulary=51200,
         ...     sequence_length=2048)
@@ -44,11 +53,12 @@ class Shape:
         174.6
         """
         h, maps = self.hidden, 2 if self.kind == "gpt" else 3
+        ends = (1 if self.ties else 2) * self.vocabulary * h
         block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
         if self.kind == "gpt":
             block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
-            return self.layers * block + (self.vocabulary + self.sequence_length) * h + 2 * h
-        return self.layers * (block + 2 * h) + 2 * self.vocabulary * h + h
+            return self.layers * block + ends + self.sequence_length * h + 2 * h
+        return self.layers * (block + 2 * h) + ends + h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,8 @@ class Software:
     """What of the software that ran a model makes other operations of it."""
 
     precision: Precision = "bf16"
+    tensor_float: bool = False
+    """Matrix products of fp32 are multiplied as TF32."""
     flash_attention: bool = False
     """Scores are never written, and where the mask is causal, only half of them are computed."""
     dropout: bool = True
@@ -77,6 +89,8 @@ class Software:
     float8_casts: bool = False
     attention_ratio: float = 1.0
     """Rate of flash attention over that of maps."""
+    float_gradients: bool = False
+    """Gradients are added up in float beside 16-bit parameters (Megatron-LM's main_grad, where bf16)."""
 
 
 class Writer:
@@ -349,6 +363,8 @@ class Writer:
     def head(self, *, tied: bool) -> tuple[Operation, ...]:
         """Return the last norm, the logits and the loss; `tied`: the embedding's weight serves for logits too."""
         h, v, vocabulary = self.shape.hidden, self.value, self.shape.vocabulary
+        if self.shape.predicted is not None:
+            vocabulary = round(vocabulary * self.shape.predicted / self.shape.sequence_length)
         logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, speedup=1.0)
         logits = replace(logits, weights=() if tied else logits.weights[:1])
         cast = Operation(
