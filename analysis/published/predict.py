@@ -56,10 +56,10 @@ def _float_gradient_bytes(run: Run, ranks: Sequence[RankClass]) -> float:
 def _counts(run: Run) -> tuple[int, int]:
     """Return how many micro-batches are simulated, twice: the numbers are as far apart as the schedule repeats.
 
-    It does from the micro-batch on that finds a pipeline filled: interleaved, that takes two rounds of its ranks.
+    It does from the micro-batch on that finds a pipeline filled, with each micro-batch; interleaved, that takes two
+    rounds of its ranks, and as many micro-batches as it has ranks.
     """
-    every = run.pp
-    few = max(2, every * (2 if run.chunks > 1 else 1))
+    every, few = (run.pp, 2 * run.pp) if run.chunks > 1 else (1, max(2, run.pp))
     if run.micro_batches <= few + every or run.micro_batches % every:
         return run.micro_batches, run.micro_batches
     return few, few + every

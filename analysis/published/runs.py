@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from analysis.published.transformer import Shape, Software
+from analysis.published.shape import Shape, Software
 
 Method = Literal["single", "ddp", "zero1", "zero2", "zero3", "pipeline", "tensor"]
 Metric = Literal["allocated", "reserved", "device"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from analysis.published.runs import Run, SkippedError
 from analysis.published.tables.fields import divided, needed, padded, positive
-from analysis.published.transformer import Shape, Software
+from analysis.published.shape import Shape, Software
 
 GPU = "T4"
 RANKS, MACHINE = 16, 4

@@ -6,7 +6,7 @@ from typing import Literal
 from analysis.published.platforms import float8_ratio_of, platform_of
 from analysis.published.runs import Method, Metric, Run, SkippedError
 from analysis.published.tables.fields import count, divided, needed, positive
-from analysis.published.transformer import Shape, Software
+from analysis.published.shape import Shape, Software
 
 GIB = 2**30
 UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")
@@ -148,6 +148,10 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         attention_ratio=platform.attention_ratio if platform else 1.0,
         compiled=record["compile"] == "yes" or _is_bridge(record),
         sequence_parallel=tp > 1,
+        gathers_inputs="torchtitan" in record["source"] and tp > 1,
+        pipelined_maps="AsyncTP" in record["extras"],
+        parallel_loss="torchtitan" in record["source"] and tp > 1,
+        fused_loss=record["compile"] == "yes" and "_2024" not in record["source"],  # before 2025, it was not compiled
         context_ranks=context,
         map_speedup=(ratio or 1.0) if float8 else 1.0,
         float8_casts=float8,

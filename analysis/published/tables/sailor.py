@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from analysis.published.runs import Run, SkippedError
 from analysis.published.tables.fields import divided, needed, padded, positive
-from analysis.published.transformer import Shape, Software
+from analysis.published.shape import Shape, Software
 
 SEQUENCE = 2048
 MODELS = {

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from analysis.published.runs import Run, SkippedError
 from analysis.published.tables.fields import divided, needed, positive
-from analysis.published.transformer import Shape, Software
+from analysis.published.shape import Shape, Software
 
 GPU = "A100-SXM-80GB, 4 cards"
 NODE = 8
