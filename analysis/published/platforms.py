@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from gssim.cluster import Cluster
+from gssim.topology.kinds import CUBE_MESH_DEVICES
 from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, spec, validated
 
 FILE = "platforms.toml"
@@ -33,6 +34,8 @@ class Platform:
     """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention over that of maps; see `Software`."""
+    first_attention_ratio: PositiveFloat = 1.0
+    """The same of FlashAttention's first version, as Triton has it."""
     calibrated_on: tuple[str, ...] = field(default=())
     """The rows, by their id, that numbers of the device were fitted to."""
 
@@ -58,6 +61,12 @@ def _is(gpu: str, name: str) -> bool:
     return gpu == name or gpu.startswith((f"{name} ", f"{name},"))
 
 
+def first_attention_ratio_of(gpu: str) -> float:
+    """Return the rate of FlashAttention's first version over that of maps; 1 where the GPU is not known."""
+    platform = platform_of(gpu)
+    return platform.first_attention_ratio if platform else 1.0
+
+
 def float8_ratio_of(gpu: str) -> float | None:
     """Return the rate of matrix products in float8 over that in 16 bits; None where it is not known."""
     platform = platform_of(gpu)
@@ -80,12 +89,14 @@ def cluster_of(gpu: str, ranks: int, per_node: int | None, tensor_float: bool = 
     devices = min(per_node or platform.devices, ranks)
     while ranks % devices:
         devices -= 1
+    # a part of a cube mesh is nearly a full mesh
+    inside = "nvswitch" if platform.inside == "cube-mesh" and devices != CUBE_MESH_DEVICES else platform.inside
     nics = next(n for n in range(min(platform.nics, devices), 0, -1) if devices % n == 0)
     server = {
         "count": ranks // devices,
         "device": "gpu",
         "devices": devices,
-        "inside": platform.inside if devices > 1 else "none",
+        "inside": inside if devices > 1 else "none",
         **({"inside_link": platform.inside_link} if devices > 1 else {}),
         "nics": nics,
         "nic_link": platform.nic_link,

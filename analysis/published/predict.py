@@ -26,11 +26,16 @@ class Prediction:
     device_bytes: float
 
 
+MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
+"""Of more, no row is simulated: a slip of the pen rather than a run."""
+
+
 def predict(run: Run) -> Prediction:
     """Return the prediction for a run; raise SkippedError where the project cannot predict it.
 
     Of many micro-batches not all are simulated: in its steady state, each more takes as long as the one before it.
     """
+    _refuse(run)
     few, more = _counts(run)
     results = [_result(run, count) for count in dict.fromkeys((few, more))]
     first, last = results[0].step_time_s, results[-1].step_time_s
@@ -51,6 +56,21 @@ def _float_gradient_bytes(run: Run, ranks: Sequence[RankClass]) -> float:
         return 0.0
     held = max(rank.peak_by_category_bytes.get("parameters", 0.0) for rank in ranks)
     return held * (FLOAT / PRECISION_BYTES[run.software.precision] - 1)
+
+
+def _refuse(run: Run) -> None:
+    """Raise SkippedError for runs that there cannot have been."""
+    shape, software = run.shape, run.software
+    if run.ranks > MOST_RANKS or shape.layers > MOST_BLOCKS:
+        raise SkippedError("more GPUs or layers than any run has")
+    if shape.heads % run.tp or shape.hidden % shape.heads or shape.heads % shape.kv_heads:
+        raise SkippedError("heads do not divide evenly")
+    if shape.sequence_length % software.context_ranks:
+        raise SkippedError("sequences do not divide evenly")
+    if run.pp * run.chunks > shape.layers:
+        raise SkippedError("more stages than layers")
+    if run.chunks > 1 and run.micro_batches % run.pp:
+        raise SkippedError("interleaved stages need a multiple of pp micro-batches")
 
 
 def _counts(run: Run) -> tuple[int, int]:

@@ -65,6 +65,6 @@ def _read(rows: list[dict[str, str]], kind: Kind, name: str) -> Iterator[Record]
         identity = filled.get("id") or f"{name} row {number}"
         try:
             run = kind.read(filled, identity)
-            yield identity, run.source, run
+            yield run.identity, run.source, run
         except SkippedError as reason:
-            yield identity, filled.get("source") or name, reason
+            yield identity, (filled.get("source") if kind is KINDS[0] else kind.name) or name, reason

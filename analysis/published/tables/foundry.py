@@ -6,7 +6,7 @@ states check them.
 
 from collections.abc import Mapping
 
-from analysis.published.platforms import float8_ratio_of
+from analysis.published.platforms import first_attention_ratio_of, float8_ratio_of
 from analysis.published.runs import Run, SkippedError
 from analysis.published.tables.fields import needed, number, positive
 from analysis.published.shape import Shape, Software
@@ -46,7 +46,7 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
     if rate is None:
         raise SkippedError("the row has neither a time nor a memory")
     return Run(
-        identity=identity,
+        identity=_identity(record) or identity,
         source=f"LLM Foundry, {GPUS[record['GPU']]}",
         gpu=GPUS[record["GPU"]],
         per_node=8,
@@ -60,6 +60,11 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
         overlap=True,
         step_s=batch * shape.sequence_length / rate,
     )
+
+
+def _identity(record: Mapping[str, str]) -> str:
+    keys = ("Model", "# GPUs", "GPU", "SeqLen (T)", "MicroBatchSize", "GlobalBatchSize", "Precision")
+    return "foundry " + " ".join(record[key] for key in keys)
 
 
 def _shape(record: Mapping[str, str]) -> Shape:
@@ -90,4 +95,10 @@ def _software(record: Mapping[str, str]) -> Software:
     ratio = float8_ratio_of(GPUS[record["GPU"]]) if float8 else 1.0
     if ratio is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
-    return Software(flash_attention=True, dropout=False, map_speedup=ratio, float8_casts=float8)
+    return Software(
+        flash_attention=True,
+        attention_ratio=first_attention_ratio_of(GPUS[record["GPU"]]),
+        dropout=False,
+        map_speedup=ratio,
+        float8_casts=float8,
+    )

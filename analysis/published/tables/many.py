@@ -90,6 +90,8 @@ def _axes(record: Mapping[str, str]) -> tuple[int, int, int, int]:
 def _is_early_megatron(record: Mapping[str, str]) -> bool:
     """Return whether gradients are reduced after the backward, and scores are written: no option of 2023 is on."""
     known = ("Megatron", "Narayanan", "MT-NLG", "DLPerf")
+    if _is_bridge(record):
+        return False
     return any(name in record["source"] for name in known) and "overlap-grad-reduce" not in record["extras"]
 
 

@@ -44,7 +44,12 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
         per_node=per_node,
         shape=replace(shape, vocabulary=padded(shape.vocabulary, tp)),
         software=Software(
-            precision="fp32", dropout=False, fused_softmax=False, early_stop=False, partitioned=tp > 1 and pp > 1
+            precision="fp32",
+            tensor_float=True,
+            dropout=False,
+            fused_softmax=False,
+            early_stop=False,
+            partitioned=tp > 1 and pp > 1,
         ),
         method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single",
         dp=dp,
