@@ -2,7 +2,7 @@
 
 import gc
 import platform
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gssim.expenses import cost_usd, energy_j
 from gssim.machine import Machine, RankClass, is_jittery
 from gssim.occupancy import Occupancy, misfit, occupancies, tightest
 from gssim.program import Program, lower
@@ -32,6 +33,7 @@ from gssim.result import (
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
 from gssim.segments import Segment, Told, walk
+from gssim.shared import Shared
 from gssim.units import Floats, Ints
 
 STEADY_STEPS = 2
@@ -82,15 +84,17 @@ class _Steady:
         return max(ends[ordered[(len(ordered) - 1) // 2]] for ends in self.ends_s)
 
 
-def simulate(loaded: Loaded, *, unfolded: bool = False) -> Simulated:
+def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
+
+    `shared`: what other scenarios that are simulated have in common with it.
 
     Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
     run stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
     fits goes by the dense steps at the start as well.
     """
     with _no_collection():
-        return _simulated(loaded, unfolded)
+        return _simulated(loaded, unfolded, shared or Shared())
 
 
 @contextmanager
@@ -105,7 +109,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _simulated(loaded: Loaded, unfolded: bool) -> Simulated:
+def _simulated(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     scenario = loaded.scenario
     if scenario.run.slowdowns or scenario.plan.shares.replan:
         return _walked(loaded, unfolded)
@@ -175,7 +179,8 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
             margin=min(margins, key=lambda margin: margin.margin_bytes, default=None),
             throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
             divisions=run.divisions,
-            cost_usd_per_step=_cost_usd(scenario, step_time_s),
+            cost_usd_per_step=cost_usd(scenario, step_time_s),
+            energy_j_per_step=energy_j(scenario, step_time_s, typical.result.ranks),
         ),
         typical.spans,
         typical.paces,
@@ -216,6 +221,7 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
     occupied = _occupied(scenario, typical)
     at_first = occupied if first is typical else _occupied(scenario, first)
     fit = misfit(occupied) or misfit(at_first)
+    ranks = _rank_classes(scenario, machine, phases, occupied)
     return Result(
         source="simulated",
         scenario_id=scenario.scenario_id,
@@ -234,8 +240,9 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
         ),
         collectives=_collectives(programs),
         links=_links(machine, typical),
-        ranks=_rank_classes(scenario, machine, phases, occupied),
-        cost_usd_per_step=_cost_usd(scenario, typical.time_s),
+        ranks=ranks,
+        cost_usd_per_step=cost_usd(scenario, typical.time_s),
+        energy_j_per_step=energy_j(scenario, typical.time_s, ranks),
         provenance={
             "gssim": _version("gssim"),
             "simpy": _version("simpy"),
@@ -376,10 +383,3 @@ def _rank_classes(
         members[key].append(same)
     ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
     return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())
-
-
-def _cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
-    counts = Counter(device.type for device in scenario.cluster.devices[: scenario.ranks])
-    prices = {name: scenario.cluster.device_types[name].price_usd_per_h for name in counts}
-    known = [price * counts[name] for name, price in prices.items() if price is not None]
-    return sum(known) * step_time_s / 3600 if len(known) == len(prices) else None

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from gssim.data import PATHS
 from gssim.scenario import Loaded, as_overrides, first_comment, load_scenario, read_toml
+from gssim.shared import Shared
 from gssim.units import PositiveInt, UserError, spec, validated
 
 MOST_POINTS = 1_000_000
@@ -82,9 +83,9 @@ class Point:
         """
         return self.name.partition(SEPARATOR)[0]
 
-    def load(self, *, gradients_needed: bool = True) -> Loaded:
+    def load(self, *, gradients_needed: bool = True, shared: Shared | None = None) -> Loaded:
         """Return its scenario; raise UserError where it is none."""
-        return load_scenario(self.file, self.overrides, gradients_needed=gradients_needed)
+        return load_scenario(self.file, self.overrides, gradients_needed=gradients_needed, shared=shared)
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -146,10 +147,10 @@ def chosen(points: Sequence[Point], patterns: Sequence[str], *, file: Path) -> t
     return tuple(p for p in points if not patterns or any(fnmatchcase(p.name, pattern) for pattern in patterns))
 
 
-def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True) -> Loaded:
+def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True, shared: Shared | None = None) -> Loaded:
     """Return the point's scenario; raise UserError that names the sweep and the point where it is none."""
     try:
-        return point.load(gradients_needed=gradients_needed)
+        return point.load(gradients_needed=gradients_needed, shared=shared)
     except UserError as error:
         raise UserError(f"{file}: {point.name}: {error}") from None
 

@@ -11,17 +11,23 @@ from gssim.data import PATHS
 from gssim.gradients import GradientStatistics, read_gradients
 from gssim.scenario.checks import check
 from gssim.scenario.question import Loaded, Scenario
+from gssim.shared import Same, Shared
 from gssim.units import UserError, validated
 from gssim.workload import Model, unrolled
 
 
-def load_scenario(path: Path, overrides: Sequence[str] = (), *, gradients_needed: bool = True) -> Loaded:
+def load_scenario(
+    path: Path, overrides: Sequence[str] = (), *, gradients_needed: bool = True, shared: Shared | None = None
+) -> Loaded:
     """Return the scenario in the TOML file `path`, with `overrides` like `plan.push.threshold=1e-3` applied.
 
     Files that it names are looked up beside it, files that an override names first from the working directory.
-    Raises UserError (one line: file, key path, value, what is allowed) for whatever the user can mend.
+    `shared`: what other scenarios that were loaded have in common with it. Raises UserError (one line: file, key path,
+    value, what is allowed) for whatever the user can mend.
     """
-    text, data = read_toml(path)
+    shared = shared or Shared()
+    text, content = _content(path, shared)
+    data = _copied(content)
     data.setdefault("name", path.stem)
     data.setdefault("question", first_comment(text))
     folders = {"": path.parent}
@@ -29,39 +35,66 @@ def load_scenario(path: Path, overrides: Sequence[str] = (), *, gradients_needed
         key = _apply(data, override)
         folders[key] = Path()
     file = str(path)
-    data["cluster"] = _part(data, "cluster", Cluster, file, folders)
+    data["cluster"] = _part(data, "cluster", Cluster, file, folders, shared)
     workload = data.get("workload")
     if isinstance(workload, dict):
-        workload["model"] = _part(workload, "model", Model, file, folders, "workload.")
+        workload["model"] = _part(workload, "model", Model, file, folders, shared, "workload.")
         if isinstance(workload.get("data"), dict):
             workload["data"] = _with_paths(workload["data"], folders)
     scenario = validated(Scenario, data, file=file)
     check(scenario, file=file)
-    statistics = _statistics(scenario, file, folders) if gradients_needed else None
+    statistics = _statistics(scenario, file, folders, shared) if gradients_needed else None
     return Loaded(file=file, scenario=scenario, gradients=statistics)
 
 
 def load_model(path: Path) -> Model:
     """Return the model in the TOML file `path`."""
-    return validated(Model, read_toml(path)[1], file=str(path))
+    return _model(path, Shared())
 
 
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster in the TOML file `path`."""
-    return validated(Cluster, _cluster_data(path), file=str(path))
+    return _cluster(path, Shared())
+
+
+def _model(path: Path, shared: Shared) -> Model:
+    data = _content(path, shared)[1]
+    return shared.once("model", (path, Same(data)), lambda: validated(Model, data, file=str(path)))
+
+
+def _cluster(path: Path, shared: Shared) -> Cluster:
+    """Return the cluster in a file, with the tables that it names by their files."""
+    data = _content(path, shared)[1]
+    tables = {
+        key: _content(_find(data[key], key, str(path), {"": path.parent}), shared)[1]
+        for key in IN_FILES
+        if isinstance(data.get(key), str)
+    }
+    key = (path, Same(data), *map(Same, tables.values()))
+    return shared.once("cluster", key, lambda: validated(Cluster, data | tables, file=str(path)))
 
 
 IN_FILES = ("device_types", "backend_cost")
 """Tables of a cluster file that may be in files of their own, which several clusters share."""
 
 
-def _cluster_data(path: Path) -> dict[str, Any]:
-    """Return the content of a cluster file, with the tables that it names by their files."""
-    data = read_toml(path)[1]
-    for key in IN_FILES:
-        if isinstance(data.get(key), str):
-            data[key] = read_toml(_find(data[key], key, str(path), {"": path.parent}))[1]
-    return data
+def _version(path: Path) -> tuple[Path, int, int] | None:
+    """Return what tells the content of a file from what it was before; None where there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (path, found.st_mtime_ns, found.st_size)
+
+
+def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
+    """Return what `read_toml` does, once for each version of a file; nobody may change it."""
+    return shared.once("file", _version(path), lambda: read_toml(path))
+
+
+def _copied(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of which every table may be changed."""
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in table.items()}
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
@@ -107,7 +140,13 @@ def _apply(data: dict[str, Any], override: str) -> str:
 
 
 def _part(
-    data: dict[str, Any], key: str, cls: type[object], file: str, folders: dict[str, Path], under: str = ""
+    data: dict[str, Any],
+    key: str,
+    cls: type[object],
+    file: str,
+    folders: dict[str, Path],
+    shared: Shared,
+    under: str = "",
 ) -> object:
     """Return what is at `key`: the table given inline, or what is in the file that it names, checked as a `cls`."""
     value = data.get(key)
@@ -116,7 +155,7 @@ def _part(
     if not isinstance(value, str):
         return value
     found = _find(value, f"{under}{key}", file, folders)
-    return load_cluster(found) if cls is Cluster else validated(cls, read_toml(found)[1], file=str(found))
+    return _cluster(found, shared) if cls is Cluster else _model(found, shared)
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
@@ -147,7 +186,7 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
     return found
 
 
-def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> GradientStatistics | None:
+def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared: Shared) -> GradientStatistics | None:
     if not scenario.plan.sends_by_data:
         return None
     name = scenario.workload.gradients
@@ -157,7 +196,8 @@ def _statistics(scenario: Scenario, file: str, folders: dict[str, Path]) -> Grad
             f"{file}: workload.gradients: missing; plan.{table}.threshold needs the model's gradient statistics "
             "(write them with `gsreal gradients`)"
         )
-    statistics = read_gradients(_find(name, "workload.gradients", file, folders))
+    found = _find(name, "workload.gradients", file, folders)
+    statistics = shared.once("gradients", _version(found), lambda: read_gradients(found), most=8)
     _check_statistics(scenario, statistics, file, name)
     return statistics
 

@@ -1,0 +1,66 @@
+"""What several questions have in common, worked out once: files, models, wirings, programs.
+
+A sweep's points differ in a key or two. One `Shared` lives as long as a process answers points, and is handed to
+`load_scenario` and `simulate`; without one, each call has its own. What it keeps are answers of pure functions, each
+under all that it follows from, so that no answer hangs on what was asked before.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+T = TypeVar("T")
+
+MOST_KEPT = 64
+"""Answers of each kind; beyond that, the one that was not asked for longest goes."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Same:
+    """A value as part of a key: equal to itself alone, for what is large and never changes.
+
+    >>> first, second = [1], [1]
+    >>> Same(first) == Same(first), Same(first) == Same(second)
+    (True, False)
+    """
+
+    value: object
+    """Kept, so that nothing else ever has its identity."""
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are of the very same value."""
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        """Return the same for the same value."""
+        return id(self.value)
+
+
+class Shared:
+    """Answers of pure functions, by kind and key.
+
+    >>> shared = Shared()
+    >>> [shared.once("square", n, lambda n=n: print("working") or n * n) for n in (3, 3)]
+    working
+    [9, 9]
+    """
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self.most = most
+        self._kept: dict[str, OrderedDict[Hashable, object]] = {}
+
+    def once(self, kind: str, key: Hashable, make: Callable[[], T], *, most: int | None = None) -> T:
+        """Return what `make` returns, which is called if this key is new; `most`: of this kind, in place of the usual.
+
+        What it raises is not kept. `key` must hold all that the answer follows from, and nobody may change the answer.
+        """
+        kept = self._kept.setdefault(kind, OrderedDict())
+        if key in kept:
+            kept.move_to_end(key)
+            return cast(T, kept[key])
+        found = make()
+        kept[key] = found
+        while len(kept) > (self.most if most is None else most):
+            kept.popitem(last=False)
+        return found
