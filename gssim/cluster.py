@@ -331,7 +331,8 @@ class Cluster:
     """The same."""
     links: tuple[Annotated[Link, BeforeValidator(partial(expanded, "links"))], ...] = ()
     """Empty with a topology; all links are in `wiring`. A table may name a `preset`."""
-    topology: Topology | None = None  # in the place of devices, switches and links
+    topology: Topology | None = None
+    """In the place of devices, switches and links."""
     backend_cost: BackendCost | None = None
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
     """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), or a table, in which the key
@@ -354,7 +355,7 @@ class Cluster:
                 raise ValueError(f"devices: {device.name!r} has the unknown type {device.type!r}; allowed: {allowed}")
         for name, kind in self.device_types.items():
             if kind.expandable_segments and kind.kind != "cuda":
-                raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: false")
+                raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
 
     def _fill(self, topology: Topology) -> None:
         devices, switches = _devices(topology), build(topology).switches

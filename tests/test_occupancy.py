@@ -113,7 +113,7 @@ def test_segments_expand_where_the_device_type_says_so():
 
 
 def test_a_cpu_has_no_segments_to_expand():
-    with pytest.raises(ValueError, match="expandable_segments: kind 'cpu' has none; allowed: false"):
+    with pytest.raises(ValueError, match="expandable_segments: kind 'cpu' has none; allowed: no"):
         star(2, types={"cpu": device_type(expandable_segments=True)})
 
 

@@ -87,7 +87,8 @@ def print_scores(scores: Scores) -> None:
     )
     for each in scores.sources:
         if each.calibration:
-            console.print(f"calibrated on, and not scored, of {each.source}: {', '.join(each.calibration)}", markup=False)
+            rows = ", ".join(each.calibration)
+            console.print(f"calibrated on, and not scored, of {each.source}: {rows}", markup=False)
     for each in scores.sources:
         for reason, count in sorted(each.skipped.items(), key=lambda item: -item[1]):
             console.print(f"skipped {count} of {each.source}: {reason}", markup=False)

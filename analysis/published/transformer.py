@@ -249,7 +249,7 @@ class Writer:
         passes = 2 + 4 * FLOAT / self.value if eager else 2
         before, behind = (self.cut_input(f"{place}_gathered", f"{place}_norm") for place in ("attention", "map"))
         attended, mapped = (
-            f"{place}_gathered" if found else f"{place}_norm" for place, found in (("attention", before), ("map", behind))
+            each[0].name if each else f"{place}_norm" for place, each in (("attention", before), ("map", behind))
         )
         return (
             self.norm("attention_norm", INPUT),

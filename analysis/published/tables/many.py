@@ -102,6 +102,8 @@ def _refuse(record: Mapping[str, str]) -> None:
         raise SkippedError("the table says that details are missing")
     if positive(record, "iter_time_s") is None and positive(record, "mem_gib") is None:
         raise SkippedError("the row has neither a time nor a memory")
+    if "power limited" in remarks:
+        raise SkippedError("a GPU whose power is limited, by how much is not said")
     if "MoE" in record["note"] or (count(record, "ep") or 1) > 1:
         raise SkippedError("a mixture of experts")
     model = record["model"].lower()

@@ -31,7 +31,8 @@ NOT_PLAIN = {
 def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
     """Return what a row says; raise SkippedError where it lacks something, or is of another kind."""
     _refuse(record)
-    tp, pp, context = (count(record, f"{each}-parallel-size") or 1 for each in ("tensor-model", "pipeline-model", "context"))  # fmt: skip
+    axes = ("tensor-model", "pipeline-model", "context")
+    tp, pp, context = (count(record, f"{each}-parallel-size") or 1 for each in axes)
     ranks = needed(record, "nodes") * needed(record, "gpus_per_node")
     dp = divided(ranks, tp * pp * context, "GPUs")
     micro = needed(record, "micro-batch-size")
