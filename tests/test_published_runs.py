@@ -15,8 +15,8 @@ from analysis.published.platforms import cluster_of, platforms
 from analysis.published.predict import plan_of, predict, scenario_of
 from analysis.published.runs import Run, SkippedError
 from analysis.published.score import SourceScore, agreement_of, baseline_step_s, score
-from analysis.published.tables import read_table
 from analysis.published.shape import Shape, Software
+from analysis.published.tables import read_table
 from analysis.published.transformer import layers_of
 from gssim.scenario import Loaded, check
 from gssim.simulate import simulate

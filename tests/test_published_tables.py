@@ -125,7 +125,26 @@ ROWS: dict[str, dict[str, str]] = {
         "NumParams": "",
     },
 }
-ODD = ["", "?", "-1", "0", "1", "2", "3", "8", "1e99", "inf", "nan", "2.5", "1,024", "none", "yes", "\u00fc", "[", "0/0"]
+ODD = [
+    "",
+    "?",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "8",
+    "1e99",
+    "inf",
+    "nan",
+    "2.5",
+    "1,024",
+    "none",
+    "yes",
+    "\u00fc",
+    "[",
+    "0/0",
+]
 
 
 def table(path: Path, *rows: dict[str, str]) -> Path:

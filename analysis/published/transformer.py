@@ -339,7 +339,6 @@ class Writer:
         )
         return (self.norm("norm", INPUT), logits, cast, *([shifted] if parallel else []), softmax, loss)
 
-
     def fused_loss(self, vocabulary: int) -> Operation:
         """Return the loss that reads the logits twice, for their maxima and sums, and writes their gradient at once."""
         return Operation(

@@ -5,10 +5,11 @@ Model Parallel Strategies with Heterogeneity Awareness", section 5.1) and DeepSp
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from analysis.published.runs import Run, SkippedError
-from analysis.published.tables.fields import divided, needed, padded, positive
 from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import divided, needed, padded, positive
 
 GPU = "T4"
 RANKS, MACHINE = 16, 4
@@ -74,7 +75,7 @@ def _blocks(partition: str, pp: int) -> tuple[int, ...]:
     if len(bounds) != pp + 1 or (bounds[0], bounds[-1]) != (0, LAYERS + BEFORE + AFTER):
         raise SkippedError("a partition of another model, or into other stages than pp")
     inside = [min(max(bound - BEFORE, 0), LAYERS) for bound in bounds]
-    blocks = tuple(end - start for start, end in zip(inside, inside[1:], strict=False))
+    blocks = tuple(end - start for start, end in pairwise(inside))
     if min(blocks) < 0:
         raise SkippedError("a partition that cannot be read")
     return blocks

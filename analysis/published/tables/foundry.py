@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from analysis.published.platforms import first_attention_ratio_of, float8_ratio_of
 from analysis.published.runs import Run, SkippedError
-from analysis.published.tables.fields import needed, number, positive
 from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import needed, number, positive
 
 GPUS = {"a100_40gb": "A100-SXM-40GB", "a100_80gb": "A100-SXM-80GB", "h100_80gb": "H100-SXM-80GB"}
 MODELS = {

@@ -5,8 +5,8 @@ from typing import Literal
 
 from analysis.published.platforms import float8_ratio_of, platform_of
 from analysis.published.runs import Method, Metric, Run, SkippedError
-from analysis.published.tables.fields import count, divided, needed, positive
 from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import count, divided, needed, positive
 
 GIB = 2**30
 UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")

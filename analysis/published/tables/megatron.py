@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from analysis.published.runs import Method, Run, SkippedError
-from analysis.published.tables.fields import count, divided, needed, padded, positive
 from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import count, divided, needed, padded, positive
 
 GPUS = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "gb200": "GB200"}
 """By what a platform's name holds."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from analysis.published.runs import Run, SkippedError
-from analysis.published.tables.fields import divided, needed, padded, positive
 from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import divided, needed, padded, positive
 
 SEQUENCE = 2048
 MODELS = {

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from analysis.published.runs import Run, SkippedError
-from analysis.published.tables.fields import divided, needed, positive
 from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import divided, needed, positive
 
 GPU = "A100-SXM-80GB, 4 cards"
 NODE = 8
