@@ -76,7 +76,7 @@ def sheet(
             continue
         lines = wrapped(title, wide + size.right, 10)
         text = "\n".join([lines[0], " ".join(lines[1:])] if len(lines) > 2 else lines)
-        place = {"x": left / width_in, "y": (bottom + high + 0.08) / height_in}
+        place: dict[str, Any] = {"x": left / width_in, "y": (bottom + high + 0.08) / height_in}
         figure.text(**place, s=plain(text), fontsize=10, fontweight="bold", va="bottom")
     return figure, boxes
 
