@@ -19,6 +19,7 @@ from gssim.allocator.block import Pool
 from gssim.memory import Event, Footprint
 from gssim.program import Program, Task
 from gssim.scenario import Scenario
+from gssim.shared import Same, Shared
 
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
@@ -39,15 +40,17 @@ class Reservation:
     """What the device lacked when a request failed; the replay then ended."""
 
 
-def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> Reservation:
+def reservation(
+    scenario: Scenario, program: Program, rank: int, *, known_bytes: float, shared: Shared | None = None
+) -> Reservation:
     """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle]."""
-    role = program.role_of[rank]
+    role, shared = program.role_of[rank], shared or Shared()
     short = _without_middle(scenario, program.tasks[role])
     if len(short) < len(program.tasks[role]):
-        found = replay(program, role, tasks=short)
+        found = shared.once("short replay", (Same(program), role), lambda: replay(program, role, tasks=short))
         if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return found
-    return replay(program, role)
+    return shared.once("replay", (Same(program), role), lambda: replay(program, role))
 
 
 def _without_middle(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:

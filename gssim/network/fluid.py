@@ -14,6 +14,7 @@ from gssim.conditions import Conditions, ends_of
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
 from gssim.network.sharing import max_min_rates
+from gssim.shared import Shared
 from gssim.units import Floats
 
 NEGLIGIBLE_BYTES = 1e-9
@@ -76,12 +77,13 @@ class Network:
         *,
         conditions: Conditions | None = None,
         unfolded: bool = False,
+        shared: Shared | None = None,
     ) -> None:
         self.env = env
         conditions = conditions or Conditions()
         self.wiring = router.wiring
         streams = [Stage(Hops.of([(*ends, 1.0)]), 1.0) for ends in ends_of(self.wiring, conditions)]
-        self.folded: Folded = fold(router, [*stages, *streams], self.wiring.bandwidth_bytes_per_s, unfolded=unfolded)
+        self.folded: Folded = fold(router, [*stages, *streams], unfolded=unfolded, shared=shared or Shared())
         self.capacity = self.folded.capacity
         self.carried = np.zeros(len(self.capacity))
         self.active: list[_Transfer] = []

@@ -1,9 +1,10 @@
 """What a push sends: bytes and entries of every message of a bucket, and what a rank keeps for it all the time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gssim import density, encodings
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.shared import Same
 from gssim.units import PRECISION_BYTES
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -36,20 +37,29 @@ def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: i
     if not is_thresholded(low):
         owned = division.owned[place]
         return to_everybody(owned, low.value_bytes), to_everybody(owned, 1)
-    sizes, entries = [], []
-    for sender in range(low.nodes):
-        row_sizes, row_entries = [], []
-        for owner, (first, last) in enumerate(division.ranges(place)):
-            elements = float(last - first) if owner != sender else 0.0
-            sent = _entries(low, bucket, micro_batch, sender, first, last) if elements else 0.0
-            encoding = encoding_of(low, elements, sent)
-            row_entries.append(sent)
-            row_sizes.append(
-                encodings.message_bytes(encoding, entries=sent, elements=elements, value_bytes=low.value_bytes)
-            )
-        sizes.append(tuple(row_sizes))
-        entries.append(tuple(row_entries))
-    return tuple(sizes), tuple(entries)
+    kinds = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
+    rows = {kind: _row(low, bucket, place, *kind) for kind in dict.fromkeys(kinds)}
+    return _apart([rows[kind][0] for kind in kinds]), _apart([rows[kind][1] for kind in kinds])
+
+
+def _apart(rows: Sequence[Sequence[float]]) -> Matrix:
+    """Return rows of which each has nothing for its own number."""
+    return tuple((*row[:own], 0.0, *row[own + 1 :]) for own, row in enumerate(rows))
+
+
+def _row(
+    low: Lowering, bucket: Bucket, place: int, samples: int, part: float
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Return bytes and entries that go to each owner from those whose gradient is such a mean; see `_samples`."""
+    entries = [_entries(low, bucket, samples, part, *owned) for owned in low.division(bucket).ranges(place)]
+    elements = map(float, low.division(bucket).owned[place])
+    return [_bytes(low, each, sent) for each, sent in zip(elements, entries, strict=True)], entries
+
+
+def _bytes(low: Lowering, elements: float, entries: float) -> float:
+    """Return the bytes of a thresholded message."""
+    encoding = encoding_of(low, elements, entries)
+    return encodings.message_bytes(encoding, entries=entries, elements=elements, value_bytes=low.value_bytes)
 
 
 def to_everybody(owned: Sequence[float], factor: int) -> Matrix:
@@ -58,33 +68,37 @@ def to_everybody(owned: Sequence[float], factor: int) -> Matrix:
     return tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank in range(len(row)))
 
 
-def _entries(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, node: int, first: int, last: int) -> float:
-    """Return how many elements of the bucket's range [first, last) a node's rank sends; none without samples."""
-    push = low.push
-    samples, part = _samples(low, micro_batch, node)
+def _entries(low: Lowering, bucket: Bucket, samples: int, part: float, first: int, last: int) -> float:
+    """Return how many elements of the bucket's range [first, last) are sent to their owner; none without samples."""
     if not samples:
         return 0.0
-    if not push.selects:
+    if not low.push.selects:
         return float(last - first)
-    assert low.statistics is not None  # loading demands them
-    sent = 0.0
-    start = 0
-    for instance, parameter in bucket.members:
-        end = start + parameter.elements
-        inside = min(end, last) - max(start, first)
-        if inside > 0:
-            sent += inside * density.push_density(
-                low.statistics,
-                push,
-                samples=samples,
-                tensor=parameter.name.replace("{}", instance.module),
-                step=low.step,
-                part=part,
-                first=(max(start, first) - start) / parameter.elements,
-                last=(min(end, last) - start) / parameter.elements,
-            )
-        start = end
+    ratios, sent = _ratios(low, samples, part), 0.0
+    for instance, parameter, begin, end in bucket.inside(first, last):
+        found = ratios[parameter.name.replace("{}", instance.module)]
+        sent += (end - begin) * found.over(begin / parameter.elements, end / parameter.elements)
     return sent
+
+
+def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, density.Ratios]:
+    """Return what is sent of each tensor in this step, by ranks whose gradient is such a mean."""
+    statistics = low.statistics
+    assert statistics is not None  # loading demands them
+
+    def found() -> Mapping[str, density.Ratios]:
+        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
+        return {
+            name: density.push_ratios(statistics, low.push, samples=samples, tensor=name, step=low.step, part=part)
+            for name in names
+        }
+
+    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step)
+    return low.shared.once("densities of pushes", key, found, most=MOST_DENSITIES)
+
+
+MOST_DENSITIES = 2048
+"""Of steps, thresholds and numbers of samples: a sweep of thresholds has as many as steps, for each of them."""
 
 
 def _samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[int, float]:

@@ -10,7 +10,7 @@ everything goes densely, as links there are fast.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from gssim import costs, density, encodings
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold
 from gssim.program.lowering import Bucket, Lowering
+from gssim.program.messages import MOST_DENSITIES
 from gssim.program.push import COUNT_BYTES
 from gssim.program.task import Task
+from gssim.shared import Same
 from gssim.workload import LayerInstance, Parameter
 
 PLACE_BYTES = 8
@@ -68,20 +70,25 @@ def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
 
 def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first: int, last: int) -> float:
     """Return how many elements of a range of a parameter are published in this step."""
-    rules, workload = low.scenario.plan.publish, low.scenario.workload
-    if not rules.selects:
+    if not low.scenario.plan.publish.selects:
         return last - first
-    threshold = absolute_threshold(rules, workload.learning_rate)
-    assert low.statistics is not None  # loading demands them
-    part = density.publish_density(
-        low.statistics,
-        replace(rules, kind="absolute", threshold=threshold),
-        tensor=parameter.name.replace("{}", instance.module),
-        step=low.step,
-        first=first / parameter.elements,
-        last=last / parameter.elements,
-    )
-    return part * (last - first)
+    name = parameter.name.replace("{}", instance.module)
+    return _ratios(low)[name].over(first / parameter.elements, last / parameter.elements) * (last - first)
+
+
+def _ratios(low: Lowering) -> Mapping[str, density.Ratios]:
+    """Return what is published of each tensor in this step."""
+    statistics, workload = low.statistics, low.scenario.workload
+    assert statistics is not None  # loading demands them
+    threshold = absolute_threshold(low.scenario.plan.publish, workload.learning_rate)
+    rules = replace(low.scenario.plan.publish, kind="absolute", threshold=threshold)
+
+    def found() -> Mapping[str, density.Ratios]:
+        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
+        return {name: density.publish_ratios(statistics, rules, tensor=name, step=low.step) for name in names}
+
+    key = (Same(statistics), Same(workload.model), rules, low.step)
+    return low.shared.once("densities of publications", key, found, most=MOST_DENSITIES)
 
 
 def prepared(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
