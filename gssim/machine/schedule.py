@@ -293,7 +293,7 @@ def _rounded(group: Group) -> Group:
 def _priced_as(communication: Communication) -> tuple[Kind, float]:
     """Return the kind and size as which NCCL's tuner prices a collective; uneven forms as even ones of their size."""
     if communication.kind == "all-to-all-v":
-        return "all-to-all", max(map(sum, communication.pair_bytes))
+        return "all-to-all", communication.most_sent_bytes
     kinds: dict[str, Kind] = {
         "all-reduce": "all-reduce",
         "all-gather": "all-gather",

@@ -19,6 +19,7 @@ from gssim.program.compute import compute
 from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.program.messages import mean_density
+from gssim.program.neighbours import neighbours
 from gssim.program.optimizer import optimize, persistent
 from gssim.program.paces import share_compute_times, slowed_down
 from gssim.program.pipeline import held_by_stages, pipeline
@@ -125,7 +126,8 @@ class Steps:
         tensors: list[Callable[[], Tensors]] = []
         roles = np.zeros(self.scenario.ranks, np.int64)
         for low in parts:
-            found, representatives = low.roles(unfolded=self.unfolded)
+            by_data = neighbours(low) if low.sends_by_data and not self.unfolded else None
+            found, representatives = low.roles(unfolded=self.unfolded, by_data=by_data)
             for copy in range(self._copies):
                 roles[np.array(low.group) + copy] = found + len(tasks)
             tasks += self._tasks(low, representatives, communications)

@@ -377,16 +377,21 @@ class Lowering:
         owned = self.owned_parameters[self.position(rank)]
         return tuple(self.parameters[position][1].elements for position in owned)
 
-    def roles(self, *, unfolded: bool = False) -> tuple[Ints, list[int]]:
-        """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
+    def roles(self, *, unfolded: bool = False, by_data: Ints | None = None) -> tuple[Ints, list[int]]:
+        """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it.
+
+        `by_data`: what tells ranks apart where messages depend on the data; absent: they are all apart then.
+        """
         positions = np.arange(len(self.group))
         policies = self.scenario.policies
-        if unfolded or self.sends_by_data:
+        if unfolded or (self.sends_by_data and by_data is None):
             return positions, list(self.group)
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes
         columns = [np.array([names[device] for device in devices]), np.array([sizes[rank] for rank in self.group])]
+        if by_data is not None:
+            columns.append(by_data)
         if self.slowed:
             ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from gssim import density, encodings
+from gssim.collectives import Pairs
 from gssim.program.lowering import Bucket, Lowering, MicroBatch
 from gssim.shared import Same
 from gssim.units import PRECISION_BYTES
-
-Matrix = tuple[tuple[float, ...], ...]
 
 
 def is_thresholded(low: Lowering) -> bool:
@@ -22,29 +21,26 @@ def encoding_of(low: Lowering, elements: float, entries: float) -> str:
     return encodings.chosen(kind, entries=entries, elements=elements, value_bytes=low.value_bytes)
 
 
-def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
+def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
     """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
     unique = low.push.selects
     key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
     if key not in low.found:
         low.found[key] = _new_matrix(low, bucket, micro_batch, place)
-    found: tuple[Matrix, Matrix] = low.found[key]
+    found: tuple[Pairs, Pairs] = low.found[key]
     return found
 
 
-def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
+def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
     division = low.division(bucket)
     if not is_thresholded(low):
         owned = division.owned[place]
         return to_everybody(owned, low.value_bytes), to_everybody(owned, 1)
-    kinds = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
-    rows = {kind: _row(low, bucket, place, *kind) for kind in dict.fromkeys(kinds)}
-    return _apart([rows[kind][0] for kind in kinds]), _apart([rows[kind][1] for kind in kinds])
-
-
-def _apart(rows: Sequence[Sequence[float]]) -> Matrix:
-    """Return rows of which each has nothing for its own number."""
-    return tuple((*row[:own], 0.0, *row[own + 1 :]) for own, row in enumerate(rows))
+    of_nodes = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(of_nodes))}
+    rows = [_row(low, bucket, place, *kind) for kind in kinds]
+    numbers = [kinds[kind] for kind in of_nodes]
+    return Pairs([sizes for sizes, _ in rows], numbers), Pairs([entries for _, entries in rows], numbers)
 
 
 def _row(
@@ -53,7 +49,7 @@ def _row(
     """Return bytes and entries that go to each owner from those whose gradient is such a mean; see `_samples`."""
     entries = [_entries(low, bucket, samples, part, *owned) for owned in low.division(bucket).ranges(place)]
     elements = map(float, low.division(bucket).owned[place])
-    return [_bytes(low, each, sent) for each, sent in zip(elements, entries, strict=True)], entries
+    return tuple(_bytes(low, each, sent) for each, sent in zip(elements, entries, strict=True)), tuple(entries)
 
 
 def _bytes(low: Lowering, elements: float, entries: float) -> float:
@@ -62,10 +58,9 @@ def _bytes(low: Lowering, elements: float, entries: float) -> float:
     return encodings.message_bytes(encoding, entries=entries, elements=elements, value_bytes=low.value_bytes)
 
 
-def to_everybody(owned: Sequence[float], factor: int) -> Matrix:
+def to_everybody(owned: Sequence[float], factor: int) -> Pairs:
     """Return what each rank sends where all send all: every owner's part, but nothing to itself."""
-    row = tuple(float(factor * elements) for elements in owned)
-    return tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank in range(len(row)))
+    return Pairs([tuple(float(factor * elements) for elements in owned)], (0,) * len(owned))
 
 
 def _entries(low: Lowering, bucket: Bucket, samples: int, part: float, first: int, last: int) -> float:
@@ -118,7 +113,7 @@ def mean_density(low: Lowering) -> float:
     for micro_batch in (each for each in low.micro_batches if each.leaves):
         for bucket in low.buckets:
             entries = [push_matrix(low, bucket, micro_batch, place)[1] for place in range(low.places)]
-            sent += sum(sum(map(sum, each)) for each in entries)
+            sent += sum(each.total for each in entries)
             offered += (low.nodes - 1) * bucket.elements
     return sent / offered if offered else 0.0
 
