@@ -50,7 +50,7 @@ class Pairs(Sequence[tuple[float, ...]]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
         """Return the matrix; always a new one."""
-        matrix = np.array(self.rows, dtype=float)[np.array(self.kinds)]
+        matrix: Floats = np.array(self.rows, dtype=float)[np.array(self.kinds)]
         np.fill_diagonal(matrix, 0.0)
         return matrix
 

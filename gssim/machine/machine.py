@@ -269,17 +269,11 @@ class Machine:
 
     def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
-        tasks, env = self._tasks_of(index, stream), self.env
-        computes, now_s = stream == "compute", env.now
+        tasks, env, now_s = self._tasks_of(index, stream), self.env, self.env.now
         for step in range(steps):
             for task in tasks:
                 if task.after:
-                    ends_s = yield from self._ends_s(index, stream, step, task)
-                    if max(ends_s) > now_s:
-                        if computes:
-                            late = [each for each, end_s in zip(task.after, ends_s, strict=True) if end_s > now_s]
-                            self._waited(index, stream, task, late[-1], now_s, max(ends_s))
-                        now_s = max(ends_s)
+                    now_s = yield from self._await_ahead(index, stream, step, task, now_s)
                 began_s = now_s
                 if task.communication is not None:
                     if env.now < now_s:
@@ -293,15 +287,17 @@ class Machine:
                 finished = self.finished.get((index, step, task.label))
                 if finished is not None:
                     finished.succeed(now_s)
-            if computes:
+            if stream == "compute":
                 self.ends_s[index].append(now_s)
-        if computes:
+        if stream == "compute":
             self._hold(index, steps)
         if env.now < now_s:
             yield env.at(now_s)
 
-    def _ends_s(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, list[float]]:
-        """Wait until it is known when the tasks end that come before this one on other streams; return that."""
+    def _await_ahead(
+        self, index: int, stream: str, step: int, task: Task, now_s: float
+    ) -> Generator[Any, Any, float]:
+        """Wait until it is known when the tasks end that come before this one on other streams; return when it can."""
         events = [self.finished[index, step, label] for label in task.after]
         pending = [event for event in events if not event.triggered]
         if pending:
@@ -309,7 +305,13 @@ class Machine:
             yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
             del self.waiting[index, stream]
         ends_s: list[Any] = [event.value for event in events]
-        return ends_s
+        latest_s = max(ends_s)
+        if latest_s <= now_s:
+            return now_s
+        if stream == "compute":
+            late = [label for label, end_s in zip(task.after, ends_s, strict=True) if end_s > now_s]
+            self._waited(index, stream, task, late[-1], now_s, latest_s)
+        return float(latest_s)
 
     def _hold(self, index: int, steps: int) -> None:
         """Take and give back the memory of all tasks, in their order."""

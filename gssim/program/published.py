@@ -158,8 +158,13 @@ def _put_s(low: Lowering, device: DeviceType, message: Message) -> float:
     """Return the time to bring one message to the replica; what goes densely is received there."""
     if message.encoding == "dense":
         return 0.0
-    sizes = {"elements": message.elements, "entries": message.entries, "value": low.value_bytes}
-    return costs.unpack_time_s(device, encoding=message.encoding, **sizes)
+    return costs.unpack_time_s(
+        device,
+        encoding=message.encoding,
+        elements=message.elements,
+        entries=message.entries,
+        value=low.value_bytes,
+    )
 
 
 def published_density(low: Lowering) -> float:
