@@ -26,6 +26,7 @@ from gssim.units import (
     PositiveInt,
     Precision,
     Seconds,
+    Watts,
     spec,
 )
 
@@ -214,6 +215,10 @@ class DeviceType:
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
     profiles: tuple[Profile, ...] = ()
     price_usd_per_h: NonNegativeFloat | None = None
+    busy_power_w: Watts | None = None
+    """What the device takes while it computes. A data sheet's is the most that it takes."""
+    idle_power_w: Watts | None = None
+    """The same while it waits, for others or in a collective, which busies few of its units."""
     lab: Emulation | None = None
     """In the lab (`gsreal lab`); absent: a whole core."""
     source: str
@@ -223,6 +228,8 @@ class DeviceType:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes") if not data[key]]:
+            del data[key]
+        for key in [key for key in ("busy_power_w", "idle_power_w") if data[key] is None]:
             del data[key]
         return data
 

@@ -260,6 +260,9 @@ class Result:
     divisions: tuple[Division, ...] = ()
     """New divisions of batch and shards at run time; the ranks' shares are those of the last one."""
     cost_usd_per_step: float | None = None
+    """Of the devices that take part; absent where a price is not known."""
+    energy_j_per_step: float | None = None
+    """Of the same devices, without hosts and network (simulated); absent where a device's power is not known."""
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:

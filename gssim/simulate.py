@@ -2,7 +2,7 @@
 
 import gc
 import platform
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gssim.expenses import cost_usd, energy_j
 from gssim.machine import Machine, RankClass, is_jittery
 from gssim.occupancy import Occupancy, misfit, occupancies, tightest
 from gssim.program import Program, Sent, Steps
@@ -205,7 +206,8 @@ def _walked(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
             margin=min(margins, key=lambda margin: margin.margin_bytes, default=None),
             throughput_samples_per_s=scenario.workload.global_batch_size / step_time_s,
             divisions=run.divisions,
-            cost_usd_per_step=_cost_usd(scenario, step_time_s),
+            cost_usd_per_step=cost_usd(scenario, step_time_s),
+            energy_j_per_step=energy_j(scenario, step_time_s, typical.result.ranks),
         ),
         typical.spans,
         typical.paces,
@@ -237,6 +239,7 @@ def _result(
     occupied = _occupied(scenario, typical, shared)
     at_first = occupied if first is typical else _occupied(scenario, first, shared)
     fit = misfit(occupied) or misfit(at_first)
+    ranks = _rank_classes(scenario, machine, phases, occupied)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
@@ -255,8 +258,9 @@ def _result(
         ),
         collectives=_collectives(machine.program, sent),
         links=_links(machine, typical),
-        ranks=_rank_classes(scenario, machine, phases, occupied),
-        cost_usd_per_step=_cost_usd(scenario, typical.time_s),
+        ranks=ranks,
+        cost_usd_per_step=cost_usd(scenario, typical.time_s),
+        energy_j_per_step=energy_j(scenario, typical.time_s, ranks),
         provenance={
             "gssim": _version("gssim"),
             "simpy": _version("simpy"),
@@ -398,10 +402,3 @@ def _rank_classes(
         members[key].append(same)
     ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
     return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())
-
-
-def _cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
-    counts = Counter(device.type for device in scenario.cluster.devices[: scenario.ranks])
-    prices = {name: scenario.cluster.device_types[name].price_usd_per_h for name in counts}
-    known = [price * counts[name] for name, price in prices.items() if price is not None]
-    return sum(known) * step_time_s / 3600 if len(known) == len(prices) else None

@@ -43,8 +43,15 @@ UNITS: dict[str, dict[str, Fraction]] = {
         "h": Fraction(3600),
     },
     "FLOP/s": {p + "FLOP/s": Fraction(f) for p, f in DECIMAL_PREFIXES.items()},
+    "watts": {"W": Fraction(1), "kW": Fraction(1000), "mW": Fraction(1, 1000)},
 }
-EXAMPLES = {"bytes": "80 GiB", "bytes/s": "450 GB/s", "seconds": "5 us", "FLOP/s": "312 TFLOP/s"}
+EXAMPLES = {
+    "bytes": "80 GiB",
+    "bytes/s": "450 GB/s",
+    "seconds": "5 us",
+    "FLOP/s": "312 TFLOP/s",
+    "watts": "400 W",
+}
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -108,6 +115,7 @@ PositiveBytes = Annotated[float, *_quantity("bytes"), Field(gt=0, allow_inf_nan=
 BytesPerSecond = Annotated[float, *_quantity("bytes/s"), Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, *_quantity("seconds"), Field(ge=0, allow_inf_nan=False)]
 FlopPerSecond = Annotated[float, *_quantity("FLOP/s"), Field(gt=0, allow_inf_nan=False)]
+Watts = Annotated[float, *_quantity("watts"), Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True)]
 Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
