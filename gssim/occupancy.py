@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from gssim.cluster import DeviceType
 from gssim.program import Program
-from gssim.reservation import replay, reservation
+from gssim.reservation import MOST_REPLAYS, replay, reservation
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
 from gssim.shared import Same, Shared
@@ -133,7 +133,7 @@ def _limited(occupied: Occupancy, program: Program, shared: Shared) -> Occupancy
         return occupied
     role = program.role_of[occupied.rank]
     key = (Same(program), role, room)
-    found = shared.once("limited replay", key, lambda: replay(program, role, limit_bytes=room))
+    found = shared.once("limited replay", key, lambda: replay(program, role, limit_bytes=room), most=MOST_REPLAYS)
     if found.missing_bytes:
         return replace(occupied, missing_bytes=found.missing_bytes)
     return replace(occupied, reserved_bytes=found.reserved_bytes)

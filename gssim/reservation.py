@@ -24,6 +24,8 @@ from gssim.shared import Same, Shared
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Between the replay's peak of what is asked for and the known one."""
+MOST_REPLAYS = 24
+"""That are kept, with their programs."""
 LATEST_FIRST = ("activations",)
 MICRO_BATCH = re.compile(r" micro-batch (\d+)")
 
@@ -47,10 +49,11 @@ def reservation(
     role, shared = program.role_of[rank], shared or Shared()
     short = _without_middle(scenario, program.tasks[role])
     if len(short) < len(program.tasks[role]):
-        found = shared.once("short replay", (Same(program), role), lambda: replay(program, role, tasks=short))
+        key = (Same(program), role)
+        found = shared.once("short replay", key, lambda: replay(program, role, tasks=short), most=MOST_REPLAYS)
         if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return found
-    return shared.once("replay", (Same(program), role), lambda: replay(program, role))
+    return shared.once("replay", (Same(program), role), lambda: replay(program, role), most=MOST_REPLAYS)
 
 
 def _without_middle(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:

@@ -10,33 +10,28 @@ from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 
 from gssim.expenses import cost_usd, energy_j
-from gssim.machine import Machine, RankClass, is_jittery
+from gssim.machine import Machine, is_jittery
 from gssim.occupancy import Occupancy, misfit, occupancies, tightest
+from gssim.outcomes import collectives_of, links_of, rank_classes
 from gssim.program import Program, Sent, Steps
 from gssim.program.sameness import what_lowering_reads
 from gssim.program.slices import uncounted
 from gssim.result import (
-    CATEGORIES,
     COMPUTE_PHASES,
     UPDATE_PHASES,
-    Collective,
     Density,
-    LinkUse,
     Result,
     Span,
-    merge_collectives,
     typical_phases,
 )
-from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
 from gssim.segments import Segment, Told, walk
 from gssim.shared import Shared
-from gssim.units import Floats, Ints
+from gssim.units import Floats
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
@@ -239,7 +234,7 @@ def _result(
     occupied = _occupied(scenario, typical, shared)
     at_first = occupied if first is typical else _occupied(scenario, first, shared)
     fit = misfit(occupied) or misfit(at_first)
-    ranks = _rank_classes(scenario, machine, phases, occupied)
+    ranks = rank_classes(scenario, machine, phases, occupied)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
@@ -256,8 +251,8 @@ def _result(
             push=_mean([each.push_density for each in sent]),
             publish=_mean([each.publish_density for each in sent]),
         ),
-        collectives=_collectives(machine.program, sent),
-        links=_links(machine, typical),
+        collectives=collectives_of(machine.program, sent),
+        links=links_of(machine, typical.time_s),
         ranks=ranks,
         cost_usd_per_step=cost_usd(scenario, typical.time_s),
         energy_j_per_step=energy_j(scenario, typical.time_s, ranks),
@@ -317,88 +312,3 @@ def _occupied(scenario: Scenario, step: _Steady, shared: Shared) -> list[Occupan
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
     return occupancies(scenario, machine.program, peaks, shared)
-
-
-def _collectives(program: Program, sent: Sequence[Sent]) -> tuple[Collective, ...]:
-    """Return one steady step's collectives; payloads of data-dependent ones are means over all steps."""
-    counts: dict[tuple[str, Any, int], int] = defaultdict(int)
-    payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
-    for name, communication in program.communications.items():
-        for group in communication.groups:
-            members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
-            key = (communication.kind, members, int(communication.size_bytes))
-            counts[key] += 1
-            if communication.data_dependent:
-                payloads[key] += fmean(each.payload_bytes[name] for each in sent)
-    return merge_collectives(
-        Collective(
-            kind=kind, group=tuple(group), bytes=size, count=count, payload_bytes=payloads.get((kind, group, size))
-        )
-        for (kind, group, size), count in counts.items()
-    )
-
-
-LISTED_LINKS = 256
-"""Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
-
-
-def _links(machine: Machine, step: _Steady) -> tuple[LinkUse, ...]:
-    """Return what each link, or class of links, carried in a step."""
-    network, wiring = machine.network, machine.network.wiring
-    of_link = network.folded.link_class
-    if len(of_link) <= LISTED_LINKS:
-        shown = [(link, int(of_link[link]), 1) for link in range(len(of_link))]
-    else:
-        used, first, count = np.unique(of_link, return_index=True, return_counts=True)
-        shown = [(int(i), int(c), int(n)) for c, i, n in zip(used, first, count, strict=True) if c >= 0]
-    return tuple(
-        LinkUse(
-            name=f"{wiring.names[wiring.source[link]]} -> {wiring.names[wiring.target[link]]}",
-            count=count,
-            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0),
-            utilisation_ratio=carried / float(wiring.bandwidth_bytes_per_s[link]) / step.time_s,
-        )
-        for link, kind, count in shown
-    )
-
-
-def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
-    """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
-    for each in machine.classes:
-        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
-        which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
-        for kind in dict.fromkeys(which.tolist()):
-            yield each, each.members[which == kind]
-
-
-def _rank_classes(
-    scenario: Scenario, machine: Machine, phases: list[dict[str, float]], occupied: Sequence[Occupancy]
-) -> tuple[RankOutcome, ...]:
-    """Return ranks with equal outcomes together."""
-    classes: dict[str, dict[str, Any]] = {}
-    members: dict[str, list[Any]] = defaultdict(list)
-    total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
-    sent, received = machine.carried_by_rank()
-    for each, same in _alike(machine, sent, received):
-        needed, rank = occupied[each.index], int(same[0])
-        peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
-        allocated = sum(peak.values())
-        reserved = None if needed.excess_bytes else max(allocated, needed.reserved_bytes)
-        outcome = {
-            "device": scenario.cluster.devices[rank].type,
-            "peak_allocated_bytes": allocated,
-            "peak_reserved_bytes": reserved,
-            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
-            "outside_bytes": dict(needed.outside),
-            "peak_by_category_bytes": peak,
-            "phases_s": phases[each.index],
-            "bytes_sent": float(sent[rank]) / machine.steps,
-            "bytes_received": float(received[rank]) / machine.steps,
-            "batch_share": batch_sizes[rank] / total,
-            "shard_share": shard_shares[rank],
-        }
-        key = repr(outcome)
-        classes[key] = outcome
-        members[key].append(same)
-    ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
-    return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gssim.units import Floats
+from gssim.units import Floats, Ints
 
 
 class Pairs(Sequence[tuple[float, ...]]):
@@ -57,17 +57,36 @@ class Pairs(Sequence[tuple[float, ...]]):
     @cached_property
     def sent(self) -> tuple[float, ...]:
         """What each member sends in all."""
-        return tuple(np.cumsum(np.asarray(self), axis=1)[:, -1].tolist())
+        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        found = np.zeros(len(kinds))
+        for kind, row in enumerate(rows):
+            members = np.flatnonzero(kinds == kind)
+            runs = np.cumsum(np.r_[0, row[1:] != row[:-1]])[members]  # to leave out one of a run or another is the same
+            _, first, run = np.unique(runs, return_index=True, return_inverse=True)
+            found[members] = _sums_without(np.tile(row, (len(first), 1)), members[first])[run]
+        return tuple(found.tolist())
 
     @cached_property
     def received(self) -> tuple[float, ...]:
         """What each member receives in all."""
-        return tuple(np.cumsum(np.asarray(self), axis=0)[-1].tolist())
+        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
+        columns = np.column_stack([runs, rows.T])
+        _, first, like = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+        return tuple(_sums_without(rows[kinds][:, first].T, first)[like.ravel()].tolist())
 
     @cached_property
     def total(self) -> float:
         """What all send."""
         return sum(self.sent)
+
+
+def _sums_without(rows: Floats, own: Ints) -> Floats:
+    """Return the sum of each row without its own element."""
+    kept = rows.copy()
+    kept[np.arange(len(own)), own] = 0.0
+    sums: Floats = np.cumsum(kept, axis=1)[:, -1]
+    return sums
 
 
 def summed_without(terms: Floats, own: int, *, width: int = 1, first: float = 0.0) -> float:

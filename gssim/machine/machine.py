@@ -274,14 +274,11 @@ class Machine:
             for task in tasks:
                 if task.after:
                     now_s = yield from self._await_ahead(index, stream, step, task, now_s)
-                began_s = now_s
+                began_s, now_s = now_s, now_s + task.duration_s
                 if task.communication is not None:
-                    if env.now < now_s:
-                        yield env.at(now_s)
+                    yield from self._meet(began_s)
                     yield from self._communicate(index, stream, step, task)
                     now_s = env.now
-                elif task.duration_s > 0:
-                    now_s += task.duration_s
                 if now_s > began_s:
                     self._span(index, stream, task.label, task.phase, began_s, now_s)
                 finished = self.finished.get((index, step, task.label))
@@ -291,12 +288,14 @@ class Machine:
                 self.ends_s[index].append(now_s)
         if stream == "compute":
             self._hold(index, steps)
-        if env.now < now_s:
-            yield env.at(now_s)
+        yield from self._meet(now_s)
 
-    def _await_ahead(
-        self, index: int, stream: str, step: int, task: Task, now_s: float
-    ) -> Generator[Any, Any, float]:
+    def _meet(self, now_s: float) -> Generator[Any, Any, None]:
+        """Wait until the clock has come to a stream's own time."""
+        if self.env.now < now_s:
+            yield self.env.at(now_s)
+
+    def _await_ahead(self, index: int, stream: str, step: int, task: Task, now_s: float) -> Generator[Any, Any, float]:
         """Wait until it is known when the tasks end that come before this one on other streams; return when it can."""
         events = [self.finished[index, step, label] for label in task.after]
         pending = [event for event in events if not event.triggered]

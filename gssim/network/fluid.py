@@ -41,11 +41,12 @@ class Pace:
 class _Transfer:
     """Sessions that began together: what remains of each, at which rate it goes, and the event that ends them all."""
 
-    __slots__ = ("done", "last_s", "limit", "links", "rate", "remaining", "sessions", "version")
+    __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "version")
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
         self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
         self.rate = np.zeros(len(remaining))
+        self.going = remaining > 0
         self.limit = np.full(len(remaining), NOWHERE)
         """The link that limits each session's rate."""
         self.links = frozenset(sessions.link.tolist())
@@ -61,9 +62,9 @@ class _Transfer:
     def settle(self, now_s: float) -> Ints:
         """End what the clock cannot tell from ended; return the links that this frees."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
-        going = self.remaining > 0
-        ended = going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
+        ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
         self.remaining[ended] = 0.0
+        self.going = self.going & ~ended
         return self.sessions.link[ended[self.sessions.session]]
 
     @property

@@ -77,6 +77,9 @@ MOST_SESSIONS = 2**16
 """Of hops that are kept with what is known of them."""
 
 
+MOST_FOLDS = 32
+
+
 def fold(router: Router, stages: Sequence[Stage], *, unfolded: bool, shared: Shared) -> Folded:
     """Return the classes of links and sessions of all stages; `unfolded`: every one is a class of its own."""
     found: dict[tuple[int, bool], tuple[Hops, bool]] = {}
@@ -85,7 +88,7 @@ def fold(router: Router, stages: Sequence[Stage], *, unfolded: bool, shared: Sha
     if sum(len(hops.source) for hops, _ in found.values()) > MOST_SESSIONS:
         return _folded(router, found, unfolded)
     key = (Same(router), unfolded, *((Same(hops), coupled) for hops, coupled in found.values()))
-    return shared.once("fold", key, lambda: _folded(router, found, unfolded))
+    return shared.once("fold", key, lambda: _folded(router, found, unfolded), most=MOST_FOLDS)
 
 
 def _folded(router: Router, found: Mapping[tuple[int, bool], tuple[Hops, bool]], unfolded: bool) -> Folded:

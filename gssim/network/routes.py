@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gssim.collectives import Hops, summed
-from gssim.network.bundles import Adjacency, Bundle, adjacency, bundled, is_worthwhile, runs
+from gssim.network.bundles import Adjacency, Bundle, adjacency, carried, is_worthwhile, paths_of, runs
 from gssim.shared import MOST_LARGE, Recent, Same
 from gssim.topology import Wiring
 from gssim.units import Floats, Ints, UserError
@@ -69,7 +69,12 @@ class Router:
         return self.kept.once(key, lambda: self._bundle(hops), weight=lambda _: len(hops.source))
 
     def _bundle(self, hops: Hops) -> Bundle:
-        return bundled(self.wiring, self._into, hops) if is_worthwhile(self.wiring, hops) else self._summed(hops)
+        if not is_worthwhile(self.wiring, hops):
+            return self._summed(hops)
+        ends = (Same(hops.source), Same(hops.target), Same(hops.group))  # exchanges of other proportions have them too
+        key = ("paths", Same(self), *ends)
+        paths = self.kept.once(key, lambda: paths_of(self.wiring, self._into, hops), weight=lambda found: found.steps)
+        return carried(self.wiring, paths, hops.weight)
 
     def _summed(self, hops: Hops) -> Bundle:
         """Return the same from every hop's own path."""

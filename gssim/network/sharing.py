@@ -4,7 +4,6 @@ import numpy as np
 
 from gssim.units import Floats, Ints
 
-
 NOWHERE = -1
 
 
@@ -18,9 +17,7 @@ def max_min_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, 
     return limited_rates(session, link, load, capacity, sessions=sessions)[0]
 
 
-def limited_rates(
-    session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int
-) -> tuple[Floats, Ints]:
+def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int) -> tuple[Floats, Ints]:
     """Return the max-min fair rate of each session over links of the given capacities, and the link that limits it.
 
     Entry e says that a session at rate r takes `load[e] * r` of link `link[e]`: 1 for a flow, less where it is split

@@ -48,8 +48,9 @@ def _row(
 ) -> tuple[Sequence[float], Sequence[float]]:
     """Return bytes and entries that go to each owner from those whose gradient is such a mean; see `_samples`."""
     entries = [_entries(low, bucket, samples, part, *owned) for owned in low.division(bucket).ranges(place)]
-    elements = map(float, low.division(bucket).owned[place])
-    return tuple(_bytes(low, each, sent) for each, sent in zip(elements, entries, strict=True)), tuple(entries)
+    messages = [*zip(map(float, low.division(bucket).owned[place]), entries, strict=True)]
+    sizes = {each: _bytes(low, *each) for each in dict.fromkeys(messages)}  # neighbours' are often equal
+    return tuple(sizes[each] for each in messages), tuple(entries)
 
 
 def _bytes(low: Lowering, elements: float, entries: float) -> float:
