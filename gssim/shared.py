@@ -16,7 +16,7 @@ MOST_KEPT = 64
 """Answers of each kind; beyond that, the one that was not asked for longest goes."""
 
 
-MOST_LARGE = 2**22
+MOST_LARGE = 2**23
 """Elements of large answers, all together: they take some 50 bytes each."""
 
 

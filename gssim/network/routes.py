@@ -66,14 +66,17 @@ class Router:
     def bundle(self, hops: Hops) -> Bundle:
         """Return what links carry of hops that keep pace, found in whichever way is less work."""
         key = ("bundle", Same(self), Same(hops))
-        return self.kept.once(key, lambda: self._bundle(hops), weight=lambda _: len(hops.source))
+        return self.kept.once(key, lambda: self._bundle(hops), weight=lambda found: len(found.load))
 
     def _bundle(self, hops: Hops) -> Bundle:
         if not is_worthwhile(self.wiring, hops):
             return self._summed(hops)
         ends = (Same(hops.source), Same(hops.target), Same(hops.group))  # exchanges of other proportions have them too
         key = ("paths", Same(self), *ends)
-        paths = self.kept.once(key, lambda: paths_of(self.wiring, self._into, hops), weight=lambda found: found.steps)
+        most = MOST_LARGE // 2  # however many steps there are, the hops themselves stay
+        paths = self.kept.once(
+            key, lambda: paths_of(self.wiring, self._into, hops), weight=lambda found: min(found.steps, most)
+        )
         return carried(self.wiring, paths, hops.weight)
 
     def _summed(self, hops: Hops) -> Bundle:
