@@ -1,10 +1,11 @@
 """A program on a cluster in simulated time.
 
 [Note: ahead] Between two collectives a rank is alone with its device: nothing that others do changes when its tasks
-end. Where that is so (devices of a host do not slow each other down, nothing varies by chance), its streams do not wait
-for the clock after each task, but keep a time of their own, and meet the clock again where they meet others: a
-collective is joined at the very moment. A task that others of the rank wait for tells when it ends as soon as that is
-known. Memory is then added up in the order of the compute stream, which must be the only one that takes any.
+end. Where that is so (devices of a host do not slow each other down, nothing varies by chance or after pauses), its
+streams do not wait for the clock after each task, but keep a time of their own, and meet the clock again where they
+meet others: a collective is joined at the very moment. A task that others of the rank wait for tells when it ends as
+soon as that is known. Memory is then added up in the order of the compute stream, which must be the only one that takes
+any.
 """
 
 import math
@@ -269,7 +270,8 @@ class Machine:
         """Return whether a class's streams may go ahead of the clock; see [Note: ahead]."""
         alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
         tasks = self.program.tasks[self.roles[index]]
-        return alone and not any((t.need.peak_bytes or t.need.kept) and t.stream != "compute" for t in tasks)
+        beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
+        return alone and not beside and not any(task.cold for task in tasks)
 
     def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
