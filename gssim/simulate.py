@@ -118,6 +118,8 @@ def _steady(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int,
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
     numbers = _distinct_steps(loaded)
+    if len(numbers) == 1:
+        steps.program(numbers[0])  # tells what it sends, too
     sent = [steps.sent(number) for number in numbers]
     warm = _first_steady(scenario)
     ordered = sorted(range(warm, len(numbers)), key=lambda place: sent[place].whole_bytes)

@@ -114,8 +114,11 @@ class Steps:
         if step not in self._sent:
             parts = [low.at_step(step) for low in self._parts]
             communications: dict[str, Communication] = {}
-            for low in parts:
-                self._tasks(low, low.group[: low.places], communications)
+            if step in self._programs:
+                communications = self._programs[step].communications
+            else:
+                for low in parts:
+                    self._tasks(low, low.group[: low.places], communications)
             self._sent[step] = _sent(parts[0], communications)
         return self._sent[step]
 
