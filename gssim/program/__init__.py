@@ -15,9 +15,10 @@ from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.mesh import DATA_AXES
 from gssim.program.borders import stages_of
+from gssim.program.bucket import Bucket, MicroBatch
 from gssim.program.compute import compute
 from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_twice, push_units
-from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.messages import mean_density
 from gssim.program.neighbours import neighbours
 from gssim.program.optimizer import optimize, persistent

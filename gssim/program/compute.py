@@ -17,7 +17,8 @@ from gssim.memory import (
     with_scratch,
 )
 from gssim.program.borders import stage_timeline
-from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.bucket import MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.scratch import scratch_events
 from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
 from gssim.program.task import Cold, Task

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from gssim import density, encodings
 from gssim.collectives import Pairs
-from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.program.bucket import Bucket, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.shared import Same
 from gssim.units import PRECISION_BYTES
 

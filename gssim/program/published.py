@@ -21,7 +21,8 @@ from gssim.cluster import DeviceType
 from gssim.collectives import summed_without
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold
-from gssim.program.lowering import Bucket, Lowering
+from gssim.program.bucket import Bucket
+from gssim.program.lowering import Lowering
 from gssim.program.messages import MOST_DENSITIES
 from gssim.program.push import COUNT_BYTES
 from gssim.program.task import Task

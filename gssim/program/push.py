@@ -14,8 +14,9 @@ from gssim.memory import (
     Footprint,
     footprint,
 )
+from gssim.program.bucket import Bucket, MicroBatch
 from gssim.program.compute import insert_after, part_at
-from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.messages import (
     accumulates_in_kept,
     encoding_of,
