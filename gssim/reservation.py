@@ -47,13 +47,23 @@ def reservation(
 ) -> Reservation:
     """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle]."""
     role, shared = program.role_of[rank], shared or Shared()
+    expandable = scenario.cluster.type_of(rank).expandable_segments
     short = _without_middle(scenario, program.tasks[role])
+
+    def replayed(tasks: Sequence[Task]) -> Reservation:
+        key = (Same(program), role, len(tasks), expandable)
+        return shared.once(
+            "replay",
+            key,
+            lambda: replay(program, role, tasks=tasks, expandable_segments=expandable),
+            most=MOST_REPLAYS,
+        )
+
     if len(short) < len(program.tasks[role]):
-        key = (Same(program), role)
-        found = shared.once("short replay", key, lambda: replay(program, role, tasks=short), most=MOST_REPLAYS)
+        found = replayed(short)
         if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return found
-    return shared.once("replay", (Same(program), role), lambda: replay(program, role), most=MOST_REPLAYS)
+    return replayed(program.tasks[role])
 
 
 def _without_middle(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:
