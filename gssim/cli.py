@@ -17,7 +17,6 @@ from gssim.scenario import load_scenario
 from gssim.search import Search, processes
 from gssim.search.shown import print_found
 from gssim.simulate import simulate
-from gssim.space import SearchSpace
 from gssim.sweep import chosen, load_sweep, points_of
 from gssim.units import UserError
 
@@ -132,7 +131,7 @@ def search_command(
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
     loaded = load_scenario(scenario, given)
-    search = Search(loaded, loaded.scenario.search or SearchSpace(), top)
+    search = Search(loaded, loaded.scenario.search, top)
     try:
         with processes(count, scenario, given) as workers, progress_bar("searching") as told:
             search.run(workers, told)

@@ -94,7 +94,7 @@ class Scenario:
     network: Conditions = field(default_factory=Conditions)
     """Faults and other traffic (simulated)."""
     run: Run = field(default_factory=Run)
-    search: SearchSpace | None = None
+    search: SearchSpace = field(default_factory=SearchSpace)
     """Which other plans `gssim search` looks through; it makes no other question."""
 
     @property

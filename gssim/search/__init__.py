@@ -27,8 +27,9 @@ __all__ = ["Found", "Outcome", "Search", "processes"]
 RIVALS: dict[str, Callable[[Candidate], bool]] = {
     "the scenario's own plan": lambda each: each.index == 0,
     "best with even shares": lambda each: each.plan.shares.batch == each.plan.shares.shards == "even",
-    "best with shares proportional to compute": lambda each: each.plan.shares.shards == "compute"
-    and each.plan.shares.batch == "throughput",
+    "best with shares proportional to compute": lambda each: (
+        each.plan.shares.shards == "compute" and each.plan.shares.batch == "throughput"
+    ),
 }
 """What the best plan is compared with. The last is Gradient Sharding as its paper has it."""
 
@@ -73,17 +74,20 @@ class Search:
     """A search under way: `found` is what it has come to, whenever it is asked."""
 
     def __init__(self, loaded: Loaded, space: SearchSpace, top: int) -> None:
+        """Raise UserError where the objective, or what thresholds leave, cannot be known."""
+        _check_objective(loaded, space)
+        _check_statistics(loaded, space)
         self.loaded, self.space, self.top = loaded, space, top
         self.counts = Exploration()
         self.ordered: list[tuple[Bound, Candidate]] = []
         self.wanted: list[Wanted] = []
+        self.plans = 0
 
     def prepare(self) -> None:
-        """Make the plans, and put the most promising first; raise UserError where the objective cannot be known."""
-        _check_objective(self.loaded, self.space)
-        _check_statistics(self.loaded, self.space)
+        """Make the plans, and put the most promising first."""
         bounds = Bounds(self.loaded.scenario, self.space.objective)
         for each in candidates(self.loaded.scenario, self.space, Batches(bounds)):
+            self.plans += 1
             try:
                 self.ordered.append((bounds.of(each.plan), each))
             except UserError:
@@ -110,7 +114,7 @@ class Search:
             front=tuple(front(outcomes)),
             rivals=tuple((each.name, next(iter(each.best(outcomes)), None)) for each in rivals),
             counts=self.counts,
-            plans=len(self.ordered) + self.counts.refused,
+            plans=self.plans,
         )
 
 

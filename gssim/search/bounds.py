@@ -24,6 +24,7 @@ from gssim.policies import Policies, resolve
 from gssim.recompute import recomputed_buffers
 from gssim.scenario import Scenario, master_bytes, value_bytes
 from gssim.scenario.stages import why_no_chain
+from gssim.search.borders import entry_rates
 from gssim.slices import held_model
 from gssim.space import Objective
 from gssim.units import PRECISION_BYTES, UserError
@@ -82,7 +83,7 @@ class Bounds:
         sizes = self.batch_sizes(plan, policies)
         by_rank = tuple(sizes[policies.data_rank(rank)] for rank in range(policies.ranks))
         busy_s = self._busy_s(plan, policies, by_rank)
-        time_s = max(*busy_s, self._bubble_s(plan, policies, busy_s))
+        time_s = max(*busy_s, self._bubble_s(plan, policies, busy_s), self._gathering_s(plan, policies))
         return Bound(time_s, self._objective(time_s, busy_s), self._full_ratio(plan, policies, by_rank))
 
     def policies(self, plan: Plan) -> Policies:
@@ -109,9 +110,9 @@ class Bounds:
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
             stages = self._stages(plan, policies)[place :: policies.pp]
-            key = ("stages", tuple((stage[0].index, len(stage)) for stage in stages), policies.tp)
+            held = ("stages", tuple((stage[0].index, len(stage)) for stage in stages), policies.tp)
             layers = tuple(instance for stage in stages for instance in stage)
-            return self._once(key, lambda: Part(key, layers, whole[: len(layers)], 1 / policies.tp))
+            return self._once(held, lambda: Part(held, layers, whole[: len(layers)], 1 / policies.tp))
         if policies.tp == 1:
             return self.whole
         parts = self._slice_shares(plan, policies)
@@ -175,12 +176,16 @@ class Bounds:
         run = part or self.whole
         device = self.types[rank]
         chance = SMALLEST_JITTER if device.step_jitter_ratio or device.task_jitter_ratio else 1.0
-        return chance * run.ratio * self._once(
-            ("time", run.key, self.names[rank], samples, recompute),
-            lambda: sum(
-                self._layer_s(device, instance.layer, whole, samples, recompute)
-                for instance, whole in zip(run.layers, run.wholes, strict=True)
-            ),
+        return (
+            chance
+            * run.ratio
+            * self._once(
+                ("time", run.key, self.names[rank], samples, recompute),
+                lambda: sum(
+                    self._layer_s(device, instance.layer, whole, samples, recompute)
+                    for instance, whole in zip(run.layers, run.wholes, strict=True)
+                ),
+            )
         )
 
     def _layer_s(self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: str) -> float:
@@ -209,6 +214,35 @@ class Bounds:
             column = busy_s[first::stride]
             found = max([found, *(own + sum(column[:i]) / plan.micro_batches for i, own in enumerate(column))])
         return found
+
+    def _gathering_s(self, plan: Plan, policies: Policies) -> float:
+        """Return how long parameters take at least to get into the hosts that do not own them.
+
+        Of X bytes a step a host that owns a part o must receive (1 - o) X. Whatever parts hosts own, with at most R
+        bytes/s into each, the slowest of H hosts takes no less than (H - 1) X / sum of R.
+        """
+        cost = self.scenario.cluster.backend_cost
+        by_curve = cost is not None and cost.measured_s
+        if policies.tp > 1 or policies.pp > 1 or policies.data_ranks == 1 or by_curve or self.scenario.network:
+            return 0.0
+        if policies.push_axis != "dp_shard" or (policies.parameters != "replicated" and policies.dp_replicate > 1):
+            return 0.0
+        rates = self._once(("entries", policies.ranks), lambda: self._entry_rates(policies.ranks))
+        if not rates or plan.publish.threshold is not None:
+            return 0.0
+        gathered = self.whole.elements * self.value
+        if policies.parameters != "replicated" and policies.gradient_sync == "micro-batch":
+            again = self._blocks_elements() * self.value if policies.parameters == "sharded" else 0.0
+            gathered = plan.micro_batches * (gathered + again)
+        return (len(rates) - 1) * gathered / sum(rates)
+
+    def _entry_rates(self, ranks: int) -> list[float]:
+        return list(entry_rates(self.scenario.cluster.wiring, self.hosts[:ranks]).values())
+
+    def _blocks_elements(self) -> float:
+        """Return the parameters that are gathered for the backward too: those of all blocks but the last."""
+        blocks = [instance.layer.elements for instance in self.layers if instance.layer.block]
+        return float(sum(blocks[:-1]))
 
     def _objective(self, time_s: float, busy_s: Sequence[float]) -> float:
         """Return the least of what is searched for, where a step takes so long and ranks compute so long."""
@@ -268,16 +302,14 @@ class Bounds:
             kept += elements * self.value
         if replicated and self.master > self.value:
             kept += owned * self.master
-        kept += optimizer_state_bytes(
-            self.workload.optimizer, elements=int(owned), tensors=0, value_bytes=self.master
-        )
+        kept += optimizer_state_bytes(self.workload.optimizer, elements=int(owned), tensors=0, value_bytes=self.master)
         if policies.pp > 1:
             return kept
         size, length = samples, self.workload.sequence_length
         return kept + input_bytes(self.model, batch_size=size, sequence_length=length, value_bytes=self.value)
 
     def _gradients(self, policies: Policies, part: Part, owned: float) -> float:
-        """Return what a later micro-batch finds of gradients; all-reduced ones are in buckets, which are always kept."""
+        """Return what a later micro-batch finds of gradients; all-reduced ones are in buckets, always kept."""
         if policies.gradients == "all-reduce" or policies.pp > 1:
             return 0.0
         if policies.gradient_sync == "step" or policies.gradients == "local":

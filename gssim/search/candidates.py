@@ -1,7 +1,7 @@
 """The plans of a search's space, as the scenario file would have them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from gssim.scenario import Scenario
 from gssim.scenario.overrides import toml
 from gssim.search.batches import PLAN, Batches
 from gssim.space import SearchSpace
+from gssim.units import UserError
 
 USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) for digit in (1, 3))
 """Searched where a least density is given without thresholds: two a decade."""
@@ -56,13 +57,22 @@ def candidates(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iter
     """Give every plan of the space, the scenario's own first; what cannot run is among them."""
     yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
     kept = _kept(scenario.plan)
-    seen = {scenario.plan}
+    seen = {_sized(scenario.plan, batches)}
     for table in _tables(scenario, space, batches):
         whole = kept | _push_table(scenario.plan, table) | table
         plan = PLAN.validate_python(whole)
-        if plan not in seen:
-            seen.add(plan)
+        if (sized := _sized(plan, batches)) not in seen:
+            seen.add(sized)
             yield Candidate(len(seen) - 1, whole, plan)
+
+
+def _sized(plan: Plan, batches: Batches) -> Plan:
+    """Return a plan with its axes sized, as those are that are made here; as it is where that cannot be."""
+    try:
+        policies = batches.bounds.policies(plan)
+    except UserError:
+        return plan
+    return replace(plan, dp_replicate=policies.dp_replicate, dp_shard=policies.dp_shard)
 
 
 def _plan_table(plan: Plan) -> dict[str, Any]:
@@ -88,8 +98,10 @@ def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tables(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iterator[dict[str, Any]]:
     """Give the plans of the space as tables, devices by devices, method by method."""
-    for count in device_counts(scenario, space):
+    for place, count in enumerate(device_counts(scenario, space)):
         for method in space.methods:
+            if method == "single" and place:  # once
+                continue
             for axes in _meshes(scenario, space, method, count):
                 yield from _of_mesh(scenario, space, batches, method, axes)
 
@@ -110,33 +122,29 @@ MOST_HOSTS = 8
 def _meshes(scenario: Scenario, space: SearchSpace, method: str, count: int) -> Iterator[Axes]:
     """Give the meshes of `count` devices that suit a method."""
     if method == "single":
-        if count == len(scenario.cluster.devices):  # once
-            yield Axes()
-        return
-    if method == "gs_wgrad":
-        if count > 1 and _deals_out_layers(scenario, space, count):
+        yield Axes()
+    elif method == "gs_wgrad":
+        if count > 1 and _deals_out_layers(scenario, count):
             yield Axes(dp_shard=count)
-        return
-    for tp, pp in product(_sizes(space.tp, count, _largest_host(scenario, count)), _sizes(space.pp, count, count)):
-        if count % (tp * pp) or (pp > 1 and method not in STAGED):
-            continue
-        data = count // (tp * pp)
-        if method in TWO_LEVELS:
-            for inner in _divisors(data):
-                if 1 < inner < data:
-                    yield Axes(data // inner, inner, tp, pp)
-        elif method in ("tensor", "gs_tp"):
-            if tp == count:
-                yield Axes(tp=tp)
-        elif method == "pipeline":
-            if data == 1 and pp > 1:
-                yield Axes(tp=tp, pp=pp)
-        elif data > 1:
-            replicates = DATA_AXIS.get(method) == "dp_replicate"
-            yield Axes(data, 1, tp, pp) if replicates else Axes(1, data, tp, pp)
+    else:
+        tps = _sizes(space.tp, count, _largest_host(scenario, count))
+        for tp, pp in product(tps, _sizes(space.pp, count, count) if method in STAGED else [1]):
+            if count % (tp * pp) == 0:
+                yield from _data_axes(method, count // (tp * pp), tp, pp)
 
 
-def _deals_out_layers(scenario: Scenario, space: SearchSpace, count: int) -> bool:
+def _data_axes(method: str, data: int, tp: int, pp: int) -> Iterator[Axes]:
+    """Give the meshes of a method with `data` parts of the batch, tensor groups and stages of the sizes given."""
+    if method in TWO_LEVELS:
+        yield from (Axes(data // inner, inner, tp, pp) for inner in _divisors(data) if 1 < inner < data)
+    elif method in ("tensor", "gs_tp", "pipeline"):
+        if data == 1 and (pp if method == "pipeline" else tp) > 1:
+            yield Axes(tp=tp, pp=pp)
+    elif data > 1:
+        yield Axes(data, 1, tp, pp) if DATA_AXIS.get(method) == "dp_replicate" else Axes(1, data, tp, pp)
+
+
+def _deals_out_layers(scenario: Scenario, count: int) -> bool:
     """Return whether a model's layers can be dealt out to so many devices: its file says what frozen ones cost."""
     model = scenario.workload.model
     traced = all(layer.untrained_buffers is not None for layer in model.layers)

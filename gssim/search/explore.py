@@ -11,6 +11,9 @@ from gssim.search.bounds import Bound
 from gssim.search.candidates import Candidate
 from gssim.search.workers import Answer, Workers
 
+FRONT_RATIO = 1.5
+"""Nobody trains so much longer to save memory that nothing else wants."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -47,9 +50,14 @@ class Wanted:
 
 
 def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the plans than which none is both faster and leaves more memory, the fastest first."""
+    """Return the plans than which none is both faster and leaves more memory, the fastest first.
+
+    Those that take more than `FRONT_RATIO` times the fastest's time are left out.
+    """
     found: list[Outcome] = []
     for each in sorted(outcomes, key=lambda o: (o.result.step_time_s, o.full_ratio, o.candidate.index)):
+        if found and each.result.step_time_s > FRONT_RATIO * found[0].result.step_time_s:
+            break
         if not found or each.full_ratio < found[-1].full_ratio:
             found.append(each)
     return found
@@ -57,6 +65,8 @@ def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def can_be_on_front(bound: Bound, outcomes: Sequence[Outcome]) -> bool:
     """Return whether a plan with such a bound may be on the front: nothing found is better than its bound in both."""
+    if outcomes and bound.time_s > FRONT_RATIO * outcomes[0].result.step_time_s:
+        return False
     return not any(
         each.result.step_time_s <= bound.time_s
         and each.full_ratio <= bound.full_ratio
@@ -135,4 +145,3 @@ def explore(
                 found.outcomes.append(outcome)
                 limits = Limits(wanted, found.outcomes)
     found.left += sum(not limits.rule_out(candidate, bound) for bound, candidate in waiting)
-

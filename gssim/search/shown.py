@@ -23,7 +23,9 @@ def print_found(found: Found, question: str) -> None:
         console.print(question, style="bold", highlight=False)
     console.print(_counts(found), highlight=False)
     if not found.best:
-        console.print("no plan of the space fits" if not found.counts.left else "no plan that fits so far", style="bold")
+        console.print(
+            "no plan of the space fits" if not found.counts.left else "no plan that fits so far", style="bold"
+        )
         return
     console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
     for rank, each in enumerate(found.best, start=1):
@@ -31,7 +33,9 @@ def print_found(found: Found, question: str) -> None:
     console.print(_plan_table(found, found.front, "front of time and memory"))
     for name, rival in found.rivals:
         console.print(_compared(found.best[0], name, rival), highlight=False)
-    console.print(f"the first: gssim run SCENARIO --set '{found.best[0].candidate.override}'", highlight=False, markup=False)
+    console.print(
+        f"the first: gssim run SCENARIO --set '{found.best[0].candidate.override}'", highlight=False, markup=False
+    )
 
 
 def _counts(found: Found) -> str:
