@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from gssim.ending import run_command_line
+from gssim.ending import INTERRUPTED, run_command_line
 from gssim.result import check_place, write_text
 from gssim.units import UserError, human_bytes
 
@@ -168,17 +168,26 @@ def seeds_command(
 @app.command("published")
 def published_command(
     files: Annotated[list[Path], typer.Argument(help="Tables of measured figures (CSV).")],
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Rows at a time; as many as cores by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Scores and every row's figures as JSON.")] = False,
 ) -> None:
     """Predict what others measured, row by row: errors by source, beside a naive baseline."""
     from analysis.published import report
     from analysis.published.score import score
+    from gssim.predictions import usable_cores
 
-    scores = score(files, told=lambda row: print(row, file=sys.stderr))
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: must be at least 1")
+    with report.progress() as told:
+        scores = score(files, jobs=jobs or usable_cores(), told=told)
+    for line in (*scores.refused, *scores.faults):
+        _say(line)
     if as_json:
         print(json.dumps(report.as_json(scores), indent=1))
     else:
         report.print_scores(scores)
+    if scores.interrupted or scores.faults:
+        raise typer.Exit(INTERRUPTED if scores.interrupted else 1)
 
 
 def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
@@ -247,7 +256,7 @@ def _sides(joined: "Joined") -> str:
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2."""
     try:
-        run_command_line(app, "analysis", interrupted="what is finished is kept: the same command goes on from it")
+        run_command_line(app, "analysis", interrupted="what is finished is kept")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:
