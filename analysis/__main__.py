@@ -55,24 +55,23 @@ def compare_command(
     groups = group_table(comparison)
     # drawn before anything is written: a fault leaves no half of the answer
     rivals = rival_table(joined.pairs)
-    figures = charts.comparison_figures(comparison, rivals)
+    drawn = charts.comparison_charts(comparison, rivals)
     tables = {"comparison.csv": comparison, "groups.csv": groups}
     if not rivals.is_empty():
         tables["gs_against_dense.csv"] = rivals
     for name, table in tables.items():
         write_text(out / name, table.write_csv())
-    for name, figure in figures.items():
-        charts.save(figure, out / name)
+    pictures = charts.save_all(drawn, out)
     print_comparison(comparison, groups)
-    for name in (*tables, *figures):
-        print(out / name)
+    for path in (*(out / name for name in tables), *pictures):
+        print(path)
 
 
 @app.command("timeline")
 def timeline_command(
     predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],
     measured: Annotated[Path, typer.Argument(help="Trace of `gsreal run --trace` or `gsreal lab --trace`.")],
-    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG).")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG or SVG).")],
 ) -> None:
     """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
     from analysis import charts
@@ -91,10 +90,49 @@ def timeline_command(
     print(out)
 
 
+@app.command("sweep")
+def sweep_command(
+    table: Annotated[Path, typer.Argument(help="Table of `gssim sweep --out FILE` (Parquet or CSV).")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the charts, each as PNG and SVG.")],
+) -> None:
+    """Draw what a sweep's points allow: step time by threshold, who wins, fronts, memory, scaling."""
+    from analysis import charts
+    from analysis.page.sweep import summary
+    from analysis.sweeps.table import read_table
+
+    check_place(out / "memory_by_category.png")
+    read = read_table(table)
+    drawn = charts.sweep_charts(read)
+    if not drawn:
+        raise UserError(f"{table}: nothing to draw: none of its {len(read.rows)} points has an answer")
+    for sentence in (read.question, *summary(read)):
+        if sentence:
+            print(sentence)
+    for path in charts.save_all(drawn, out):
+        print(path)
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder with Results, a sweep's table, a comparison or a study.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="Page to write; absent: report.html in the folder.")] = None,
+) -> None:
+    """Write one HTML page of all that a folder holds: questions, tables, charts, bottlenecks, provenance."""
+    from analysis.page.report import report
+
+    page = out or folder / "report.html"
+    if folder.is_dir():
+        check_place(page)
+    write_text(page, report(folder))
+    print(page)
+
+
 @app.command("draw")
 def draw_command(
     cluster: Annotated[Path, typer.Argument(help="A cluster file.")],
-    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG).")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG or SVG).")],
 ) -> None:
     """Draw a cluster: its servers, devices, switches and links; what repeats itself is counted, not drawn."""
     from analysis import charts
@@ -108,8 +146,8 @@ def draw_command(
 
 def _check_picture(out: Path) -> None:
     """Raise UserError where a picture cannot be written, before anything is read or drawn."""
-    if out.suffix.lower() != ".png":
-        raise UserError(f"--out {out}: is a PNG file, whose name must end in .png")
+    if out.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"--out {out}: is a PNG or SVG file, whose name must end in .png or .svg")
     check_place(out)
 
 
@@ -133,19 +171,13 @@ def convergence_command(
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
     rows = rows_of(loaded.study, train(loaded, out))
     found = findings_of(loaded.study, rows)
-    figures = {
-        "loss_against_threshold.png": charts.convergence.against_threshold(loaded.study, rows, found),
-        "loss_against_bytes.png": charts.convergence.against_bytes(loaded.study, rows, found),
-        "loss_against_time.png": charts.convergence.against_time(loaded.study, rows, found),
-        "loss_by_step.png": charts.convergence.by_step(loaded.study, rows, found),
-    }
+    drawn = charts.study_charts(loaded.study, rows, found)
     write_text(out / "convergence.csv", write_csv(rows))
     write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in found.all))
-    for name, figure in figures.items():
-        charts.save(figure, out / name)
+    pictures = charts.save_all(drawn, out)
     print_study(rows, found.all)
-    for name in ("convergence.csv", "findings.txt", *figures):
-        print(out / name)
+    for path in (out / "convergence.csv", out / "findings.txt", *pictures):
+        print(path)
 
 
 @app.command("seeds")
