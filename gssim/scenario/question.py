@@ -18,6 +18,7 @@ from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_mov
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.shared import Shared
+from gssim.space import SearchSpace
 from gssim.units import Count, PositiveInt, spec, spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
 
@@ -80,6 +81,8 @@ class Scenario:
     network: Conditions = field(default_factory=Conditions)
     """Faults and other traffic (simulated)."""
     run: Run = field(default_factory=Run)
+    search: SearchSpace = field(default_factory=SearchSpace)
+    """Which other plans `gssim search` looks through; it makes no other question."""
 
     @cached_property
     def policies(self) -> Policies:
