@@ -33,6 +33,7 @@ class SearchSpace:
     objective: Objective = "step-time"
     """What is to be least: the time, the price or the energy of a step."""
     methods: Annotated[tuple[Method, ...], Field(min_length=1)] = SEARCHED_METHODS
+    """Those that cannot run on the cluster are left out."""
     devices: Choice | None = None
     """How many devices, always the cluster's first. Absent: all, and those up to the end of each host."""
     tp: Choice | None = None
@@ -46,6 +47,7 @@ class SearchSpace:
         "selective",
         "full",
     )
+    """Whether and how blocks run their forward again."""
     batch: Annotated[tuple[Literal["even", "throughput", "memory"], ...], Field(min_length=1)] = (
         "even",
         "throughput",
