@@ -119,15 +119,15 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
     if chunk.code and chunk.code != code_digest():
         raise RunFailedError("dask: a worker has another version of gssim than this machine: install the same")
     began_s, shared = time.perf_counter(), _OF_THREAD.shared
-    made: tuple[Made | Fault, ...] = tuple(_made(point, chunk, shared) for point in chunk.points)
-    return Answers(made, time.perf_counter() - began_s)
+    made = [_made(point, chunk.work, chunk.files, shared) for point in chunk.points]
+    return Answers(tuple(made), time.perf_counter() - began_s)
 
 
-def _made(point: Point, chunk: Chunk[Made], shared: Shared) -> Made | Fault:
+def _made(point: Point, work: Work[Made], files: Packed | None, shared: Shared) -> Made | Fault:
     """Return what is made of a point, or why nothing is, in the words of the machine that asked."""
-    here = unpacked(chunk.files, shared) if chunk.files is not None else None
+    here = unpacked(files, shared) if files is not None else None
     try:
-        return chunk.work(here.here(point) if here is not None else point, shared)
+        return work(here.here(point) if here is not None else point, shared)
     except (UserError, RunFailedError) as error:
         return type(error)(here.told(str(error)) if here is not None else str(error))
 

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import tomllib
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -144,8 +146,8 @@ class Unpacked:
     """Files of another machine in a folder of this one, as long as this object lives."""
 
     def __init__(self, packed: Packed) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="gssim-")
-        self.root, self.there = self._folder.name, packed.folder
+        self.root, self.there = tempfile.mkdtemp(prefix="gssim-"), packed.folder
+        weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
         for path, text in json.loads(zlib.decompress(packed.content)).items():
             place = Path(self.root + path)
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -162,7 +162,7 @@ def dask_workers(address: str) -> Iterator[Workers]:
     except ImportError:
         raise UserError("--dask needs dask: pip install 'gssim[distributed]'") from None
     try:
-        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+        client = Client(address, timeout=CONNECT_S)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"--dask {address}: no scheduler there: {str(error).splitlines()[0]}") from None
     try:
