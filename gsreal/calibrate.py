@@ -67,8 +67,8 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
     """Return a device type of a cluster file."""
     device = measured["device"]
     optimizers = measured["optimizers"]
-    for cost in optimizers.values():
-        cost["sharded_tensor_s"] = measured.get("sharded_tensor_s", 0.0)
+    for name, cost in optimizers.items():
+        cost["sharded_tensor_s"] = measured.get("sharded_tensor_s", {}).get(name, 0.0)
     ranks = measured["ranks"]
     found = {
         "kind": settings.kind,
@@ -157,6 +157,11 @@ def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
         if any(key in layer for key in MEMORY):  # does not drift: the latest count says it all
             times = {key: value for key, value in old["layers"][name].items() if key not in MEMORY}
             old["layers"][name] = times | {key: layer[key] for key in MEMORY if key in layer}
+    for phase, curve in new.get("pause_excess_ratio", {}).items():
+        before = old.setdefault("pause_excess_ratio", {}).setdefault(phase, curve)
+        if before["sizes"] == curve["sizes"]:
+            pairs = zip(before["values"], curve["values"], strict=True)
+            before["values"] = [(then * count + now) / (count + 1) for then, now in pairs]
     old["measurements"] = count + 1
 
 

@@ -275,7 +275,8 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     from gssim.scenario import load_cluster
 
     cluster = load_cluster(file)
-    write_types(out, *calibrate_types(cluster, settings, where=str(file)))
+    for types, backend in calibrate_types(cluster, settings, where=str(file)):
+        write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
 
 
 def _check_places(*files: Path | None) -> None:

@@ -94,6 +94,9 @@ class Profile:
     """How many calibrations, at different times, the curves are means of."""
     layers: dict[str, LayerProfile]
     """By layer name of the model file."""
+    pause_excess_ratio: dict[Literal["forward", "backward"], Curve] = field(default_factory=dict)
+    """How much longer a phase takes after so many seconds in which the device has waited (`sizes`; after the last of
+    them nothing changes), over its time in steps without a pause: what it works with is no longer in the caches."""
 
 
 @spec

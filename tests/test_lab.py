@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -192,7 +193,11 @@ def test_acknowledgements_have_a_class_that_comes_first():
     (small,) = (line for line in commands if "classid 1:20 " in line)
     assert data.endswith("prio 1")
     assert small.endswith("prio 0")
-    assert commands[-1].endswith("match u16 0x0000 0xff80 at 2 flowid 1:20")
+    first = [re.search(r"match u16 (\w+) (\w+) at 2 flowid 1:20$", line) for line in commands if " filter " in line]
+    rules = [[int(word, 16) for word in found.groups()] for found in first]
+    overtaking = [length for length in range(1501) if any(length & mask == value for value, mask in rules)]
+    # with three blocks of selective acknowledgements at most; gloo's notices, of 100, keep their place among the data
+    assert overtaking == list(range(81))
 
 
 def test_netem_delays_where_the_kernel_has_it_and_the_wire_where_it_has_not():
@@ -205,7 +210,7 @@ def test_netem_delays_where_the_kernel_has_it_and_the_wire_where_it_has_not():
 @given(st.floats(1e3, 1e9))
 def test_no_group_of_segments_takes_long_on_the_slowest_wire(rate):
     size = group_bytes(rate)
-    assert size == 1514 or size / rate <= 0.55e-3
+    assert size == 1514 or size / rate <= 1.1e-3
     assert size <= 65536
 
 
@@ -426,7 +431,8 @@ def test_types_are_measured_two_by_two_and_the_backend_by_the_fastest(tmp_path, 
     monkeypatch.setattr(calibration, "processor_name", lambda: "this one")
     settings = Settings((), (2, 4), 128, "fp32", "cpu")
     path = tmp_path / "devices.toml"
-    calibration.write_types(path, *calibration.calibrate_types(cluster, settings, where="test"))
+    for types, backend in calibration.calibrate_types(cluster, settings, where="test"):
+        calibration.write_types(path, types, backend)
     assert asked == [[f"lab-core-{share}"] * 2 for share in (0.8, 0.4, 0.2)]
     files = f'device_types = "{path}"\nbackend_cost = "{calibration.backend_path(path)}"\n'
     devices = 'devices = [{name = "a", type = "lab-core-0.2", host = "h"}]\n'

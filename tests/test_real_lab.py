@@ -225,6 +225,40 @@ def test_a_slow_device_gets_its_share_and_no_more_after_waiting(waits_s):
     assert 0.15 < share < 0.3
 
 
+SENDS = """
+import ctypes, json, os, sys, tempfile, time
+throttle = ctypes.CDLL(sys.argv[1]).gsreal_throttle
+throttle.argtypes = [ctypes.c_double]
+assert throttle(0.25) == 0
+data, found = bytes(2**22), []
+with tempfile.TemporaryFile() as file:
+    for send in (lambda: os.writev(file.fileno(), [data]), lambda: os.write(file.fileno(), data)):
+        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        while time.thread_time() < cpu_s + 0.1:
+            file.seek(0)
+            send()
+        found.append((time.thread_time() - cpu_s) / (time.perf_counter() - wall_s))
+print(json.dumps(found))
+"""
+
+
+def test_what_the_kernel_does_to_send_is_not_the_slow_device_s_work():
+    """gloo sends by `writev`, holding a lock that its other threads wait for; what else is written is work."""
+    library = str(throttle_library())
+    found = subprocess.run(
+        [sys.executable, "-c", SENDS, library],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **as_variable(Place("a fourth of a core", 0, 0.25, library))},
+        preexec_fn=before_first,
+        start_new_session=True,
+        text=True,
+        check=True,
+    )
+    sending, writing = json.loads(found.stdout)
+    assert writing < 0.35
+    assert sending > 2 * writing
+
+
 LIVES = """
 import json, statistics, sys, time
 from gsreal.lab.throttle import device_time_s, own_place, take

@@ -25,6 +25,9 @@ from gssim.scenario import load_model
 from gssim.workload import Model, TokenInput, unrolled
 
 ROUNDS = 6
+PAUSE_ROUNDS = 15
+PAUSES_S = (0.02, 0.1, 0.3)
+"""After which a step is timed: waits for messages are of such lengths."""
 STEPS_PER_ROUND = 6
 """Batch sizes, alone and together, take turns round by round: a slow minute of the machine falls on all of them."""
 
@@ -51,6 +54,7 @@ def profile_model(
             times[batch_size] += bench.alone(some_steps) or []
             if bench.ranks > 1 and batch_size == middle:
                 together[batch_size] += bench.together(partial(some_steps, together=True))
+    excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[middle])) or {}
     peaks = {
         b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
         for b, batch in batches.items()
@@ -61,6 +65,8 @@ def profile_model(
     if bench.rank:
         return {}, (0.0, 0.0), 1.0
     profile = _profile(model, bench.settings, times, peaks, scratch or {})
+    if excess:
+        profile["pause_excess_ratio"] = excess
     ratio = _ratio(times, together)
     return profile, _jitter(times, lateness), ratio
 
@@ -139,15 +145,10 @@ def _timed(
         _update(bench, optimizer)
         if together:
             dist.barrier()
-        start_s, began = time.perf_counter(), _now(bench.device)
-        loss = loss_of(logits_of(module(batch[0])), batch[1])
-        turned = _now(bench.device)
-        loss.backward()
-        ended = _now(bench.device)
-        bench.finish()
+        start_s = time.perf_counter()
+        unobserved = _unobserved(bench, module, batch)
         lasted_s = time.perf_counter() - start_s
         _update(bench, optimizer)
-        unobserved = {"f": (began, turned), "b": (turned, ended)}
         if step >= 1:
             found.append(
                 _Step(
@@ -157,6 +158,44 @@ def _timed(
                 )
             )
     return found
+
+
+def _unobserved(bench: Bench, module: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Any, Any]]:
+    """Return (start, end) marks of a forward and of its backward in which nothing is observed."""
+    began = _now(bench.device)
+    loss = loss_of(logits_of(module(batch[0])), batch[1])
+    turned = _now(bench.device)
+    loss.backward()
+    ended = _now(bench.device)
+    bench.finish()
+    return {"f": (began, turned), "b": (turned, ended)}
+
+
+def _pause_excess(
+    bench: Bench, module: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> dict[str, Any]:
+    """Return by phase how much longer it takes after pauses than without one; nothing for a GPU, which has no caches
+    to speak of from one step to the next.
+
+    Pauses take turns: a slow minute of the machine falls on all of them.
+    """
+    if bench.device.type == "cuda":
+        return {}
+    times: dict[tuple[float, str], list[float]] = defaultdict(list)
+    for _ in range(PAUSE_ROUNDS):
+        for pause_s in (0.0, *PAUSES_S):
+            time.sleep(pause_s)
+            for phase, marks in _unobserved(bench, module, batch).items():
+                times[pause_s, phase].append(_elapsed_s(*marks))
+            _update(bench, optimizer)
+    middles = {place: statistics.median(values) for place, values in times.items()}
+    return {
+        name: {
+            "sizes": list(PAUSES_S),
+            "values": [max(0.0, middles[pause_s, phase] / middles[0.0, phase] - 1) for pause_s in PAUSES_S],
+        }
+        for phase, name in (("f", "forward"), ("b", "backward"))
+    }
 
 
 def _update(bench: Bench, optimizer: torch.optim.Optimizer) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.benchmarks.bench import Bench, optimizer_alone
+from gsreal.benchmarks.device import OPTIMIZERS
 from gsreal.gradient_sharding import shard_gradients
 from gsreal.lab.throttle import device_time_s
 
@@ -41,12 +42,16 @@ class _Unit(nn.Module):
         return x
 
 
-def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], float]:
-    """Return FSDP2's own time per unit, per tensor and per byte, and what a DTensor adds to an optimizer step.
+UNITS = 6
 
-    Differences between stacks of tiny units, wrapped and plain, with the time inside collectives left out.
+
+def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]:
+    """Return FSDP2's own time per unit, per tensor and per byte, and what a DTensor adds to each optimizer's step.
+
+    Differences between stacks of tiny units, wrapped and plain, with the time inside collectives left out. An optimizer
+    pays for every operation on a DTensor: AdamW's are a dozen, of SGD one or two.
     """
-    units = 6
+    units = UNITS
     few, many = (_wrapped_minus_plain(bench, units, tensors, 64) for tensors in (2, 12))
     large = _wrapped_minus_plain(bench, units, 2, 2**17)
     tensor = [(m - f) / 10 for m, f in zip(many, few, strict=True)]
@@ -58,10 +63,19 @@ def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], float]:
         "backward_tensor_s": max(0.0, tensor[1]),
         "copied_byte_s": max(0.0, copied_byte_s),
     }
-    return unit, max(0.0, tensor[2])
+    added = {"adamw": tensor[2]} | {name: _sharded_tensor_s(bench, name) for name in OPTIMIZERS if name != "adamw"}
+    return unit, {name: max(0.0, seconds) for name, seconds in added.items()}
 
 
-def _wrapped_minus_plain(bench: Bench, units: int, tensors: int, elements: int) -> tuple[float, float, float]:
+def _sharded_tensor_s(bench: Bench, optimizer: str) -> float:
+    """Return what a DTensor adds to a step of the optimizer."""
+    few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64, optimizer)[2] for tensors in (2, 12))
+    return (many - few) / 10
+
+
+def _wrapped_minus_plain(
+    bench: Bench, units: int, tensors: int, elements: int, optimizer: str = "adamw"
+) -> tuple[float, float, float]:
     """Return what wrapping adds to (forward, backward, optimizer) of one unit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -92,13 +106,13 @@ def _wrapped_minus_plain(bench: Bench, units: int, tensors: int, elements: int) 
         unit.set_custom_all_gather(AllGather())  # type: ignore[operator]
         unit.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
     fully_shard(wrapped, mesh=mesh, reshard_after_forward=False)
-    optimizers = [optimizer_alone("adamw", module.parameters(), bench.device) for module in (plain, wrapped)]
+    optimizers = [optimizer_alone(optimizer, module.parameters(), bench.device) for module in (plain, wrapped)]
     found: list[list[list[float]]] = [[[], [], []], [[], [], []]]
     for step in range(WARMUPS + STEPS):
-        for module, optimizer, parts in zip((plain, wrapped), optimizers, found, strict=True):
+        for module, updates, parts in zip((plain, wrapped), optimizers, found, strict=True):
             bench.displace()  # in training, host code and its objects come back to caches full of the layers' work
             dist.barrier()
-            times = _step_parts(bench, module, optimizer, spent)
+            times = _step_parts(bench, module, updates, spent)
             for part, seconds in zip(parts, times, strict=True):
                 if step >= WARMUPS:
                     part.append(seconds)

@@ -23,6 +23,8 @@ SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # without losses it is as good as any, and every kernel has it
     "ipv4/tcp_slow_start_after_idle": "0",  # a step's first message finds the link as the step before left it
     "ipv4/tcp_no_metrics_save": "1",
+    "ipv4/tcp_wmem": "4096 4194304 4194304",  # buffers of the size that they grow to, from the first message on
+    "ipv4/tcp_rmem": "4096 4194304 33554432",
     "ipv6/conf/all/disable_ipv6": "1",  # nothing but the ranks says anything
     "ipv6/conf/default/disable_ipv6": "1",
 }

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from gssim.result import write_text
 from gssim.units import validated
 
 
-def calibrate_types(cluster: Cluster, settings: Settings, *, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the cluster's device types as measured, as plain data, and the costs of the backend.
+def calibrate_types(
+    cluster: Cluster, settings: Settings, *, where: str
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the cluster's device types as measured so far, as plain data, and the costs of the backend.
 
     Each type is measured on two devices of it, wired by a link that is not shaped; the backend by the fastest type.
     """
@@ -41,7 +44,7 @@ def calibrate_types(cluster: Cluster, settings: Settings, *, where: str) -> tupl
         emulation = {"cpu_share_ratio": share_of(kind), "processor": processor_name()}
         types[name] = {**data, "memory_bytes": kind.memory_bytes, "lab": emulation}
         backend = backend or backend_data(measured)
-    return types, backend
+        yield types, backend
 
 
 def pair_of(cluster: Cluster, name: str) -> Cluster:

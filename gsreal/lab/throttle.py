@@ -101,7 +101,10 @@ def _own_share_ratio() -> float:
 
 def as_variable(place: Place) -> dict[str, str]:
     """Return what a rank's environment says of its place."""
-    return {VARIABLE: json.dumps(asdict(place))}
+    said = {VARIABLE: json.dumps(asdict(place))}
+    if place.library:
+        said["LD_PRELOAD"] = " ".join(filter(None, (place.library, os.environ.get("LD_PRELOAD"))))
+    return said
 
 
 def take(place: Place) -> None:

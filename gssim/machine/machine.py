@@ -135,6 +135,10 @@ class Machine:
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
         self._busy_share: dict[Meeting, float] = {}
+        self._busy_s = [0.0 for _ in self.classes]
+        """How long each class has computed."""
+        self._waited_s: dict[tuple[int, str], float] = {}
+        """How long each class had not, when it last did a piece of compute."""
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -253,8 +257,14 @@ class Machine:
             self._span(index, stream, label, "exposed_communication", began_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
+        alone_s = task.duration_s * (1 + self._cold_ratio(index, task)) * self._jitter(index)
+        began_s = self.env.now
+        yield from self._taking(index, alone_s)
+        self._busy_s[index] += self.env.now - began_s
+
+    def _taking(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
+        """Take the time of a piece of compute, longer where others share its host."""
         host, device = self.hosts[self.classes[index].host], self.devices[index]
-        alone_s = task.duration_s * self._jitter(index)
         if not host.coupled:
             yield self.env.timeout(alone_s)
             return
@@ -264,6 +274,15 @@ class Machine:
             neighbour_ratio=device.neighbour_slowdown_ratio,
             communicating_ratio=device.communicating_slowdown_ratio,
         )
+
+    def _cold_ratio(self, index: int, task: Task) -> float:
+        """Return how much longer a task takes for the pauses since its device did the same last; 0 the first time."""
+        if task.cold is None:
+            return 0.0
+        waited_s = self.env.now - self._busy_s[index]
+        before_s = self._waited_s.get((index, task.cold.piece), waited_s)
+        self._waited_s[index, task.cold.piece] = waited_s
+        return task.cold.excess_ratio(waited_s - before_s)
 
     def _jitter(self, index: int) -> float:
         """Return the factor by which chance changes a task's compute: the step's, and the task's own."""

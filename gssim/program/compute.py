@@ -1,9 +1,11 @@
 """Forward and backward of every layer, with their memory: the first pass, which all others add to."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from gssim import costs
+from gssim.cluster import Curve
 from gssim.memory import (
     Event,
     Lives,
@@ -18,8 +20,9 @@ from gssim.program.borders import stage_timeline
 from gssim.program.lowering import Lowering, MicroBatch
 from gssim.program.scratch import scratch_events
 from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
-from gssim.program.task import Task
+from gssim.program.task import Cold, Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
+from gssim.scenario import pause_excess
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
@@ -84,6 +87,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     gradients = gradient_events(own.layers, value_bytes=low.value_bytes, given_back=given_back)
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
+    excess = pause_excess(low.device(rank), low.scenario.workload)
     once: dict[tuple[object, ...], list[Task]] = {}
 
     def alike(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
@@ -100,7 +104,8 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
                 duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
             once[key] = _parts(phase, [*events, *taken], scratch, duration_s, _ends(events, cut))
         found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(once[key])]
-        return reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
+        whole = reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
+        return [_cooling(task, excess.get(task.phase)) for task in whole] if excess else whole
 
     tasks = []
     for instance in own.layers:
@@ -134,6 +139,11 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
 
 def _named(task: Task, label: str) -> Task:
     return Task(label, task.phase, duration_s=task.duration_s, need=task.need)
+
+
+def _cooling(task: Task, excess: Curve | None) -> Task:
+    """Return a task that takes longer after a pause, where that has been measured."""
+    return replace(task, cold=Cold(task.label, excess)) if excess and task.duration_s else task
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:

@@ -1,8 +1,8 @@
 """What of a device a workload meets: its profile, its peak, and the cost of a sample."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from gssim.cluster import DeviceType, LayerProfile
+from gssim.cluster import Curve, DeviceType, LayerProfile, Profile
 from gssim.units import PRECISION_BYTES, Precision, UserError
 from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload
 
@@ -13,8 +13,7 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
     It ranks devices by measured or stated throughput for the share policies; it is no prediction of a step.
     """
     for profile in device.profiles:
-        fits = profile.model == workload.model.name and profile.precision == workload.precision
-        if fits and profile.sequence_length in (None, workload.sequence_length):
+        if _is_of(profile, workload):
             curves = [
                 (entry.repeats, curve)
                 for entry in workload.model.layers
@@ -51,10 +50,21 @@ def _layer_cost_s(device: DeviceType, workload: Workload, layer: Layer, samples:
 def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
     """Return the measured cost of `layer` on `device` at this precision and sequence length, if there is one."""
     for profile in device.profiles:
-        same = profile.model == workload.model.name and profile.precision == workload.precision
-        if same and profile.sequence_length in (None, workload.sequence_length) and layer.name in profile.layers:
+        if _is_of(profile, workload) and layer.name in profile.layers:
             return profile.layers[layer.name]
     return None
+
+
+def pause_excess(device: DeviceType, workload: Workload) -> Mapping[str, Curve]:
+    """Return how much longer each phase takes after a pause, where it is measured; empty where it is not."""
+    found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    return {str(phase): curve for phase, curve in found.pause_excess_ratio.items()} if found else {}
+
+
+def _is_of(profile: Profile, workload: Workload) -> bool:
+    """Return whether a profile is of the workload's model, precision and sequence length."""
+    same = profile.model == workload.model.name and profile.precision == workload.precision
+    return same and profile.sequence_length in (None, workload.sequence_length)
 
 
 def peak_flop_per_s(device: DeviceType, precision: Precision) -> float:
