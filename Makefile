@@ -46,6 +46,7 @@ help: ## list the targets
 
 demo: $(DEMO)/comparison.csv ## set up, calibrate this machine, simulate, run for real, compare: out/demo/
 	@$(BIN)/python -m analysis compare $(DEMO)/results --out $(DEMO)
+	@$(BIN)/python -m analysis report $(DEMO)/results --out $(DEMO)/report.html
 
 study: $(VENV)/.demo ## what thresholds cost in quality and gain in bytes and time, with controls: out/study/
 	@$(BIN)/python -m analysis convergence scenarios/studies/gpt-byte.toml --out out/study/gpt-byte
@@ -56,7 +57,8 @@ study: $(VENV)/.demo ## what thresholds cost in quality and gain in bytes and ti
 lab: $(VENV)/.demo ## predict and measure the lab's matrix, or SWEEP=FILE; as root; goes on where it ended: out/lab/
 	@$(BIN)/gssim sweep $(SWEEP) --out $(LAB)/results --again > /dev/null
 	@$(BIN)/gsreal lab --sweep $(SWEEP) --out $(LAB)/results > /dev/null; code=$$?; [ $$code -le 1 ] || exit $$code; \
-	$(BIN)/python -m analysis compare $(LAB)/results --out $(LAB) && exit $$code
+	$(BIN)/python -m analysis compare $(LAB)/results --out $(LAB) && \
+	$(BIN)/python -m analysis report $(LAB)/results --out $(LAB)/report.html && exit $$code
 
 test: $(VENV)/.test ## all tests but the slow ones, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"

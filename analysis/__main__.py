@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from gssim.ending import run_command_line
+from gssim.ending import INTERRUPTED, run_command_line
 from gssim.result import check_place, write_text
 from gssim.units import UserError, human_bytes
 
@@ -55,24 +55,23 @@ def compare_command(
     groups = group_table(comparison)
     # drawn before anything is written: a fault leaves no half of the answer
     rivals = rival_table(joined.pairs)
-    figures = charts.comparison_figures(comparison, rivals)
+    drawn = charts.comparison_charts(comparison, rivals)
     tables = {"comparison.csv": comparison, "groups.csv": groups}
     if not rivals.is_empty():
         tables["gs_against_dense.csv"] = rivals
     for name, table in tables.items():
         write_text(out / name, table.write_csv())
-    for name, figure in figures.items():
-        charts.save(figure, out / name)
+    pictures = charts.save_all(drawn, out)
     print_comparison(comparison, groups)
-    for name in (*tables, *figures):
-        print(out / name)
+    for path in (*(out / name for name in tables), *pictures):
+        print(path)
 
 
 @app.command("timeline")
 def timeline_command(
     predicted: Annotated[Path, typer.Argument(help="Trace of `gssim run --trace`.")],
     measured: Annotated[Path, typer.Argument(help="Trace of `gsreal run --trace` or `gsreal lab --trace`.")],
-    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG).")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG or SVG).")],
 ) -> None:
     """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
     from analysis import charts
@@ -91,10 +90,49 @@ def timeline_command(
     print(out)
 
 
+@app.command("sweep")
+def sweep_command(
+    table: Annotated[Path, typer.Argument(help="Table of `gssim sweep --out FILE` (Parquet or CSV).")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the charts, each as PNG and SVG.")],
+) -> None:
+    """Draw what a sweep's points allow: step time by threshold, who wins, fronts, memory, scaling."""
+    from analysis import charts
+    from analysis.page.sweep import summary
+    from analysis.sweeps.table import read_table
+
+    check_place(out / "memory_by_category.png")
+    read = read_table(table)
+    drawn = charts.sweep_charts(read)
+    if not drawn:
+        raise UserError(f"{table}: nothing to draw: none of its {len(read.rows)} points has an answer")
+    for sentence in (read.question, *summary(read)):
+        if sentence:
+            print(sentence)
+    for path in charts.save_all(drawn, out):
+        print(path)
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder with Results, a sweep's table, a comparison or a study.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="Page to write; absent: report.html in the folder.")] = None,
+) -> None:
+    """Write one HTML page of all that a folder holds: questions, tables, charts, bottlenecks, provenance."""
+    from analysis.page.report import report
+
+    page = out or folder / "report.html"
+    if folder.is_dir():
+        check_place(page)
+    write_text(page, report(folder))
+    print(page)
+
+
 @app.command("draw")
 def draw_command(
     cluster: Annotated[Path, typer.Argument(help="A cluster file.")],
-    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG).")],
+    out: Annotated[Path, typer.Option("--out", help="Picture to write (PNG or SVG).")],
 ) -> None:
     """Draw a cluster: its servers, devices, switches and links; what repeats itself is counted, not drawn."""
     from analysis import charts
@@ -108,8 +146,8 @@ def draw_command(
 
 def _check_picture(out: Path) -> None:
     """Raise UserError where a picture cannot be written, before anything is read or drawn."""
-    if out.suffix.lower() != ".png":
-        raise UserError(f"--out {out}: is a PNG file, whose name must end in .png")
+    if out.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"--out {out}: is a PNG or SVG file, whose name must end in .png or .svg")
     check_place(out)
 
 
@@ -133,19 +171,13 @@ def convergence_command(
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
     rows = rows_of(loaded.study, train(loaded, out))
     found = findings_of(loaded.study, rows)
-    figures = {
-        "loss_against_threshold.png": charts.convergence.against_threshold(loaded.study, rows, found),
-        "loss_against_bytes.png": charts.convergence.against_bytes(loaded.study, rows, found),
-        "loss_against_time.png": charts.convergence.against_time(loaded.study, rows, found),
-        "loss_by_step.png": charts.convergence.by_step(loaded.study, rows, found),
-    }
+    drawn = charts.study_charts(loaded.study, rows, found)
     write_text(out / "convergence.csv", write_csv(rows))
     write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in found.all))
-    for name, figure in figures.items():
-        charts.save(figure, out / name)
+    pictures = charts.save_all(drawn, out)
     print_study(rows, found.all)
-    for name in ("convergence.csv", "findings.txt", *figures):
-        print(out / name)
+    for path in (out / "convergence.csv", out / "findings.txt", *pictures):
+        print(path)
 
 
 @app.command("seeds")
@@ -168,17 +200,26 @@ def seeds_command(
 @app.command("published")
 def published_command(
     files: Annotated[list[Path], typer.Argument(help="Tables of measured figures (CSV).")],
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Rows at a time; as many as cores by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Scores and every row's figures as JSON.")] = False,
 ) -> None:
     """Predict what others measured, row by row: errors by source, beside a naive baseline."""
     from analysis.published import report
     from analysis.published.score import score
+    from gssim.predictions import usable_cores
 
-    scores = score(files, told=lambda row: print(row, file=sys.stderr))
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: must be at least 1")
+    with report.progress() as told:
+        scores = score(files, jobs=jobs or usable_cores(), told=told)
+    for line in (*scores.refused, *scores.faults):
+        _say(line)
     if as_json:
         print(json.dumps(report.as_json(scores), indent=1))
     else:
         report.print_scores(scores)
+    if scores.interrupted or scores.faults:
+        raise typer.Exit(INTERRUPTED if scores.interrupted else 1)
 
 
 def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
@@ -247,7 +288,7 @@ def _sides(joined: "Joined") -> str:
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2."""
     try:
-        run_command_line(app, "analysis", interrupted="what is finished is kept: the same command goes on from it")
+        run_command_line(app, "analysis", interrupted="what is finished is kept")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:

@@ -31,6 +31,8 @@ KEPT = 2
 """Checkpoints that are kept: the last, and the one before it."""
 PROGRESS = "progress.json"
 FORMAT = 1
+DEALT_OUT = ("all-reduce", "sharded")
+"""Gradients and optimizer state where each rank updates tensors of its own."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def _form(scenario: Scenario) -> str:
     DTensors of cut blocks are in the order of the ranks that hold parts of them: as many must go on.
     """
     policies = scenario.policies
-    if policies.partition == "weight-gradient":
+    if policies.partition == "weight-gradient" or (policies.gradients, policies.optimizer_state) == DEALT_OUT:
         return "torch, by tensor"
     if policies.gradients != "push":
         return f"torch, blocks cut in {policies.tp}" if policies.tp > 1 else "torch"
@@ -187,8 +189,6 @@ def _unsaved(scenario: Scenario) -> str | None:
     native = policies.cuts_natively and policies.data_ranks == 1 and _are_linear(scenario)
     if policies.tp > 1 and not native:
         return "blocks that are cut (plan.tp) other than by DTensor alone (evenly, of linear maps) are not saved yet"
-    if (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded"):
-        return f"plan.method = '{method}': its optimizer state, dealt out by tensor, is not saved yet"
     if policies.parameters == "replicated" and policies.gradients != "push" and has_master_copy(scenario.workload):
         return f"plan.method = '{method}' in {scenario.workload.precision}: its master copy is not saved yet"
     if scenario.plan.shares.replan:
@@ -228,7 +228,7 @@ def _state_of(training: Training) -> dict[str, Any]:
 
     if isinstance(training.optimizer, GradientSharding):
         return {"model": training.module, "optimizer": training.optimizer.sharded()}
-    model, optimizer = get_state_dict(training.module, training.optimizer, options=_options(training))
+    model, optimizer = get_state_dict(training.module, _stateful(training), options=_options(training))
     return {"model": model, "optimizer": optimizer}
 
 
@@ -242,7 +242,7 @@ def _load(training: Training, path: Path, seed: int, progress: Progress) -> None
         model, optimizer = state["model"], state["optimizer"]
         set_state_dict(
             training.module,
-            training.optimizer,
+            _stateful(training),
             model_state_dict=model,
             optim_state_dict=optimizer,
             options=_options(training),
@@ -256,7 +256,19 @@ def _options(training: Training) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     frozen = any(not parameter.requires_grad for parameter in training.module.parameters())
-    return StateDictOptions(flatten_optimizer_state_dict=frozen)
+    return StateDictOptions(flatten_optimizer_state_dict=frozen or _stateful(training) is not training.optimizer)
+
+
+def _stateful(training: Training) -> torch.optim.Optimizer:
+    """Return the optimizer that has this rank's state: where tensors are dealt out, the one inside."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = training.optimizer
+    assert not isinstance(optimizer, GradientSharding)  # it tells its state itself
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer
+    inside: torch.optim.Optimizer = optimizer.optim
+    return inside
 
 
 def _own_file(folder: Path) -> Path:

@@ -186,12 +186,15 @@ def gradients_command(
         str | None,
         typer.Option(
             "--thresholds",
-            help="Push thresholds to train under besides densely; predictions lie between. Absent: two that send a "
-            "tenth and a hundredth.",
+            help="Push thresholds to train under besides densely; predictions lie between. Absent: the one that sends "
+            "a hundredth.",
         ),
     ] = None,
     every: Annotated[int, typer.Option("--every", help="Steps between two that are looked at.")] = 10,
-    batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 4,
+    courses: Annotated[
+        int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
+    ] = 4,
+    batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 2,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients."""
     from gsreal.data import check_data
@@ -199,12 +202,13 @@ def gradients_command(
     from gssim.scenario import load_scenario
 
     _check_positive("--every", every)
+    _check_positive("--courses", courses)
     _check_positive("--batches", batches)
     _check_places(out)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
-    write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, batches=batches))
+    write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches))
 
 
 @app.command("calibrate")

@@ -202,6 +202,7 @@ class DeviceType:
     context_bytes: Bytes = 0.0
     """Memory outside the allocator: context and libraries; communicators too, where these are 0."""
     communicator_bytes: Bytes = 0.0  # outside the allocator, for each group that a rank communicates in (NCCL)
+    expandable_segments: bool = False  # of PyTorch's allocator (PYTORCH_ALLOC_CONF); kind `cuda` alone has it
     communicating_slowdown_ratio: Slowdown = 1.0
     """Compute time while this device communicates, over compute time alone."""
     neighbour_slowdown_ratio: Slowdown = 1.0
@@ -230,7 +231,7 @@ class DeviceType:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        for key in [key for key in ("lab", "communicator_bytes") if not data[key]]:
+        for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
         for key in [key for key in ("busy_power_w", "idle_power_w") if data[key] is None]:
             del data[key]
@@ -353,10 +354,11 @@ class Cluster:
             self._check_names()
         for device in self.devices:
             if device.type not in self.device_types:
-                raise ValueError(
-                    f"devices: {device.name!r} has the unknown type {device.type!r}; "
-                    f"allowed: {', '.join(sorted(self.device_types))}"
-                )
+                allowed = ", ".join(sorted(self.device_types))
+                raise ValueError(f"devices: {device.name!r} has the unknown type {device.type!r}; allowed: {allowed}")
+        for name, kind in self.device_types.items():
+            if kind.expandable_segments and kind.kind != "cuda":
+                raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
 
     def _fill(self, topology: Topology) -> None:
         devices, switches = _devices(topology), build(topology).switches
@@ -393,9 +395,8 @@ class Cluster:
         data: dict[str, Any] = inner(bare)
         for key in ("topology",) if self.topology is None else ("devices", "switches", "links"):
             del data[key]
-        for key in ("nccl", "algorithms"):  # what is absent makes no other calibration
-            if not data[key]:
-                del data[key]
+        for key in [key for key in ("nccl", "algorithms") if not data[key]]:
+            del data[key]  # what is absent makes no other calibration
         return data
 
     @property

@@ -5,8 +5,9 @@ and what is taken outside of it are no more than the memory; or, where it reserv
 back in time: the step is then replayed with no more than there is. Where what is allocated is too much already, nothing
 is replayed: the step ends before its peak. On other devices what is reserved is what is allocated.
 
-[Note: alike] Of ranks with as many tasks, the two whose peaks are largest and smallest are replayed, or one where these
-are nearly equal. What the allocator adds to the peaks between them is taken to grow in proportion.
+[Note: alike] Of ranks with as many tasks and segments of the same kind, the two whose peaks are largest and smallest
+are replayed, or one where these are nearly equal. What the allocator adds to the peaks between them is taken to grow in
+proportion.
 """
 
 from collections import defaultdict
@@ -76,11 +77,12 @@ def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> 
         device = scenario.cluster.type_of(rank)
         outside = outside_bytes(device, scenario, program, rank)
         found.append(Occupancy(rank, device.memory_bytes, peak, sum(peak.values()), outside))
-    alike: dict[int, list[int]] = defaultdict(list)
+    alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for place, each in enumerate(found):
-        if scenario.cluster.type_of(each.rank).kind == "cuda" and each.peak and not each.excess_bytes:
+        device = scenario.cluster.type_of(each.rank)
+        if device.kind == "cuda" and each.peak and not each.excess_bytes:
             tasks = len(program.tasks[program.role_of[each.rank]])
-            alike[tasks].append(place)
+            alike[tasks, device.expandable_segments].append(place)
     for places in alike.values():
         by_peak = sorted(places, key=lambda place: (found[place].allocated_bytes, -place))
         ends = [found[by_peak[-1]], found[by_peak[0]]]
@@ -88,7 +90,7 @@ def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> 
             del ends[1]
         added = [_added(scenario, program, end) for end in ends]
         for place in places:
-            found[place] = _limited(_with_added(found[place], added), program)
+            found[place] = _limited(scenario, _with_added(found[place], added), program)
     return found
 
 
@@ -123,12 +125,14 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
     return {name: size for name, size in sizes.items() if size}
 
 
-def _limited(occupied: Occupancy, program: Program) -> Occupancy:
+def _limited(scenario: Scenario, occupied: Occupancy, program: Program) -> Occupancy:
     """Return what a rank needs where its allocator would reserve more than there is, and must give back in time."""
     room = occupied.memory_bytes - occupied.outside_bytes
     if occupied.reserved_bytes <= room or occupied.allocated_bytes > room:
         return occupied
-    found = replay(program, program.role_of[occupied.rank], limit_bytes=room)
+    expandable = scenario.cluster.type_of(occupied.rank).expandable_segments
+    role = program.role_of[occupied.rank]
+    found = replay(program, role, limit_bytes=room, expandable_segments=expandable)
     if found.missing_bytes:
         return replace(occupied, missing_bytes=found.missing_bytes)
     return replace(occupied, reserved_bytes=found.reserved_bytes)

@@ -42,12 +42,13 @@ class Reservation:
 def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> Reservation:
     """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle]."""
     role = program.role_of[rank]
+    expandable = scenario.cluster.type_of(rank).expandable_segments
     short = _without_middle(scenario, program.tasks[role])
     if len(short) < len(program.tasks[role]):
-        found = replay(program, role, tasks=short)
+        found = replay(program, role, tasks=short, expandable_segments=expandable)
         if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return found
-    return replay(program, role)
+    return replay(program, role, expandable_segments=expandable)
 
 
 def _without_middle(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:

@@ -593,7 +593,18 @@ CHECKS = {
         a_model_that_is_moved,
     )
 }
-ON_THREE = ("a_plain_loop", "clipping", "a_scaled_loss", "state_by_name", "torchs_checkpoints")
+ON_THREE = (
+    "a_plain_loop",
+    "clipping",
+    "accumulation",
+    "a_scaled_loss",
+    "steps_that_are_not_made",
+    "two_runs_are_bit_identical",
+    "state_by_name",
+    "torchs_checkpoints",
+    "other_forms",
+    "error_feedback_goes_on",
+)
 
 
 def main(*arguments):

@@ -21,7 +21,11 @@ from analysis.table import ResultFile, find_results
 from gssim.result import PHASES, Collective, Density, RankClass, Result
 
 TABLES = ("comparison.csv", "groups.csv", "gs_against_dense.csv")
-CHARTS = ("predicted_vs_measured.png", "phases.png", "exposed_communication.png", "gs_against_dense.png")
+CHARTS = tuple(
+    f"{name}.{suffix}"
+    for name in ("predicted_vs_measured", "phases", "exposed_communication", "gs_against_dense")
+    for suffix in ("png", "svg")
+)
 ALL_REDUCE = Collective(kind="all-reduce", group=(0, 1), bytes=4_000_000, count=3)
 PUSH = Collective(kind="all-to-all-v", group=(0, 1), bytes=8_000_000, count=2, payload_bytes=1_000_000.0)
 
@@ -108,9 +112,9 @@ def compared(predicted: Result, measured: Result) -> dict[str, Any]:
     return compare(joined.pairs).row(0, named=True)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, verb: str = "compare") -> int:
     """Run the command as a user would; return its exit status."""
-    monkeypatch.setattr(sys, "argv", ["analysis", "compare", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["analysis", verb, *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         main()
     return int(end.value.code or 0)
@@ -288,7 +292,7 @@ def test_a_side_that_names_no_payload_carried_the_full_tensors() -> None:
 # Command -------------------------------------------------------------------------------------------------------------
 
 
-def test_compare_writes_a_csv_of_exact_columns_two_charts_and_a_table(
+def test_compare_writes_a_csv_of_exact_columns_charts_and_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results, out = tmp_path / "results", tmp_path / "charts"

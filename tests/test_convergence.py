@@ -261,13 +261,14 @@ CHARTS = ("against_threshold", "against_bytes", "against_time", "by_step")
 
 @pytest.mark.parametrize("name", CHARTS)
 @pytest.mark.parametrize("accuracy", [False, True])
-def test_a_chart_says_in_its_title_what_was_found_and_names_every_variant(name, accuracy):
+def test_a_chart_asks_says_what_was_found_and_names_every_variant(name, accuracy):
     rows = make_rows({"high": 0.3, "inf": 0.4}, {"low": 1.2}, accuracy=accuracy)
     says = findings_of(make_study(), rows)
     figure = getattr(charts.convergence, name)(make_study(), rows, says)
     titles = {"against_threshold": says.quality, "against_bytes": says.bytes, "against_time": says.time}
     text = " ".join(each.get_text() for each in figure.texts)
     assert titles.get(name, says.density) in text
+    assert figure.texts[0].get_text().endswith("?")
     (legend,) = figure.legends
     names = [label.get_text().partition(":")[0] for label in legend.get_texts()][2:]  # after the lines of controls
     assert [name.removesuffix(" (control)") for name in names] == list(VARIANTS)
@@ -497,7 +498,8 @@ def test_a_study_trains_compares_and_draws_for_real_and_a_second_time_only_reads
         printed = capsys.readouterr()
         assert ("training 4 of 4: inf, seed 1" in printed.err) is not again
         assert "gsreal gradients" not in printed.err or not again
-    names = {"convergence.csv", "findings.txt", *(f"loss_{each}.png" for each in CHARTS)}
+    pictures = {f"loss_{each}.{suffix}" for each in CHARTS for suffix in ("png", "svg")}
+    names = {"convergence.csv", "findings.txt", *pictures}
     assert names <= {path.name for path in out.iterdir()}
     found = [json.loads(path.read_text()) for path in sorted(out.glob("results/*.measured.json"))]
     dense, silent = ([each for each in found if each["scenario"]["name"] == name] for name in ("dense", "inf"))

@@ -226,6 +226,15 @@ def test_a_first_estimate_is_of_the_gradients_at_the_first_step():
     assert found == pytest.approx([0.5, 0.5**10, 0.5**10], rel=0.05)
 
 
+def test_with_error_feedback_nothing_has_gathered_at_the_first_step():
+    """The tail of gradients that are large at first is sent there, and 1 / (1 + t / mean) where steps were sampled."""
+    large, small = exponential_tensor(10 * RMS).blocks[0], exponential_tensor(RMS).blocks[0]
+    statistics = statistics_of(TensorTrace(blocks=(replace(small, first=large.sketches[0]),)), steps=(3,))
+    found = [density(statistics, MEAN, step=step, error_feedback=True) for step in (0, 1, 3, 9)]
+    alone, gathered = math.exp(-0.1), 0.5
+    assert found == pytest.approx([alone, math.sqrt(alone * gathered), gathered, gathered], rel=0.05)
+
+
 # Publish --------------------------------------------------------------------------------------------------------------
 
 

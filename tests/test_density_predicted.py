@@ -66,7 +66,7 @@ def pushes(*thresholds: float) -> list[Push]:
 def test_sketches_of_one_training_predict_the_density_of_another():
     """Digits, of whose gradients a seventh is sent; statistics are of dense training alone, to be quick."""
     scenario = loaded("resnet-digits.toml", "run.steps=14", "run.warmup_steps=3")
-    error, worst = errors(scenario, pushes(0.01), thresholds=[], batches=3)
+    error, worst = errors(scenario, pushes(0.01), thresholds=[], courses=2)
     assert error <= 0.15
     assert worst <= 0.40
 

@@ -108,7 +108,7 @@ def test_what_each_rank_alone_updates_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ddp", "zero2", "zero3", "hsdp", "gs_z3", "gs_hier"])
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "hsdp", "gs_z3", "gs_hier"])
 def test_what_three_ranks_saved_goes_on_with_two_in_every_method(undisturbed, tmp_path: Path, method: str):
     levels = method in ("hsdp", "gs_hier")
     for ranks, steps in ((3, SAVED), (2, STEPS)):
@@ -198,10 +198,10 @@ def refusal(*changes: str, folder: Path, every: int = 1, steps: int = STEPS) -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        ["plan.method=zero1"],
         ["plan.method=gs_tp"],
         ["plan.method=gs_wgrad", "workload.precision=bf16"],
         ["plan.method=ddp", "workload.precision=bf16"],
+        ["plan.method=zero1", "workload.precision=bf16"],
     ],
     ids=lambda changes: changes[-1],
 )
@@ -229,7 +229,7 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path):
     assert "--every 0" in refusal("plan.method=gs", folder=tmp_path, every=0)
 
 
-@pytest.mark.parametrize("method", ["tensor", "gs_wgrad"])
+@pytest.mark.parametrize("method", ["tensor", "gs_wgrad", "zero1"])
 def test_what_each_rank_alone_updates_is_saved_in_a_form_of_its_own(tmp_path: Path, method: str):
     scenario = load_scenario(DEMO, overrides(2, STEPS, f"plan.method={method}"), gradients_needed=False).scenario
     written(tmp_path, scenario, 4)

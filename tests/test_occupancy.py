@@ -10,8 +10,10 @@ from gssim.memory import Event, footprint
 from gssim.program import Program, Task, lower
 from gssim.remedies import remedies, with_remedies
 from gssim.reservation import replay, reservation
-from gssim.scenario import load_scenario
+from gssim.result import read_result
+from gssim.scenario import Scenario, load_scenario
 from gssim.simulate import simulate
+from gssim.units import validated
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -84,19 +86,35 @@ def test_streams_keep_their_memory_apart():
     assert (found.allocated_bytes, found.reserved_bytes) == (50 * MIB, 100 * MIB)
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m-b4.a41307ab809aed30", "bert-byte-b256.2683f644422f5503"])
-def test_an_h200_reserved_about_as_much(name):
-    """The overhead of the reserved over the allocated peak, on what was measured there; see the tolerance."""
-    from gssim.result import read_result
-    from gssim.scenario import Scenario
-    from gssim.units import validated
+MEASURED = sorted((ROOT / "scenarios" / "measured" / "h200").glob("*.measured.json"))
 
-    measured = read_result(ROOT / "scenarios" / "measured" / "h200" / f"{name}.measured.json")
-    scenario = validated(Scenario, measured.scenario, file=name)
-    (seen,) = measured.ranks
-    found = replay(lower(scenario), 0)
-    assert seen.peak_reserved_bytes is not None
-    assert found.reserved_bytes == pytest.approx(seen.peak_reserved_bytes, rel=0.08)
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.name.partition(".")[0])
+def test_an_h200_reserved_about_as_much(path):
+    """Reserved peaks of runs on one H200: 0.93 to 1.03 of them are predicted, their scenarios as they were stored."""
+    measured = read_result(path)
+    scenario = validated(Scenario, measured.scenario, file=path.name)
+    if scenario.push.selects:  # its sketch of gradients is not stored with it; what is reserved is as without threshold
+        dense = replace(scenario.plan.push, threshold=None)
+        scenario = replace(scenario, plan=replace(scenario.plan, push=dense))
+    seen = measured.ranks[0].peak_reserved_bytes
+    assert seen is not None
+    assert replay(lower(scenario), 0).reserved_bytes == pytest.approx(seen, rel=0.075)
+
+
+def test_segments_expand_where_the_device_type_says_so():
+    """A tensor that is larger than the one before it finds no place in what that one left."""
+    small = [Event(0, 50.0 * MIB, "activations"), Event(1, -50.0 * MIB, "activations")]
+    large = [Event(0, 90.0 * MIB, "activations"), Event(1, -90.0 * MIB, "activations")]
+    program = program_of(small, large, persistent={}, update=[])
+    for expandable, reserved in ((False, 140 * MIB), (True, 100 * MIB)):  # five pages of 20 MiB
+        scenario = scenario_of(gpus(1, expandable_segments=expandable), {"method": "single"})
+        assert reservation(scenario, program, 0, known_bytes=90.0 * MIB).reserved_bytes == reserved
+
+
+def test_a_cpu_has_no_segments_to_expand():
+    with pytest.raises(ValueError, match="expandable_segments: kind 'cpu' has none; allowed: no"):
+        star(2, types={"cpu": device_type(expandable_segments=True)})
 
 
 # What ranks need -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ DEVICES = [
     "tpu-v2-chip", "tpu-v3-chip", "tpu-v4-chip",
 ]  # fmt: skip
 LINKS = [
-    "nvlink1-p100", "nvlink2-v100", "nvlink3-a100", "nvlink4-h100", "nvlink5-b200", "pcie3x16", "pcie4x16",
+    "nvlink1-p100", "nvlink2-v100", "nvlink3-a100", "nvlink4-h100", "nvlink5-b200", "pcie3x16",
+    "pcie3x8", "pcie4x16",
     "pcie5x16", "qpi-skl", "upi-spr", "xgmi-epyc", "ib-edr-100", "ib-hdr-200", "ib-ndr-400", "efa-400x8", "roce-100",
     "tcp-10g", "tcp-25g", "tcp-100g", "wan-1g", "ici-v2",
 ]  # fmt: skip

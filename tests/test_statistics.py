@@ -17,7 +17,7 @@ from strategies import star
 from gsreal.build import loss_of
 from gsreal.feed import Feed
 from gsreal.measure import Timeline
-from gsreal.statistics import sampled_steps, take_statistics, write_statistics
+from gsreal.statistics import APART, sampled_steps, take_statistics, write_statistics
 from gsreal.statistics.feedback import Feedback
 from gsreal.statistics.sketches import BlockSketches, partition
 from gsreal.statistics.training import Replica
@@ -56,7 +56,7 @@ def scenario_of(*, batch=BATCH, method="gs", **plan):
 @pytest.fixture(scope="module")
 def taken():
     """Return the statistics of the short training, densely and under one threshold."""
-    return take_statistics(scenario_of(), [THRESHOLD], every=1, batches=1)
+    return take_statistics(scenario_of(), [THRESHOLD], every=1, courses=1, batches=1)
 
 
 # Sketches ------------------------------------------------------------------------------------------------------------
@@ -147,9 +147,18 @@ def test_a_relative_threshold_is_of_the_mean_of_what_has_gathered():
 @pytest.mark.parametrize("steps", [1, 2, 11, 45, 50, 1000])
 def test_steps_are_sampled_from_the_first_after_warm_up(steps, every):
     found = sampled_steps(steps, first=5, every=every)
-    assert found[0] == min(5, steps - 1)
-    assert found[-1] + every >= steps
-    assert all(b - a == every for a, b in pairwise(found))
+    first = min(5, steps - 1)
+    later = found[found.index(first) :]
+    assert later[-1] + every >= steps
+    assert all(b - a == every for a, b in pairwise(later))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 7, 8, 100])
+def test_steps_of_the_warm_up_are_sampled_ever_more_thinly(warmup):
+    *early, first = sampled_steps(warmup + 1, first=warmup)
+    assert first == warmup
+    assert all(2 * a <= b for a, b in pairwise([*early, first]))
+    assert len(early) == max(0, warmup.bit_length() - 1)  # as many as there can be from step 1 on
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -190,31 +199,29 @@ def short(**changes):
 
 
 def test_the_same_training_gives_the_same_statistics():
-    first, second = (take_statistics(short(), [THRESHOLD], every=1, batches=2) for _ in range(2))
+    first, second = (take_statistics(short(), [THRESHOLD], every=1, courses=2, batches=1) for _ in range(2))
     assert first == second
 
 
 def test_ranks_with_as_many_samples_share_a_trace_and_what_they_have_in_common_is_told():
-    (trace,) = take_statistics(short(batch=(6, 6)), [], every=1, batches=3).traces
+    (trace,) = take_statistics(short(batch=(6, 6)), [], every=1, courses=1, batches=3).traces
     assert trace.samples == 6
     assert all(0 < tensor.correlations[0] <= 1 for name, tensor in trace.tensors.items() if "norm" in name)
 
 
 def test_a_rank_without_samples_has_no_gradients():
-    traces = take_statistics(short(batch=(12, 0)), [THRESHOLD], every=1, batches=1).traces
+    traces = take_statistics(short(batch=(12, 0)), [THRESHOLD], every=1, courses=1, batches=1).traces
     assert {trace.samples for trace in traces} == {12}
 
 
-def test_thresholds_that_are_not_given_send_a_tenth_and_a_hundredth_of_dense_training():
-    taken = take_statistics(short(batch=(6, 6)), every=1, batches=1)
-    (dense,) = (trace for trace in taken.traces if not trace.threshold)
-    alone, sizes = replace(taken, traces=(dense,)), dict(build_sizes())
-    for ratio, threshold in zip(
-        (0.01, 0.1), sorted({t.threshold for t in taken.traces if t.threshold})[::-1], strict=True
-    ):
-        push = Push(threshold=threshold)
-        found = [n * push_density(alone, push, samples=6, tensor=name, step=1) for name, n in sizes.items()]
-        assert sum(found) / sum(sizes.values()) == pytest.approx(ratio, rel=0.4)
+def test_the_threshold_that_is_not_given_sends_a_hundredth_of_dense_training():
+    taken = take_statistics(short(batch=(6, 6)), every=1, courses=1, batches=1)
+    dense, *under = taken.traces
+    (threshold,) = {trace.threshold for trace in under}
+    assert [trace.error_feedback for trace in under] == [False, True]
+    alone, sizes, push = replace(taken, traces=(dense,)), dict(build_sizes()), Push(threshold=threshold)
+    found = [n * push_density(alone, push, samples=6, tensor=name, step=1) for name, n in sizes.items()]
+    assert sum(found) / sum(sizes.values()) == pytest.approx(0.01, rel=0.4)
     assert len(dense.tensors) == len(sizes)
 
 
@@ -266,25 +273,54 @@ def test_dropping_gradients_changes_later_ones(taken):
     assert by_run[0.0, False] != by_run[THRESHOLD, False] != by_run[THRESHOLD, True]
 
 
-@pytest.mark.slow
-def test_looking_at_other_courses_leaves_the_training_as_it_is():
-    """What is published comes of the training alone; gradients are looked at in all courses."""
-    one, several = (take_statistics(scenario_of(), [], every=2, batches=batches) for batches in (1, 3))
+def test_looking_at_other_batches_leaves_the_training_as_it_is():
+    """What is published comes of the training alone; gradients are looked at in all batches."""
+    one, several = (take_statistics(short(), [], every=1, courses=1, batches=batches) for batches in (1, 3))
     assert one.changes == several.changes
     assert one.traces != several.traces
 
 
-def test_a_training_that_is_taken_back_goes_the_same_way_again():
-    replica, ends = Replica(scenario_of(), Push(threshold=THRESHOLD, error_feedback=True)), []
-    replica.step(0, lambda rank, gradients: None)
-    back = replica.saved()
-    for batch in (0, 7, 0):
-        back()
-        for step in (1, 2):
-            replica.step(step, lambda rank, gradients: None, batch=step + batch)
-        ends.append(torch.cat([parameter.detach().flatten() for parameter in replica.module.parameters()]))
-    assert torch.equal(ends[0], ends[2])
-    assert not torch.allclose(ends[0], ends[1], atol=1e-6)
+def test_what_is_computed_aside_puts_random_numbers_and_running_means_back():
+    """Of a network that drops out and counts the batches that it has seen."""
+    replica = Replica(scenario_of(), Push())
+    noisy = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout())
+    replica.module = noisy
+    before, drawn = [buffer.clone() for buffer in noisy.buffers()], []
+    for aside in (False, True):
+        torch.manual_seed(0)
+        if aside:
+            with replica.aside():
+                noisy(torch.ones(3, 4))
+                assert not torch.equal(noisy[1].running_mean, before[0])
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+    assert all(torch.equal(buffer, value) for buffer, value in zip(noisy.buffers(), before, strict=True))
+
+
+def test_a_statistic_is_the_mean_over_courses_of_other_seeds(monkeypatch):
+    """To the digits of the files; what one course has held back is not in the next one."""
+    monkeypatch.setattr("gsreal.statistics._grids", lambda replica: ((1e-4, 1e-3), (1e-4, 1e-3)))
+
+    def taken_from(seed, courses):
+        scenario = replace(short(), run=replace(short().run, seed=seed))
+        return take_statistics(scenario, [], every=1, courses=courses, batches=1)
+
+    both, first, second = taken_from(7, 2), taken_from(7, 1), taken_from(7 + APART, 1)
+    compared = 0
+    for name in both.changes:
+        blocks = [each.traces[0].tensors[name].blocks for each in (both, first, second)]
+        if {len(each) for each in blocks} == {1}:
+            shown = [
+                [b.sketches[0].mean, *b.feedback[0].sent_ratios, *b.relative[0].feedback_ratios] for (b,) in blocks
+            ]
+            assert shown[0] == pytest.approx(list((np.array(shown[1]) + shown[2]) / 2), rel=0.01)
+            assert shown[1] != shown[2]
+            compared += 1
+        sent = [each.changes[name].blocks for each in (both, first, second)]
+        if {len(each) for each in sent} == {1}:
+            rows = [np.array(each[0][0]) for each in sent]
+            assert rows[0] == pytest.approx((rows[1] + rows[2]) / 2, rel=0.01)
+    assert compared > 20
 
 
 # What the owners get --------------------------------------------------------------------------------------------------

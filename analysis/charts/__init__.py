@@ -6,17 +6,20 @@ or hatching and in lightness, so that they can be told apart in grey and by colo
 
 from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
-from analysis.charts.comparison import comparison_figures
-from analysis.charts.drawing import DPI, STYLE, png, point_labels, save
+from analysis.charts.comparison import comparison_charts
+from analysis.charts.drawing import DPI, STYLE, Chart, png, point_labels, save, save_all, svg
 from analysis.charts.exposed import exposed_communication
 from analysis.charts.rivals import rivals
 from analysis.charts.step_phases import phases
+from analysis.charts.studies import study_charts
+from analysis.charts.sweeps import sweep_charts
 from analysis.charts.timeline import timeline
 
 __all__ = [
     "DPI",
     "STYLE",
-    "comparison_figures",
+    "Chart",
+    "comparison_charts",
     "convergence",
     "exposed_communication",
     "phases",
@@ -25,6 +28,10 @@ __all__ = [
     "predicted_vs_measured",
     "rivals",
     "save",
+    "save_all",
     "spread",
+    "study_charts",
+    "svg",
+    "sweep_charts",
     "timeline",
 ]

@@ -29,9 +29,14 @@ from analysis.charts.drawing import (
     unit_for,
 )
 
+TITLE = "How close does the simulator come to what was measured?"
 MOST_LABELLED = 25
+STACKED_IN = 1.75
+"""Between panels that stand one above the other: the upper one's legend, the lower one's title."""
 WORST_LABELLED = 8
-LARGE_IN = 6.0
+LEAST_LABELLED_RATIO = 0.0005
+"""Of many points, an error that would be written as 0.0 % has no label."""
+LARGE_IN = 5.0
 """Side of a panel with more points than can be labelled."""
 
 
@@ -87,19 +92,21 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
         side_in = LARGE_IN if large else max(4.4, LABEL_GAP_IN * (len(labels) + 1))
         label_in = 0.04 * side_in + 0.15 + max((label_width_in(f"{label}  (+100.0 %)") for label in labels), default=0)
         left_in, bottom_in, top_in = 0.85, 2.05, 1.2
-        panel_in = left_in + side_in + label_in
-        width_in, height_in = 2 * panel_in, bottom_in + side_in + top_in
+        # side by side; of many points, whose labels are long, one above the other
+        across_in, down_in = (0.0, side_in + STACKED_IN) if large else (left_in + side_in + label_in, 0.0)
+        width_in = left_in + side_in + label_in + across_in
+        height_in = bottom_in + side_in + top_in + down_in
         figure = new_figure(width_in, height_in)
         for i, quantity in enumerate((STEP_TIME, PEAK_MEMORY)):
-            box = ((left_in + i * panel_in) / width_in, bottom_in / height_in, side_in / width_in, side_in / height_in)
+            left, bottom = left_in + i * across_in, bottom_in + (1 - i) * down_in
+            box = (left / width_in, bottom / height_in, side_in / width_in, side_in / height_in)
             _diagonal_panel(figure.add_axes(box), comparison, labels, quantity, side_in)
-        title = "How close does the simulator come to what was measured?"
         note = (
             "Above the line the prediction is too high, below it too low. In brackets: predicted / measured \u2212 1"
             + (f"; of {len(labels)} points the worst {WORST_LABELLED}" if large else "")
             + ", bold where it leaves the grey band."
         )
-        figure.text(left_in / width_in, 1 - 0.32 / height_in, title, fontsize=14, fontweight="bold", va="center")
+        figure.text(left_in / width_in, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
         figure.text(left_in / width_in, 1 - 0.62 / height_in, note, color="0.25", va="center")
         methods = in_order(comparison["method"].to_list())
         figure.legend(
@@ -107,7 +114,7 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
             title="method of the plan",
             loc="lower left",
             bbox_to_anchor=(left_in / width_in, 0.08 / height_in),
-            ncols=max(1, min(len(methods), 14 if large else 8)),
+            ncols=max(1, min(len(methods), 8)),
             frameon=False,
             borderaxespad=0,
             alignment="left",
@@ -135,7 +142,7 @@ def _diagonal_panel(
         _band(axes, limits, tolerance, colour)
     axes.plot(limits, limits, color="0.25", linewidth=1, zorder=2, label="prediction = measurement")
     for (x, y), (_, row) in zip(points, rows, strict=True):
-        axes.plot(x, y, linestyle="", zorder=4, **(mark(row["method"]) | ({"markersize": 5} if large else {})))
+        axes.plot(x, y, linestyle="", zorder=4, **mark(row["method"], 6.5 if large else 8))
     if quantity is STEP_TIME:
         _noise_bars(axes, points, [row for _, row in rows])
         _naive_marks(axes, [row for _, row in rows], factor, limits)
@@ -145,6 +152,7 @@ def _diagonal_panel(
         for (label, _), error in zip(rows, errors, strict=True)
     ]
     shown = sorted(range(len(rows)), key=lambda i: -abs(errors[i]))[: WORST_LABELLED if large else None]
+    shown = [i for i in shown if not large or abs(errors[i]) >= LEAST_LABELLED_RATIO]
     placed = ([points[i] for i in shown], [texts[i] for i in shown])
     _label_points(axes, *placed, limits, logarithmic, LABEL_GAP_IN / side_in)
     axes.set_xlabel(f"measured {quantity.axis} ({unit})")

@@ -1,12 +1,11 @@
 """What thresholds do to a training: quality against threshold, density, bytes and time, and by step.
 
-A chart's title is what was found. Every variant has a mark of its own, the same in all charts; controls are black or
-hollow. Of figures, bars are standard deviations over seeds; of changes from dense, which are paired by seed, 95 %
-intervals.
+A chart's title is its question, and under it stands what was found. Every variant has a mark of its own, the same in
+all charts; controls are black or hollow. Of figures, bars are standard deviations over seeds; of changes from dense,
+which are paired by seed, 95 % intervals.
 """
 
 import math
-import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from analysis.charts.drawing import STYLE, TIME_UNITS, new_figure, plain, unit_for
+from analysis.charts.drawing import STYLE, TIME_UNITS, new_figure, plain, unit_for, wrapped
 from analysis.convergence.effects import Effect, Spread
 from analysis.convergence.findings import Findings, percentage
 from analysis.convergence.rows import Row
@@ -37,6 +36,8 @@ LOOKS = (
 HOLLOW = ("p", "d", "8", "*")
 GREY = "#BBBBBB"
 PANEL_IN, HIGH_IN, LEFT_IN, GAP_IN, BOTTOM_IN = 3.9, 3.1, 0.95, 1.0, 0.95
+MARKS_ALONG = 8
+"""Of a line by step: it can be told apart without its colour."""
 MOST_ACROSS = 3
 """Panels in a row; more are put into rows of two."""
 NEAR = 0.2
@@ -81,6 +82,10 @@ ACCURACY_CHANGE = Quality(
     lambda row: None if row.accuracy is None else _change(row.accuracy_change, 100.0),
     1,
 )
+QUALITY_TITLE = "What does a threshold cost in quality?"
+BYTES_TITLE = "How much quality do fewer bytes cost?"
+TIME_TITLE = "Does a threshold gain time, and at which quality?"
+STEP_TITLE = "How do loss and density move during a run?"
 BOTH, CHANGES = (LOSS, LOSS_CHANGE, ACCURACY, ACCURACY_CHANGE), (LOSS_CHANGE, ACCURACY_CHANGE)
 
 
@@ -109,7 +114,7 @@ def against_threshold(study: Study, rows: Sequence[Row], found: Findings) -> Fig
             _log_axis(axes, {0.0: "0 %", **ticks}, (ends[0], 2.0))
             axes.set_xlabel("density: off-shard gradients pushed, mean over the run")
 
-    return _figure(study, rows, found.quality, ("by threshold", "by what it let through"), draw, BOTH)
+    return _figure(study, rows, (QUALITY_TITLE, found.quality), ("by threshold", "by what it let through"), draw, BOTH)
 
 
 def against_bytes(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
@@ -124,7 +129,7 @@ def against_bytes(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
         axes.set_xlabel(f"sent by a rank in a step ({unit})")
 
     note = "Grey: another is as good or better, with fewer bytes."
-    return _figure(study, rows, found.bytes, ("gradients and parameters",), draw, BOTH, note=note)
+    return _figure(study, rows, (BYTES_TITLE, found.bytes), ("gradients and parameters",), draw, BOTH, note=note)
 
 
 def against_time(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
@@ -143,7 +148,7 @@ def against_time(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(5))
 
     note = f"Grey: another is as good or better, in less time. {' '.join(f'{each}.' for each in found.elsewhere)}"
-    return _figure(study, rows, found.time, titles, draw, CHANGES, note=note)
+    return _figure(study, rows, (TIME_TITLE, found.time), titles, draw, CHANGES, note=note)
 
 
 def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
@@ -161,7 +166,11 @@ def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
                 y = [loss - (0.0 if column else dense[step]) for step, loss in row.curve]
                 axes.plot(x, y, marker=marker, markersize=4, **style)
             elif any(row.densities):
-                axes.plot(range(1, len(row.densities) + 1), [d or math.nan for d in row.densities], **style)
+                every = max(1, len(row.densities) // MARKS_ALONG)
+                densities = [d or math.nan for d in row.densities]
+                axes.plot(
+                    range(1, len(densities) + 1), densities, marker=marker, markersize=4.5, markevery=every, **style
+                )
         axes.set_xlabel("time in steps, evaluation left out (s)" if column == 1 else "step")
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=column != 1))
         axes.set_ylabel((LOSS_CHANGE.label, quality.label, "off-shard gradients pushed")[column])
@@ -171,7 +180,7 @@ def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percentage(value)))
             axes.yaxis.set_minor_locator(NullLocator())
 
-    return _figure(study, rows, found.density or found.quality, titles, draw, (LOSS,))
+    return _figure(study, rows, (STEP_TITLE, found.density or found.quality), titles, draw, (LOSS,), bars=False)
 
 
 def dominated(rows: Sequence[Row], places: dict[str, float], quality: Quality, study: Study) -> set[str]:
@@ -286,31 +295,35 @@ def _log_axis(axes: Axes, ticks: dict[float, str], ends: tuple[float, float]) ->
 def _figure(
     study: Study,
     rows: Sequence[Row],
-    title: str,
+    titles: tuple[str, str],
     panels: Sequence[str],
     draw: Callable[[Axes, int, Quality], None],
     qualities: Sequence[Quality],
     *,
     note: str = "",
+    bars: bool = True,
 ) -> Figure:
-    """Return a panel for each title and quality, the legend right of them."""
+    """Return a panel for each title and quality, the legend right of them; `titles`: what was asked, and found."""
     chosen = [quality for quality in qualities if all(quality.of(row) for row in rows)]
     entries = _legend_entries(study, rows)
     places, (columns, lines) = _grid(len(panels), len(chosen))
     legend_in = 0.45 + 0.074 * max(len(label) for _, label in entries)
     width_in = LEFT_IN + columns * (PANEL_IN + GAP_IN) - GAP_IN + 0.3 + legend_in
-    heading = textwrap.wrap(plain(title), int((width_in - 0.3) / 0.112))
-    notes = textwrap.wrap(plain(f"{_what(rows)} {note} {CAVEAT}"), int((width_in - 0.3) / 0.079))
-    top_in = 0.25 + 0.24 * len(heading) + 0.19 * len(notes) + 0.45
+    finding = wrapped(f"{titles[1]}." if titles[1] else "", width_in - 0.4, 10.5)
+    notes = wrapped(f"{_what(rows, bars)} {note} {CAVEAT}", width_in - 0.4)
+    top_in = 0.25 + 0.26 + 0.21 * len(finding) + 0.19 * len(notes) + 0.45
     height_in = top_in + max(lines * (HIGH_IN + BOTTOM_IN), LINE_IN * len(entries) + 0.5)
     with mpl.rc_context(STYLE):
         figure = new_figure(width_in, height_in)
         y = height_in - 0.25
-        for i, line in enumerate(heading):
-            figure.text(0.15 / width_in, (y - 0.24 * i) / height_in, line, fontsize=13, fontweight="bold", va="center")
-        y -= 0.24 * len(heading) + 0.02
-        for i, line in enumerate(notes):
-            figure.text(0.15 / width_in, (y - 0.19 * i) / height_in, line, color="0.3", va="center")
+        figure.text(0.15 / width_in, y / height_in, titles[0], fontsize=14, fontweight="bold", va="center")
+        y -= 0.26
+        for line in finding:
+            figure.text(0.15 / width_in, y / height_in, plain(line), fontsize=10.5, va="center")
+            y -= 0.21
+        for line in notes:
+            figure.text(0.15 / width_in, y / height_in, plain(line), color="0.3", va="center")
+            y -= 0.19
         for (panel, quality), (across, down) in places.items():
             bottom_in = height_in - top_in - HIGH_IN - down * (HIGH_IN + BOTTOM_IN)
             left_in = LEFT_IN + across * (PANEL_IN + GAP_IN)
@@ -349,10 +362,14 @@ def _grid(panels: int, qualities: int) -> tuple[dict[tuple[int, int], tuple[int,
     return places, (columns, qualities * each)
 
 
-def _what(rows: Sequence[Row]) -> str:
+def _what(rows: Sequence[Row], bars: bool) -> str:
+    n, steps = rows[0].loss.n, rows[0].curve[-1][0]
+    if not bars:
+        return f"Mean of {n} seeds, {steps} steps."
     return (
-        f"Mean of {rows[0].loss.n} seeds after {rows[0].curve[-1][0]} steps. Bars: standard deviation over seeds; of a "
-        "change from dense, paired by seed: 95 % interval."
+        f"Mean of {n} seeds after {steps} steps. Bars: standard deviation over seeds; of a change from dense, paired "
+        "by "
+        "seed: 95 % interval."
     )
 
 

@@ -2,7 +2,9 @@
 
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +110,10 @@ def in_order(methods: Sequence[str]) -> list[str]:
     return [method for method in MARKS if method in methods] + sorted(set(methods) - MARKS.keys())
 
 
-def mark(method: str) -> dict[str, Any]:
-    """Return how a method's points are drawn."""
+def mark(method: str, points: float = 8) -> dict[str, Any]:
+    """Return how a method's points are drawn, so many points wide."""
     marker, colour = MARKS.get(method, OTHER_MARK)
-    size = 12 if marker == "*" else 8  # a star of equal width looks smaller
+    size = 1.5 * points if marker == "*" else points  # a star of equal width looks smaller
     return {"marker": marker, "color": colour, "markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
@@ -120,11 +122,25 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+@lru_cache(maxsize=10_000)
 def label_width_in(text: str) -> float:
     """Return the width of a label in bold, the widest that it may become."""
     return (
         float(TextPath((0, 0), plain(text), LABEL_POINTS, prop=FontProperties(weight="bold")).get_extents().width) / 72
     )
+
+
+def wrapped(text: str, width_in: float, points: float = 9.5) -> list[str]:
+    """Return text in lines that are no wider than `width_in`, if it were bold."""
+    lines: list[list[str]] = [[]]
+    scale, space_in, used_in = points / LABEL_POINTS, label_width_in("n n") - 2 * label_width_in("n"), 0.0
+    for word in text.split():
+        wide_in = scale * label_width_in(word)
+        if lines[-1] and used_in + scale * space_in + wide_in > width_in:
+            lines.append([])
+        used_in = used_in + scale * space_in + wide_in if lines[-1] else wide_in
+        lines[-1].append(word)
+    return [" ".join(line) for line in lines if line]
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
@@ -134,6 +150,18 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     return figure
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A picture, the question that it answers, and what it shows in words."""
+
+    name: str
+    """Of its files, without suffix."""
+    title: str
+    figure: Figure
+    words: str
+    """What somebody who cannot see it should know: what is drawn, and what stands out."""
+
+
 def png(figure: Figure) -> bytes:
     """Return the figure as PNG, the same bytes for the same figure."""
     stream = io.BytesIO()
@@ -141,6 +169,29 @@ def png(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
+def svg(figure: Figure) -> bytes:
+    """Return the figure as SVG, the same bytes for the same figure; letters are drawn, whatever fonts a reader has."""
+    stream = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "gssim", "svg.fonttype": "path"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    return stream.getvalue()
+
+
+WRITERS = {".png": png, ".svg": svg}
+"""By the suffix of a picture's file."""
+
+
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG, whole or not at all."""
-    write_bytes(path, png(figure))
+    """Write the figure as its file's suffix says, whole or not at all."""
+    write_bytes(path, WRITERS[path.suffix.lower()](figure))
+
+
+def save_all(charts: Iterable[Chart], folder: Path) -> list[Path]:
+    """Write every chart as PNG and SVG; return the files, in order."""
+    paths = []
+    for chart in charts:
+        for suffix in WRITERS:
+            path = folder / f"{chart.name}{suffix}"
+            save(chart.figure, path)
+            paths.append(path)
+    return paths

@@ -21,8 +21,10 @@ from analysis.charts.drawing import (
     plain,
     unit_for,
 )
+from analysis.charts.placing import place_labels
 from analysis.groups import variant_of
 
+TITLE = "Does the simulator see what compute waits for?"
 FEWEST_APART = 3
 """Scenarios of the largest group, from which on each group has a panel of its own."""
 ACROSS, SIDE_IN, LEFT_IN, TOP_IN, BELOW_IN, BOTTOM_IN, RIGHT_IN = 4, 2.7, 0.8, 1.35, 0.95, 0.55, 0.35
@@ -69,9 +71,7 @@ def _panel(axes: Axes, group: str, rows: Sequence[Row]) -> None:
     axes.plot((0, limit), (0, limit), color="0.25", linewidth=1, zorder=2)
     for row in rows:
         measured, predicted = (side / factor for side in _sides(row))
-        axes.plot(
-            measured, predicted, linestyle="", zorder=4, clip_on=False, **(mark(row["method"]) | {"markersize": 7})
-        )
+        axes.plot(measured, predicted, linestyle="", zorder=4, clip_on=False, **mark(row["method"], 7))
     axes.set_xlim(0, limit)
     axes.set_ylim(0, limit)
     for axis in (axes.xaxis, axes.yaxis):
@@ -81,36 +81,23 @@ def _panel(axes: Axes, group: str, rows: Sequence[Row]) -> None:
     axes.set_title(plain(group), loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel(f"measured ({unit})")
     axes.set_ylabel(f"predicted ({unit})")
-    _labels(axes, rows, factor, limit)
+    _labels(axes, rows, factor)
 
 
-def _labels(axes: Axes, rows: Sequence[Row], factor: float, limit: float) -> None:
+def _labels(axes: Axes, rows: Sequence[Row], factor: float) -> None:
     """Name the points that cost the prediction most of a step."""
     errors = {i: row["exposed_communication_error_of_step_ratio"] or 0.0 for i, row in enumerate(rows)}
     worst = sorted(errors, key=lambda i: -abs(errors[i]))[:LABELLED]
-    for i in worst:
-        if abs(errors[i]) > LABELLED_FROM_RATIO:
-            measured, predicted = (side / factor for side in _sides(rows[i]))
-            left = measured > limit / 2
-            above = predicted > measured
-            axes.annotate(
-                plain(f"{variant_of(rows[i]['name'])} {percent(errors[i])}"),
-                (measured, predicted),
-                (-6 if left else 6, 7 if above else -7),
-                textcoords="offset points",
-                ha="right" if left else "left",
-                va="bottom" if above else "top",
-                fontsize=LABEL_POINTS - 1,
-                zorder=5,
-                bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.5},
-            )
+    named = [i for i in worst if abs(errors[i]) > LABELLED_FROM_RATIO]
+    points = [(measured / factor, predicted / factor) for measured, predicted in map(_sides, rows)]
+    texts = [f"{variant_of(rows[i]['name'])} {percent(errors[i])}" for i in named]
+    place_labels(axes, [points[i] for i in named], texts, points)
 
 
 def _heading(figure: Figure, methods: Sequence[str]) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
-    title = "Does the simulator see what compute waits for?"
-    figure.text(x, 1 - 0.32 / height_in, title, fontsize=14, fontweight="bold", va="center")
+    figure.text(x, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
     note = (
         "Exposed communication in one step, mean over ranks. Above the line the prediction is too high. "
         f"Named: the worst {LABELLED} of a panel,"

@@ -11,11 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from analysis.charts.drawing import LABEL_POINTS, MARKS, STYLE, label_width_in, new_figure, percent, plain
+from analysis.charts.drawing import LABEL_POINTS, MARKS, STYLE, label_width_in, new_figure, percent, plain, wrapped
 from analysis.groups import variant_of
 from analysis.rivals import DENSE
 
-PANEL_IN, ROW_IN, TOP_IN, BOTTOM_IN, COLUMN_IN = 5.2, 0.3, 1.55, 1.2, 1.25
+TITLE = "Where does Gradient Sharding win, and where does it lose?"
+PANEL_IN, ROW_IN, TOP_IN, BOTTOM_IN, COLUMN_IN = 5.2, 0.3, 1.1, 1.2, 1.25
+NOTE_IN = 0.2
+"""Height of a line of the note."""
 TICKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)
 APART = 0.17
 """Of two rivals in one row, in rows."""
@@ -33,13 +36,14 @@ def rivals(table: pl.DataFrame) -> Figure | None:
     with mpl.rc_context(STYLE):
         left_in = 0.35 + max(label_width_in(label) for label, _ in lines)
         width_in = left_in + PANEL_IN + 3 * COLUMN_IN + 0.3
-        height_in = TOP_IN + ROW_IN * len(lines) + BOTTOM_IN
+        notes = _notes(table, width_in - 0.3)
+        height_in = TOP_IN + NOTE_IN * len(notes) + ROW_IN * len(lines) + BOTTOM_IN
         figure = new_figure(width_in, height_in)
         box = (left_in / width_in, BOTTOM_IN / height_in, PANEL_IN / width_in, ROW_IN * len(lines) / height_in)
         axes = figure.add_axes(box)
         _panel(axes, lines)
         _columns(axes, lines)
-        _heading(figure, table)
+        _heading(figure, notes)
     return figure
 
 
@@ -131,18 +135,22 @@ def _density(row: Row, exchange: str) -> str:
     return "all" if density is None else f"{100 * density:.2g} %"
 
 
-def _heading(figure: Figure, table: pl.DataFrame) -> None:
+def _notes(table: pl.DataFrame, room_in: float) -> list[str]:
+    """Return the note in lines that fit the picture."""
+    rival = "DDP's" if table["rival_method"].unique().to_list() == ["ddp"] else "DDP's and ZeRO-2's"
+    note = (
+        f"Time of a step beside {rival} for the same training, predicted and measured; what was pushed and published, "
+        f"and the loss of the last steps beside dense training's, as measured. {_controls(table)}"
+    )
+    return wrapped(note, room_in)
+
+
+def _heading(figure: Figure, notes: Sequence[str]) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
-    title = "Where does Gradient Sharding win, and where does it lose?"
-    figure.text(x, 1 - 0.32 / height_in, title, fontsize=14, fontweight="bold", va="center")
-    rival = "DDP's" if table["rival_method"].unique().to_list() == ["ddp"] else "DDP's and ZeRO-2's"
-    notes = (
-        f"Time of a step beside {rival} for the same training, predicted and measured; what was pushed and published,",
-        f"and the loss of the last steps beside dense training's, as measured. {_controls(table)}",
-    )
+    figure.text(x, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
     for i, note in enumerate(notes):
-        figure.text(x, 1 - (0.62 + 0.2 * i) / height_in, note, color="0.25", va="center")
+        figure.text(x, 1 - (0.62 + NOTE_IN * i) / height_in, plain(note), color="0.25", va="center")
     looks: dict[str, dict[str, Any]] = {
         f"beside {method}": {"marker": MARKS[method][0], "color": MARKS[method][1]} for method in DENSE
     }

@@ -22,6 +22,8 @@ from analysis.charts.drawing import (
 )
 from gssim.result import PHASES
 
+TITLE = "Where does a step's time go, and does the simulator see it?"
+
 # Neighbours in a stack differ in lightness (L* 70, 46, 89, 71, 32, 91), not in hue alone.
 PHASE_COLOURS = {
     "forward": "#56B4E9",
@@ -78,11 +80,23 @@ def magnitudes(values: Sequence[float]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
+def longest_phase(row: dict[str, Any]) -> str:
+    """Return which phase takes most of a step, measured and predicted, for people."""
+    found = []
+    for side in ("measured", "predicted"):
+        total_s = _total_s(row, side)
+        phase = max(PHASES, key=lambda phase: row[f"{phase}_{side}_s"] or 0.0)
+        if total_s > 0:
+            found.append((side, phase.replace("_", " "), (row[f"{phase}_{side}_s"] or 0.0) / total_s))
+    if len(found) == 2 and found[0][1] == found[1][1]:
+        return f"{found[0][1]} ({100 * found[0][2]:.0f} % measured, {100 * found[1][2]:.0f} % predicted)"
+    return ", ".join(f"{side} {phase} ({100 * ratio:.0f} %)" for side, phase, ratio in found)
+
+
 def _phase_heading(figure: Figure, which: str, *, several: bool) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
-    title = "Where does a step's time go, and does the simulator see it?"
-    figure.text(x, 1 - 0.32 / height_in, title, fontsize=14, fontweight="bold", va="center")
+    figure.text(x, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
     notes = [which] if which else []
     note = "Top bar of a pair (hatched): predicted; bottom bar (plain): measured. Means over ranks."
     if several:

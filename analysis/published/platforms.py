@@ -7,7 +7,8 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from gssim.cluster import Cluster
-from gssim.units import PositiveFloat, PositiveInt, spec, validated
+from gssim.topology.kinds import CUBE_MESH_DEVICES
+from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, spec, validated
 
 FILE = "platforms.toml"
 
@@ -27,12 +28,14 @@ class Platform:
     nic_link: str
     pcie_link: str
     nccl: str | dict[str, Any]
+    tensor_float_flop_per_s: FlopPerSecond | None = None
+    """Of matrix products in TF32; absent: the device has none."""
     float8_ratio: PositiveFloat | None = None
     """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention over that of maps; see `Software`."""
-    reserved_ratio: PositiveFloat = 1.0
-    """Peak bytes that the allocator holds over those that tensors take, where no replay of the allocator tells."""
+    first_attention_ratio: PositiveFloat = 1.0
+    """The same of FlashAttention's first version, as Triton has it."""
     calibrated_on: tuple[str, ...] = field(default=())
     """The rows, by their id, that numbers of the device were fitted to."""
 
@@ -58,36 +61,56 @@ def _is(gpu: str, name: str) -> bool:
     return gpu == name or gpu.startswith((f"{name} ", f"{name},"))
 
 
+def first_attention_ratio_of(gpu: str) -> float:
+    """Return the rate of FlashAttention's first version over that of maps; 1 where the GPU is not known."""
+    platform = platform_of(gpu)
+    return platform.first_attention_ratio if platform else 1.0
+
+
+def float8_ratio_of(gpu: str) -> float | None:
+    """Return the rate of matrix products in float8 over that in 16 bits; None where it is not known."""
+    platform = platform_of(gpu)
+    return platform.float8_ratio if platform else None
+
+
 def calibration_rows() -> frozenset[str]:
     """Return the ids of all rows that a device's numbers were fitted to."""
     return frozenset(row for platform in platforms().values() for row in platform.calibrated_on)
 
 
 @cache
-def cluster_of(gpu: str, ranks: int, per_node: int | None) -> Cluster:
-    """Return a cluster of so many devices of a known GPU, in servers behind one switch that never blocks."""
+def cluster_of(gpu: str, ranks: int, per_node: int | None, tensor_float: bool = False) -> Cluster:
+    """Return a cluster of so many devices of a known GPU, in servers behind one switch that never blocks.
+
+    `tensor_float`: products of fp32 are multiplied as TF32, where the device can.
+    """
     platform = platform_of(gpu)
     assert platform is not None  # asked for before
     devices = min(per_node or platform.devices, ranks)
     while ranks % devices:
         devices -= 1
+    # a part of a cube mesh is nearly a full mesh
+    inside = "nvswitch" if platform.inside == "cube-mesh" and devices != CUBE_MESH_DEVICES else platform.inside
     nics = next(n for n in range(min(platform.nics, devices), 0, -1) if devices % n == 0)
     server = {
         "count": ranks // devices,
         "device": "gpu",
         "devices": devices,
-        "inside": platform.inside if devices > 1 else "none",
+        "inside": inside if devices > 1 else "none",
         **({"inside_link": platform.inside_link} if devices > 1 else {}),
         "nics": nics,
         "nic_link": platform.nic_link,
         "pcie_link": platform.pcie_link,
     }
+    device = platform.device
+    if tensor_float and platform.tensor_float_flop_per_s:
+        device = {**device, "peak_flop_per_s": {"fp32": platform.tensor_float_flop_per_s}}
     data = {
         "name": f"{ranks} x {gpu}",
         "backend": "nccl",
         "nccl": platform.nccl,
         "source": f"analysis/published/{FILE}",
-        "device_types": {"gpu": platform.device},
+        "device_types": {"gpu": device},
         "topology": {"kind": "servers", "fabric": {"kind": "switch"}, "servers": [server]},
     }
     return validated(Cluster, data, file=FILE)

@@ -1,17 +1,18 @@
 """The scenario of a published run, and its prediction."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from analysis.published.platforms import cluster_of, platform_of
 from analysis.published.runs import Run, SkippedError
-from analysis.published.transformer import transformer
+from analysis.published.transformer import FLOAT, transformer
 from gssim.cluster import Cluster
 from gssim.plan import Plan
-from gssim.result import Result
+from gssim.result import RankClass, Result
 from gssim.scenario import Loaded, Scenario, check
 from gssim.simulate import simulate
-from gssim.units import UserError
+from gssim.units import PRECISION_BYTES, UserError
 from gssim.workload import Workload
 
 
@@ -25,30 +26,60 @@ class Prediction:
     device_bytes: float
 
 
+MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
+"""Of more, no row is simulated: a slip of the pen rather than a run."""
+
+
 def predict(run: Run) -> Prediction:
     """Return the prediction for a run; raise SkippedError where the project cannot predict it.
 
     Of many micro-batches not all are simulated: in its steady state, each more takes as long as the one before it.
     """
+    _refuse(run)
     few, more = _counts(run)
     results = [_result(run, count) for count in dict.fromkeys((few, more))]
     first, last = results[0].step_time_s, results[-1].step_time_s
     step_s = last + (run.micro_batches - more) * (last - first) / max(1, more - few)
-    cluster, platform = cluster_of_run(run), platform_of(run.gpu)
     ranks = results[-1].ranks
-    allocated = max(rank.peak_allocated_bytes for rank in ranks)
-    ratio = platform.reserved_ratio if platform else 1.0
-    reserved = max(rank.peak_reserved_bytes or ratio * rank.peak_allocated_bytes for rank in ranks)
-    return Prediction(step_s, allocated, reserved, reserved + cluster.type_of(0).context_bytes)
+    if run.memory_of == "last":
+        ranks = tuple(each for each in ranks if run.ranks - 1 in each.ranks)
+    added = _float_gradient_bytes(run, ranks)
+    allocated = max(rank.peak_allocated_bytes for rank in ranks) + added
+    reserved = max(rank.peak_reserved_bytes or rank.peak_allocated_bytes for rank in ranks) + added
+    outside = max(sum(rank.outside_bytes.values()) for rank in ranks)
+    return Prediction(step_s, allocated, reserved, reserved + outside)
+
+
+def _float_gradient_bytes(run: Run, ranks: Sequence[RankClass]) -> float:
+    """Return what gradients in float take beside those of the parameters' own precision, which the plan tells."""
+    if not run.software.float_gradients:
+        return 0.0
+    held = max(rank.peak_by_category_bytes.get("parameters", 0.0) for rank in ranks)
+    return held * (FLOAT / PRECISION_BYTES[run.software.precision] - 1)
+
+
+def _refuse(run: Run) -> None:
+    """Raise SkippedError for runs that there cannot have been."""
+    shape, software = run.shape, run.software
+    if run.ranks > MOST_RANKS or shape.layers > MOST_BLOCKS:
+        raise SkippedError("more GPUs or layers than any run has")
+    if shape.heads % run.tp or shape.hidden % shape.heads or shape.heads % shape.kv_heads:
+        raise SkippedError("heads do not divide evenly")
+    if shape.sequence_length % software.context_ranks:
+        raise SkippedError("sequences do not divide evenly")
+    if run.pp * run.chunks > shape.layers:
+        raise SkippedError("more stages than layers")
+    if run.chunks > 1 and run.micro_batches % run.pp:
+        raise SkippedError("interleaved stages need a multiple of pp micro-batches")
 
 
 def _counts(run: Run) -> tuple[int, int]:
     """Return how many micro-batches are simulated, twice: the numbers are as far apart as the schedule repeats.
 
-    It does from the micro-batch on that finds a pipeline filled: interleaved, that takes two rounds of its ranks.
+    It does from the micro-batch on that finds a pipeline filled, with each micro-batch; interleaved, that takes two
+    rounds of its ranks, and as many micro-batches as it has ranks.
     """
-    every = run.pp
-    few = max(2, every * (2 if run.chunks > 1 else 1))
+    every, few = (run.pp, 2 * run.pp) if run.chunks > 1 else (1, max(2, run.pp))
     if run.micro_batches <= few + every or run.micro_batches % every:
         return run.micro_batches, run.micro_batches
     return few, few + every
@@ -56,7 +87,7 @@ def _counts(run: Run) -> tuple[int, int]:
 
 def cluster_of_run(run: Run) -> Cluster:
     """Return the cluster that a run was on."""
-    return cluster_of(run.gpu, run.ranks, run.per_node)
+    return cluster_of(run.gpu, run.ranks, run.per_node, run.software.tensor_float)
 
 
 def scenario_of(run: Run, micro_batches: int) -> Scenario:
@@ -65,7 +96,7 @@ def scenario_of(run: Run, micro_batches: int) -> Scenario:
         raise SkippedError("a GPU that platforms.toml does not know")
     context = run.software.context_ranks
     model = transformer(
-        run.identity, run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.kind == "gpt",
+        run.identity, run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.ties,
         source=run.source,
     )  # fmt: skip
     workload = Workload(

@@ -1,20 +1,32 @@
 """Scores of published figures as a table for people, and as JSON."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from analysis.published.score import BYTES_PER_PARAMETER, UTILISATION, Errors, Scored, SourceScore
+from analysis.published.score import BYTES_PER_PARAMETER, UTILISATION, Errors, Scored, Scores, SourceScore
 
 PIPE_WIDTH = 140
 
 
-def as_json(scores: list[SourceScore]) -> dict[str, Any]:
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """Give a function that shows on stderr how many rows are done, of how many."""
+    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("rows", total=None)
+        yield lambda done, rows: bar.update(task, completed=done, total=rows)
+
+
+def as_json(scores: Scores) -> dict[str, Any]:
     """Return all scores as plain data, every row's figures with them."""
     return {
         "baseline": {"utilisation_ratio": UTILISATION, "bytes_per_parameter": BYTES_PER_PARAMETER},
@@ -26,10 +38,13 @@ def as_json(scores: list[SourceScore]) -> dict[str, Any]:
                 "rank_agreement": asdict(each.agreement),
                 "calibration_rows": list(each.calibration),
                 "skipped": each.skipped,
+                "skipped_rows": dict(each.skipped_rows),
                 "rows": [_row(row) for row in each.rows],
             }
-            for each in scores
+            for each in scores.sources
         ],
+        "refused_files": list(scores.refused),
+        "interrupted": scores.interrupted,
     }
 
 
@@ -46,7 +61,7 @@ def _row(row: Scored) -> dict[str, Any]:
     }
 
 
-def print_scores(scores: list[SourceScore]) -> None:
+def print_scores(scores: Scores) -> None:
     """Print a line for each source and quantity, then what was skipped and why."""
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -62,7 +77,7 @@ def print_scores(scores: list[SourceScore]) -> None:
         "calibrated\non rows",
     ):
         table.add_column(header, justify="right", no_wrap=True)
-    for each in scores:
+    for each in scores.sources:
         for cells in _lines(each):
             table.add_row(*map(escape, cells))
     console.print(table)
@@ -70,7 +85,11 @@ def print_scores(scores: list[SourceScore]) -> None:
         f"baseline: 6 x parameters x tokens / (GPUs x peak x {UTILISATION}); {BYTES_PER_PARAMETER} bytes a parameter",
         markup=False,
     )
-    for each in scores:
+    for each in scores.sources:
+        if each.calibration:
+            rows = ", ".join(each.calibration)
+            console.print(f"calibrated on, and not scored, of {each.source}: {rows}", markup=False)
+    for each in scores.sources:
         for reason, count in sorted(each.skipped.items(), key=lambda item: -item[1]):
             console.print(f"skipped {count} of {each.source}: {reason}", markup=False)
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from analysis.published.transformer import Shape, Software
+from analysis.published.shape import Shape, Software
 
+Method = Literal["single", "ddp", "zero1", "zero2", "zero3", "pipeline", "tensor"]
 Metric = Literal["allocated", "reserved", "device"]
 """Peak bytes that tensors took; that the allocator had taken from the device; that were in use on the device."""
 
@@ -23,7 +24,7 @@ class Run:
     per_node: int | None
     shape: Shape
     software: Software
-    method: Literal["single", "ddp", "zero2", "zero3", "pipeline", "tensor"]
+    method: Method
     dp: int
     tp: int = 1
     pp: int = 1
@@ -40,6 +41,8 @@ class Run:
     step_s: float | None
     memory_bytes: float | None = None
     memory_metric: Metric | None = None
+    memory_of: Literal["most", "last"] = "most"
+    """Whose memory was measured: of the rank that needs most, or of the last one."""
 
     @property
     def ranks(self) -> int:

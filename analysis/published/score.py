@@ -1,16 +1,18 @@
 """How far predictions are from published figures, source by source, beside a naive baseline."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 
-from analysis.published.platforms import calibration_rows, cluster_of
-from analysis.published.predict import Prediction, predict
-from analysis.published.runs import Run, SkippedError
-from analysis.published.tables import read_table
+from analysis.published.outcomes import INTERRUPTED, Missing, outcomes
+from analysis.published.platforms import calibration_rows
+from analysis.published.predict import Prediction, cluster_of_run
+from analysis.published.runs import Run
+from analysis.published.tables import Record, read_table
+from gssim.units import UserError
 
 UTILISATION = 0.4
 """Of the baseline: the share of the peak that 6 FLOP a parameter and token are done at, on every device."""
@@ -50,7 +52,7 @@ class Scored:
 
 def baseline_step_s(run: Run) -> float:
     """Return 6 * parameters * tokens / (GPUs * peak * one utilisation)."""
-    device = cluster_of(run.gpu, run.ranks, run.per_node).type_of(0)
+    device = cluster_of_run(run).type_of(0)
     peak = device.peak_flop_per_s[run.software.precision]
     return 6 * run.shape.parameters * run.tokens / (run.ranks * peak * UTILISATION)
 
@@ -126,9 +128,18 @@ class SourceScore:
     source: str
     rows: tuple[Scored, ...]
     """All that are predicted, those of the calibration too."""
-    skipped: dict[str, int]
-    """How many rows are not predicted, by the reason."""
-    tested: tuple[Scored, ...]
+    skipped_rows: Mapping[str, str]
+    """The rows that are not predicted, by id, with the reason."""
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many rows are not predicted, by the reason."""
+        return dict(Counter(self.skipped_rows.values()))
+
+    @property
+    def tested(self) -> tuple[Scored, ...]:
+        """What is scored: nothing was fitted to it."""
+        return tuple(row for row in self.rows if not row.calibration)
 
     @property
     def calibration(self) -> tuple[str, ...]:
@@ -155,43 +166,81 @@ class SourceScore:
         return agreement_of(self.rows)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What becomes of some tables."""
+
+    sources: tuple[SourceScore, ...]
+    refused: tuple[str, ...] = ()
+    """Files that could not be read, each with the reason."""
+    faults: tuple[str, ...] = ()
+    """Where the project's own code failed."""
+    interrupted: bool = False
+
+
 def score(
     files: Sequence[Path],
     *,
-    told: Callable[[str], None] = lambda _: None,
+    jobs: int = 1,
+    told: Callable[[int, int], None] = lambda done, rows: None,
     only: Callable[[str], bool] = lambda _: True,
-) -> list[SourceScore]:
+) -> Scores:
     """Return the scores of the rows of some tables, by source.
 
-    `told` hears of every row, by id, as it is predicted; `only`: which rows, by id.
+    `told` hears how many rows are done, of how many; `only`: which rows, by id. Raises UserError where no file can be
+    read; one that can makes up for others that cannot.
     """
+    tables, refused = _read(files)
+    records = [each for table in tables for each in table if only(each[0])]
+    runs = [(identity, source, run) for identity, source, run in records if isinstance(run, Run)]
+    count = 0
+
+    def ended(_: int) -> None:
+        nonlocal count
+        count += 1
+        told(count, len(runs))
+
+    told(0, len(runs))
+    ends = iter(outcomes([run for _, _, run in runs], jobs=jobs, told=ended))
     found: dict[str, list[Scored]] = defaultdict(list)
-    skipped: dict[str, Counter[str]] = defaultdict(Counter)
+    skipped: dict[str, dict[str, str]] = defaultdict(dict)
+    faults: list[str] = []
+    for identity, source, run in records:
+        outcome = next(ends) if isinstance(run, Run) else Missing(str(run))
+        if isinstance(outcome, Missing):
+            skipped[source][_unlike(identity, skipped[source])] = outcome.reason
+            faults += [outcome.fault] if outcome.fault else []
+        elif isinstance(run, Run):
+            known = identity in calibration_rows()
+            found[source].append(Scored(identity=identity, run=run, prediction=outcome, calibration=known))
+    return Scores(
+        sources=tuple(
+            SourceScore(source=source, rows=tuple(found[source]), skipped_rows=skipped[source])
+            for source in dict.fromkeys(source for _, source, _ in records)
+        ),
+        refused=refused,
+        faults=tuple(faults),
+        interrupted=any(INTERRUPTED in each.values() for each in skipped.values()),
+    )
+
+
+def _unlike(identity: str, others: Mapping[str, str]) -> str:
+    """Return an id, numbered where another row has it already."""
+    number, name = 1, identity
+    while name in others:
+        number += 1
+        name = f"{identity} ({number})"
+    return name
+
+
+def _read(files: Sequence[Path]) -> tuple[list[list[Record]], tuple[str, ...]]:
+    """Return the tables that can be read, and why others cannot; raise UserError where that is all of them."""
+    tables, refused = [], []
     for file in files:
-        for identity, source, run in (each for each in read_table(file) if only(each[0])):
-            try:
-                row = _scored(identity, run)
-            except SkippedError as reason:
-                skipped[source][str(reason)] += 1
-            else:
-                found[source].append(row)
-                told(identity)
-    return [
-        SourceScore(
-            source=source,
-            rows=tuple(found[source]),
-            skipped=dict(skipped[source]),
-            tested=tuple(row for row in found[source] if not row.calibration),
-        )
-        for source in dict.fromkeys([*found, *skipped])
-    ]
-
-
-def _scored(identity: str, run: Run | SkippedError) -> Scored:
-    if isinstance(run, SkippedError):
-        raise run
-    if run.step_s is None and run.memory_bytes is None:
-        raise SkippedError("the row has neither a time nor a memory")
-    return Scored(
-        identity=identity, run=run, prediction=predict(run), calibration=identity in calibration_rows()
-    )  # fmt: skip
+        try:
+            tables.append(read_table(file))
+        except UserError as error:
+            refused.append(str(error))
+    if not tables:
+        raise UserError("; ".join(refused))
+    return tables, tuple(refused)

@@ -5,78 +5,14 @@ writes v*n each way, and in its backward reads two tensors twice and writes one;
 a mask of n; a softmax that is fused with scale and mask (Megatron-LM, fused_kernels) reads and writes v a score.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from analysis.published.operations import INPUT, NOTHING, Chain, Cut, Operation, Weight, total
-from gssim.units import PRECISION_BYTES, Precision
+from analysis.published.shape import Shape, Software
+from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, Model, Module, Polynomial, TokenInput
 
 FLOAT = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Hyper-parameters of a decoder (or encoder) of equal blocks."""
-
-    kind: Literal["gpt", "llama"]
-    """`gpt`: layer norms, biases, two maps with a GELU between; `llama`: RMS norms, rotary positions, SwiGLU."""
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocabulary: int
-    sequence_length: int
-
-    @property
-    def kv_width(self) -> int:
-        """Width of keys, and of values."""
-        return self.hidden // self.heads * self.kv_heads
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model, the head tied to the embedding where `gpt`.
-
-        >>> gpt3 = Shape(kind="gpt", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocabulary=51200,
-        ...     sequence_length=2048)
-        >>> round(gpt3.parameters / 1e9, 1)
-        174.6
-        """
-        h, maps = self.hidden, 2 if self.kind == "gpt" else 3
-        block = 2 * h * h + 2 * h * self.kv_width + maps * h * self.ffn
-        if self.kind == "gpt":
-            block += 4 * h + 2 * h + 2 * self.kv_width + self.ffn + h
-            return self.layers * block + (self.vocabulary + self.sequence_length) * h + 2 * h
-        return self.layers * (block + 2 * h) + 2 * self.vocabulary * h + h
-
-
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What of the software that ran a model makes other operations of it."""
-
-    precision: Precision = "bf16"
-    flash_attention: bool = False
-    """Scores are never written, and where the mask is causal, only half of them are computed."""
-    dropout: bool = True
-    """Of attention and of each map's output."""
-    fused_softmax: bool = True
-    """Scale, mask and softmax are one kernel, as in half precision; else three, of torch."""
-    partitioned: bool = False
-    """Between blocks a rank has its part of the activations, as where stages of a pipeline pass on parts of them that
-    are gathered on arrival (Narayanan et al. 2021, section 4.1; DeepSpeed's PipelineEngine does it too)."""
-    compiled: bool = False
-    """Operations that only stream are fused with their neighbours (torch.compile)."""
-    early_stop: bool = True
-    sequence_parallel: bool = False
-    """Between cut blocks, each rank has its part of the sequence."""
-    context_ranks: int = 1
-    """Ranks that share each sequence, attention in a ring: sizes are of a rank's part of it."""
-    map_speedup: float = 1.0
-    """Rate of the blocks' maps over that of the precision: float8."""
-    float8_casts: bool = False
-    attention_ratio: float = 1.0
-    """Rate of flash attention over that of maps."""
 
 
 class Writer:
@@ -108,6 +44,22 @@ class Writer:
         parts = self.cut.ranks
         width = self.shape.hidden * (parts - 1) / parts
         return Operation(name="gathered", output=self.tokens(width, shared=False))
+
+    def gathers(self, name: str) -> bool:
+        """Return whether what is read under a name was gathered by `cut_input`."""
+        return name.endswith("_gathered") and self.cut.ranks > 1
+
+    def cut_input(self, name: str, reads: str) -> list[Operation]:
+        """Return the gathering of a norm's output for all the maps that read it, where it is one tensor of its own.
+
+        DTensor hands it to the maps, which keep it for their backward (torchtitan, parallelize_llama:
+        PrepareModuleInput); Megatron's maps gather what they read in each pass, and keep their part of it.
+        """
+        if not self.software.gathers_inputs or self.cut.ranks == 1:
+            return []
+        whole = self.tokens(self.shape.hidden, shared=False)
+        kept = self.whole(self.shape.hidden) if self.software.pipelined_maps else whole
+        return [Operation(name=name, reads=(reads,), output=kept, backward_summed=whole)]
 
     def norm(self, name: str, *reads: str) -> Operation:
         """Return a norm of what is read."""
@@ -161,7 +113,7 @@ class Writer:
             kept=kept,
             kernels=1 if self.software.compiled else 3,
             summed=summed if by_rows else None,
-            backward_summed=None if by_rows else summed,
+            backward_summed=None if by_rows or self.gathers(reads) else summed,
         )
 
     def add(self, name: str, reads: tuple[str, str], *, last: bool = False) -> Operation:
@@ -295,11 +247,16 @@ class Writer:
         rotated = h + kv
         # eager: casts to float and back, and a product of complex numbers
         passes = 2 + 4 * FLOAT / self.value if eager else 2
+        before, behind = (self.cut_input(f"{place}_gathered", f"{place}_norm") for place in ("attention", "map"))
+        attended, mapped = (
+            each[0].name if each else f"{place}_norm" for place, each in (("attention", before), ("map", behind))
+        )
         return (
             self.norm("attention_norm", INPUT),
-            self.linear("query", "attention_norm", h, h, by_rows=False),
-            self.linear("key", "attention_norm", h, kv, by_rows=False, kept=False),
-            self.linear("value", "attention_norm", h, kv, by_rows=False),
+            *before,
+            self.linear("query", attended, h, h, by_rows=False),
+            self.linear("key", attended, h, kv, by_rows=False, kept=False),
+            self.linear("value", attended, h, kv, by_rows=False),
             Operation(
                 name="rotated",
                 reads=("query", "key"),
@@ -312,8 +269,9 @@ class Writer:
             self.linear("out", "context", h, h, by_rows=True, kept=False),
             self.add("attended", ("out", INPUT)),
             self.norm("map_norm", "attended"),
-            self.linear("gate", "map_norm", h, ffn, by_rows=False),
-            self.linear("up", "map_norm", h, ffn, by_rows=False, kept=False),
+            *behind,
+            self.linear("gate", mapped, h, ffn, by_rows=False),
+            self.linear("up", mapped, h, ffn, by_rows=False, kept=False),
             Operation(
                 name="swiglu",
                 reads=("gate", "up"),
@@ -349,8 +307,12 @@ class Writer:
     def head(self, *, tied: bool) -> tuple[Operation, ...]:
         """Return the last norm, the logits and the loss; `tied`: the embedding's weight serves for logits too."""
         h, v, vocabulary = self.shape.hidden, self.value, self.shape.vocabulary
+        if self.shape.predicted is not None:
+            vocabulary = round(vocabulary * self.shape.predicted / self.shape.sequence_length)
         logits = self.linear("logits", "norm", h, vocabulary, by_rows=False, speedup=1.0)
         logits = replace(logits, weights=() if tied else logits.weights[:1])
+        if self.software.fused_loss:
+            return (self.norm("norm", INPUT), logits, self.fused_loss(vocabulary))
         cast = Operation(
             name="float_logits",
             reads=("logits",),
@@ -358,9 +320,11 @@ class Writer:
             streamed=self.tokens(vocabulary, value=v + FLOAT),
             backward_streamed=self.tokens(vocabulary, value=v + FLOAT),
         )
+        parallel = self.software.parallel_loss and self.cut.ranks > 1
+        shifted = Operation(name="shifted", reads=("float_logits",), output=cast.output)
         softmax = Operation(
             name="log_softmax",
-            reads=("float_logits",),
+            reads=("shifted",) if parallel else ("float_logits",),
             output=self.tokens(vocabulary, value=FLOAT),
             streamed=self.tokens(2 * vocabulary, value=FLOAT),
             backward_streamed=self.tokens(3 * vocabulary, value=FLOAT),
@@ -368,11 +332,24 @@ class Writer:
         )
         loss = Operation(
             name="loss",
-            reads=("log_softmax",),
+            # in parallel, four tensors in float are there at once: what is kept, zeros, their sum and its product
+            reads=("log_softmax", "float_logits") if parallel else ("log_softmax",),
             output=self.cut.size(one=FLOAT, shared=False),
             backward_streamed=self.tokens(vocabulary, value=FLOAT),
         )
-        return (self.norm("norm", INPUT), logits, cast, softmax, loss)
+        return (self.norm("norm", INPUT), logits, cast, *([shifted] if parallel else []), softmax, loss)
+
+    def fused_loss(self, vocabulary: int) -> Operation:
+        """Return the loss that reads the logits twice, for their maxima and sums, and writes their gradient at once."""
+        return Operation(
+            name="loss",
+            reads=("logits",),
+            output=self.cut.size(one=FLOAT, shared=False),
+            streamed=self.tokens(2 * vocabulary),
+            backward_streamed=self.tokens(2 * vocabulary),
+            saves=("logits",),
+            noted=self.tokens(1, shared=False, value=2 * FLOAT),
+        )
 
 
 def layers_of(shape: Shape, software: Software, ranks: int, *, tied: bool) -> tuple[Layer, ...]:

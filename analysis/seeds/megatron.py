@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from analysis.published.predict import Prediction, predict
 from analysis.published.runs import Run
-from analysis.published.transformer import Shape, Software
+from analysis.published.shape import Shape, Software
 from analysis.seeds.line import Line, Simulations
 from gssim.workload import Model, unrolled
 

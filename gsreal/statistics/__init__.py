@@ -21,39 +21,59 @@ from gssim.scenario import Scenario
 from gssim.units import validated
 
 EVERY = 10
-BATCHES = 4
-TRAINED_RATIOS = (0.1, 0.01)
+COURSES = 4
+BATCHES = 2
+TRAINED_RATIOS = (0.01,)
 """Trained under, where no thresholds are given: those that this part of a densely trained run's gradients reaches."""
+APART = 1_000_003
+"""Between the seeds of two courses: far from the seeds of other runs, which are what is to be predicted."""
 
 
 def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
-    """Return the steps that are looked at: from the first one on, `every` steps apart.
+    """Return the steps that are looked at: from the first one after the warm-up on, `every` steps apart.
+
+    In the warm-up, when gradients change fastest, each that is looked at is twice as far as the one before: runs with
+    shorter warm-ups are told from the same statistics.
 
     >>> sampled_steps(45, first=5)
-    (5, 15, 25, 35)
+    (1, 2, 5, 15, 25, 35)
     """
-    return tuple(range(min(first, steps - 1), steps, every))
+    first = min(first, steps - 1)
+    early = (2**k for k in range(first.bit_length()) if 2 ** (k + 1) <= first)
+    return (*early, *range(first, steps, every))
 
 
 def take_statistics(
-    scenario: Scenario, thresholds: Sequence[float] | None = None, *, every: int = EVERY, batches: int = BATCHES
+    scenario: Scenario,
+    thresholds: Sequence[float] | None = None,
+    *,
+    every: int = EVERY,
+    courses: int = COURSES,
+    batches: int = BATCHES,
 ) -> GradientStatistics:
     """Return the statistics of training over the run's steps, warm-up included: densely, and under thresholds.
 
     Every rank's gradient is computed in turn from its own rows. What reaches the owners trains the model: all of a
     rank's own range, and what is at least the threshold of the others; with error feedback, what was not sent before is
-    added first. At each step that is looked at, gradients of several batches are: the noise of one is no property
-    of the training. `thresholds`: besides 0; absent: two, that send a tenth and a hundredth.
+    added first. All of it is done in several courses, the first with the run's seed, and the statistics are their
+    means: first weights, and what batches do to them, are chance and no property of the training. At each step that is
+    looked at, gradients of several batches are. `thresholds`: besides 0; absent: the one that sends a hundredth.
     """
     steps = scenario.run.warmup_steps + scenario.run.steps
     sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
     push = replace(scenario.plan.push, kind="absolute", threshold=None)
     with one_thread():
-        push_grid, publish_grid = _grids(Replica(scenario, push))
+        replica = Replica(scenario, push)
+        sizes = {name: parameter.numel() for name, parameter in replica.parameters.items()}
+        push_grid, publish_grid = _grids(replica)
 
         def taken(policy: Push, publish: Sequence[float] = ()) -> Books:
             looked_at = push_grid if policy.error_feedback or not policy.threshold else ()
-            return _trained(scenario, policy, sampled, batches, looked_at, publish)
+            books = Books(scenario, policy, sampled, sizes, batches=batches, push_grid=looked_at, publish_grid=publish)
+            for course in range(courses):
+                _say_how(policy, course, courses)
+                _train(_reseeded(scenario, course), policy, books)
+            return books
 
         dense = taken(push, publish_grid)
         traces = dense.traces()
@@ -61,7 +81,7 @@ def take_statistics(
         for threshold in (each for each in chosen if each):
             for feedback in (False, True):
                 traces += taken(replace(push, threshold=threshold, error_feedback=feedback)).traces()
-    data = _head(scenario) | {
+    data = _head(scenario, courses) | {
         "steps": steps,
         "sampled_steps": sampled,
         "first_step": min(push.warmup_steps, steps - 1),
@@ -74,25 +94,23 @@ def take_statistics(
     return validated(GradientStatistics, data, file="gsreal gradients")
 
 
-def _trained(
-    scenario: Scenario,
-    push: Push,
-    sampled: Sequence[int],
-    batches: int,
-    push_grid: Sequence[float],
-    publish_grid: Sequence[float],
-) -> Books:
-    """Return the books of one training run."""
+def _reseeded(scenario: Scenario, course: int) -> Scenario:
+    """Return the scenario with the first weights and the batches of a course."""
+    return replace(scenario, run=replace(scenario.run, seed=scenario.run.seed + course * APART))
+
+
+def _train(scenario: Scenario, push: Push, books: Books) -> None:
+    """Train once, and write down what is to be seen."""
+    replica = Replica(scenario, push)
+    books.begin()
+    for step in range(books.steps):
+        books.train(replica, step)
+
+
+def _say_how(push: Push, course: int, courses: int) -> None:
     feedback = " with error feedback" if push.error_feedback else ""
     how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
-    print(f"gsreal: training {how}", file=sys.stderr, flush=True)
-    steps = scenario.run.warmup_steps + scenario.run.steps
-    books = Books(Replica(scenario, push), sampled, courses=batches, push_grid=push_grid, publish_grid=publish_grid)
-    for step in range(steps):
-        books.train(step)
-        if (step + 1) % max(1, steps // 5) == 0:
-            print(f"gsreal: step {step + 1} of {steps}", file=sys.stderr, flush=True)
-    return books
+    print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
 
 
 def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -119,7 +137,7 @@ def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, .
     return tuple(float(f"{10 ** (k / 2):.4g}") for k in range(first, last + 1))
 
 
-def _head(scenario: Scenario) -> dict[str, Any]:
+def _head(scenario: Scenario, courses: int) -> dict[str, Any]:
     workload = scenario.workload
     made = provenance(torch.device("cpu"))
     return {
@@ -130,7 +148,8 @@ def _head(scenario: Scenario) -> dict[str, Any]:
         "global_batch_size": workload.global_batch_size,
         "sequence_length": workload.sequence_length,
         "seed": scenario.run.seed,
-        "source": f"measured {made['date']} by gsreal gradients, torch {made['torch']}, {scenario.ranks} ranks",
+        "source": f"measured {made['date']} by gsreal gradients, torch {made['torch']}, {scenario.ranks} ranks, "
+        f"{courses} course{'s' if courses > 1 else ''}",
     }
 
 

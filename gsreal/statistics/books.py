@@ -1,20 +1,19 @@
-"""What is written down of one training run: sketches of gradients and changes, at the steps that are looked at."""
+"""What is written down of a training's courses: sketches of gradients and changes, at the steps that are looked at."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from gsreal.gradient_sharding.thresholds import TINY
 from gsreal.statistics.feedback import Feedback, Reached
 from gsreal.statistics.sketches import BLOCKS, SMALL, BlockSketches, partition, rounded
 from gsreal.statistics.training import Gradients, Replica
 from gssim.gradients import SKETCH_EDGES
+from gssim.plan import Push
+from gssim.scenario import Scenario
 
-RETRAINED = 5
-"""Steps before one that is looked at that are trained with other batches as well."""
 MULTIPLES = tuple(float(f"{2 ** (k / 2):.4g}") for k in range(-2, 10))
 """Of a tensor's mean magnitude: relative thresholds that are looked at. With error feedback the mean keeps up with a
 threshold to about twice it; beyond, the fewest elements send: so they are close together."""
@@ -23,56 +22,72 @@ threshold to about twice it; beyond, the fewest elements send: so they are close
 class GradientBook:
     """One parameter's gradient, as ranks with the same number of samples see it."""
 
-    def __init__(self, thresholds: Sequence[float], multiples: Sequence[float], *, small: bool) -> None:
-        self.feedback, self.small = Feedback(thresholds, multiples), small
+    def __init__(
+        self, steps: Sequence[int], thresholds: Sequence[float], multiples: Sequence[float], *, small: bool
+    ) -> None:
+        self.thresholds, self.multiples, self.small = thresholds, multiples, small
         self.first: BlockSketches | None = None
-        self.pages: list[_Page] = []
+        self.pages = {step: _Page() for step in steps}
 
     def begin(self) -> None:
-        """Begin the page of a step."""
-        self.pages.append(_Page())
+        """Begin a course, in which nothing is held back yet."""
+        self.feedback = Feedback(self.thresholds, self.multiples)
 
     def see_first(self, gradient: Tensor) -> None:
         """Add a gradient of the first step."""
         self.first = self.first or BlockSketches()
         self.first.add(gradient)
 
-    def see(self, gradient: Tensor) -> None:
-        """Add a gradient to the page."""
-        page = self.pages[-1]
-        page.sketches.add(gradient)
-        if self.feedback.thresholds or self.feedback.multiples:
-            reached = self.feedback.reached(gradient)
-            page.reached = page.reached + reached if page.reached else reached
-        page.total = page.total + gradient.detach().double()
-        page.square += float(gradient.double().square().sum())
-        page.count += 1
+    def see(self, step: int, gradient: Tensor) -> None:
+        """Add a gradient to a step's page."""
+        held_against = self.thresholds or self.multiples
+        self.pages[step].add(gradient, self.feedback.reached(gradient) if held_against else None)
 
     def trace(self) -> dict[str, Any]:
         """Return the book as a TensorTrace."""
-        parts = partition([page.sketches.means for page in self.pages], small=self.small)
-        seen = all(page.count > 1 for page in self.pages)
-        correlations = [page.correlation() for page in self.pages] if seen else []
+        pages = [*self.pages.values()]
+        parts = partition([page.sketches.means for page in pages], small=self.small)
+        correlations = [page.correlation() for page in pages] if all(page.pairs for page in pages) else []
         return {"correlations": correlations, "blocks": [self._block(part) for part in parts]}
 
     def _block(self, part: slice) -> dict[str, Any]:
         """Return what is told of some of the blocks together, as a BlockTrace."""
-        found: dict[str, Any] = {"sketches": [page.sketches.sketch(part) for page in self.pages]}
-        if self.feedback.thresholds:
-            found["feedback"] = [page.feedback(part) for page in self.pages]
-        if self.feedback.multiples:
-            found["relative"] = [page.relative(part) for page in self.pages]
+        pages = [*self.pages.values()]
+        found: dict[str, Any] = {"sketches": [page.sketches.sketch(part) for page in pages]}
+        if self.thresholds:
+            found["feedback"] = [page.feedback(part) for page in pages]
+        if self.multiples:
+            found["relative"] = [page.relative(part) for page in pages]
         return found | ({"first": self.first.sketch(part)} if self.first else {})
 
 
 class _Page:
-    """One parameter's gradients at one step: of several ranks, and over several batches."""
+    """One parameter's gradients at one step: of several ranks, over several batches, in several courses."""
 
     def __init__(self) -> None:
         self.sketches = BlockSketches()
         self.reached: Reached | None = None
-        self.total: Any = 0
-        self.square, self.count = 0.0, 0
+        self.directions: Any = 0
+        """Of this course's gradients, added up."""
+        self.count = self.pairs = 0
+        self.cosines = 0.0
+
+    def add(self, gradient: Tensor, reached: Reached | None) -> None:
+        """Add a gradient, and what of it thresholds send with error feedback."""
+        self.sketches.add(gradient)
+        if reached is not None:
+            self.reached = self.reached + reached if self.reached else reached
+        flat = gradient.detach().reshape(-1).double()
+        direction = flat / flat.norm().clamp_min(TINY)
+        if self.count:
+            self.cosines += float(direction @ self.directions)
+        self.directions = self.directions + direction
+        self.pairs += self.count
+        self.count += 1
+
+    def close(self) -> None:
+        """End the course: weights, and what gradients have in common, are others in the next one."""
+        self.directions, self.count = 0, 0
 
     def feedback(self, blocks: slice) -> dict[str, Any]:
         """Return what error feedback sends of some of the blocks, as a FeedbackDensity."""
@@ -91,116 +106,113 @@ class _Page:
         return [rounded(float(row[blocks].sum()) / elements, digits) for row in rows]
 
     def correlation(self) -> float:
-        """Return the mean cosine of two of the gradients, of which there are several, by the length of their sum."""
-        others = (self.count - 1) * self.square
-        cosine = (float(self.total.square().sum()) - self.square) / others if others else 0.0
-        return rounded(min(1.0, max(-1.0, cosine)), 3)
+        """Return the mean cosine of two gradients of one course."""
+        return rounded(min(1.0, max(-1.0, self.cosines / self.pairs)), 3)
 
 
 class ChangeBook:
     """One parameter's changes, as its owner would publish them."""
 
-    def __init__(self, thresholds: Sequence[float], *, small: bool) -> None:
-        self.feedback, self.small = Feedback(thresholds), small
-        self.pages: list[np.ndarray] = []
+    def __init__(self, steps: Sequence[int], thresholds: Sequence[float], elements: int, *, small: bool) -> None:
+        self.thresholds, self.small = thresholds, small
+        self.elements = np.bincount(np.arange(elements) * BLOCKS // elements, minlength=BLOCKS)
+        self.pages = {step: np.zeros((len(thresholds), BLOCKS)) for step in steps}
+        """How many elements are sent, by threshold and block."""
+        self.courses = 0
 
-    def add(self, change: Tensor, *, look: bool) -> None:
-        """Add a step's change; `look`: and write down what of it is sent."""
-        if look:
-            self.pages.append(self.feedback.reached(change).sent)
-            self.elements = np.bincount(np.arange(change.numel()) * BLOCKS // change.numel(), minlength=BLOCKS)
+    def begin(self) -> None:
+        """Begin a course, in which nothing is held back yet."""
+        self.feedback = Feedback(self.thresholds)
+        self.courses += 1
+
+    def add(self, step: int, change: Tensor) -> None:
+        """Add a step's change; where it is looked at, write down what of it is sent."""
+        if step in self.pages:
+            self.pages[step] += self.feedback.reached(change).sent
         self.feedback.add(change)
 
     def trace(self) -> dict[str, Any]:
         """Return the book as a ChangeTrace."""
-        parts = partition([page.sum(0) / np.maximum(1, self.elements) for page in self.pages], small=self.small)
-        rows = [[page[:, part].sum(1) / max(1, self.elements[part].sum()) for page in self.pages] for part in parts]
+        elements = np.maximum(1, self.courses * self.elements)
+        pages = [*self.pages.values()]
+        parts = partition([page.sum(0) / elements for page in pages], small=self.small)
+        rows = [[page[:, part].sum(1) / elements[part].sum() for page in pages] for part in parts]
         return {"blocks": [[[rounded(float(ratio), 3) for ratio in row] for row in block] for block in rows]}
 
 
 class Books:
-    """All that is written down of one training run."""
+    """All that is written down of courses of training under one push policy."""
 
     def __init__(
         self,
-        replica: Replica,
+        scenario: Scenario,
+        push: Push,
         sampled: Sequence[int],
+        sizes: Mapping[str, int],
         *,
-        courses: int,
+        batches: int,
         push_grid: Sequence[float],
         publish_grid: Sequence[float],
     ) -> None:
-        self.replica, self.sampled, self.courses = replica, frozenset(sampled), courses
-        self.steps = replica.scenario.run.warmup_steps + replica.scenario.run.steps
-        self.turns: dict[int, Callable[[], None]] = {}
-        """Where other courses turn off, by the step at which they are looked at."""
-        self.samples = {rank: replica.scenario.batch_sizes[rank] for rank in replica.feeds}
-        whole = sum(parameter.numel() for parameter in replica.parameters.values())
-        small = {name: parameter.numel() <= SMALL * whole for name, parameter in replica.parameters.items()}
-        multiples = () if replica.push.threshold else MULTIPLES
+        self.push, self.batches = push, batches
+        self.sampled = frozenset(sampled)
+        self.steps = scenario.run.warmup_steps + scenario.run.steps
+        self.warmup = min(scenario.run.warmup_steps, self.steps - 1)
+        self.samples = {rank: samples for rank, samples in enumerate(scenario.batch_sizes) if samples}
+        self.keeping = {samples: rank for rank, samples in self.samples.items()}
+        """Whose gradients add up under error feedback: the last rank's of those with the same number of samples."""
+        small = {name: elements <= SMALL * sum(sizes.values()) for name, elements in sizes.items()}
+        multiples = () if push.threshold else MULTIPLES
         self.gradients = {
-            samples: {name: GradientBook(push_grid, multiples, small=each) for name, each in small.items()}
+            samples: {name: GradientBook(sampled, push_grid, multiples, small=small[name]) for name in sizes}
             for samples in set(self.samples.values())
         }
         """By the number of samples."""
-        self.changes = {name: ChangeBook(publish_grid, small=each) for name, each in small.items() if publish_grid}
-        self.keeping = {samples: rank for rank, samples in self.samples.items()}
-        """Whose gradients add up under error feedback: the last rank's of those with the same number of samples."""
+        self.changes = {
+            name: ChangeBook(sampled, publish_grid, elements, small=small[name])
+            for name, elements in sizes.items()
+            if publish_grid
+        }
 
-    def train(self, step: int) -> None:
+    def begin(self) -> None:
+        """Begin a course of training."""
+        for book in self._gradient_books():
+            book.begin()
+        for published in self.changes.values():
+            published.begin()
+
+    def train(self, replica: Replica, step: int) -> None:
         """Train one step and write down what is to be seen."""
-        self.turns |= {look: self._saved() for look in self.sampled if step == max(0, look - RETRAINED)}
         if step in self.sampled:
-            for books in self.gradients.values():
-                for book in books.values():
-                    book.begin()
-            self._look_at_other_courses(step)
-        before = self._masters()
-        self.replica.step(step, lambda rank, gradients: self._shown(step, rank, gradients))
-        for name, master in self._masters().items():
-            self.changes[name].add(master - before[name], look=step in self.sampled)
+            self._look_at_other_batches(replica, step)
+        before = self._masters(replica)
+        replica.step(step, lambda rank, gradients: self._shown(step, rank, gradients))
+        for name, master in self._masters(replica).items():
+            self.changes[name].add(step, master - before[name])
+        if step in self.sampled:
+            for book in self._gradient_books():
+                book.pages[step].close()
 
-    def _look_at_other_courses(self, step: int) -> None:
-        """Train the latest steps with other batches, and write down what is then to be seen at this one."""
-        now, turn = self._saved(), self.turns.pop(step)
-        with torch.random.fork_rng(devices=[]):
-            for course in range(1, self.courses):
-                turn()
-                for earlier in range(max(0, step - RETRAINED), step):
-                    self.replica.step(earlier, partial(self._keep, earlier), batch=earlier + course * self.steps)
+    def _look_at_other_batches(self, replica: Replica, step: int) -> None:
+        """Write down what is to be seen at a step with other batches than its own."""
+        with replica.aside():
+            for other in range(1, self.batches):
                 for rank in self.samples:
-                    self._see(step, rank, self.replica.gradients(step + course * self.steps, rank)[0])
-        now()
+                    self._see(step, rank, replica.gradients(step + other * self.steps, rank)[0])
 
-    def _saved(self) -> Callable[[], None]:
-        """Return a function that takes the training and what was not sent back to where they are now."""
-        if self.courses == 1:
-            return lambda: None
-        training = self.replica.saved()
-        kept = [
-            (book.feedback, book.feedback.residuals) for books in self.gradients.values() for book in books.values()
-        ]
-
-        def restore() -> None:
-            training()
-            for feedback, residuals in kept:
-                feedback.residuals = residuals
-
-        return restore
+    def _gradient_books(self) -> list[GradientBook]:
+        return [book for books in self.gradients.values() for book in books.values()]
 
     def _is_first(self, step: int) -> bool:
-        return step == self.replica.push.warmup_steps and not self.replica.push.threshold
+        return step == self.push.warmup_steps and not self.push.threshold
 
-    def _masters(self) -> Gradients:
-        masters = self.replica.masters() if self.changes else {}
+    def _masters(self, replica: Replica) -> Gradients:
+        masters = replica.masters() if self.changes else {}
         return {name: master.detach().clone() for name, master in masters.items()}
 
     def _shown(self, step: int, rank: int, gradients: Gradients) -> None:
         self._see(step, rank, gradients)
-        self._keep(step, rank, gradients)
-
-    def _keep(self, step: int, rank: int, gradients: Gradients) -> None:
-        if self.keeping[self.samples[rank]] == rank and step >= self.replica.push.warmup_steps:
+        if self.keeping[self.samples[rank]] == rank and step >= self.push.warmup_steps:
             for name, gradient in gradients.items():
                 self.gradients[self.samples[rank]][name].feedback.add(gradient)
 
@@ -208,26 +220,26 @@ class Books:
         for name, gradient in gradients.items():
             book = self.gradients[self.samples[rank]][name]
             if step in self.sampled:
-                book.see(gradient)
+                book.see(step, gradient)
             if self._is_first(step):
                 book.see_first(gradient)
 
     def traces(self) -> list[dict[str, Any]]:
         """Return the books of gradients as RankTraces."""
-        push = self.replica.push
         return [
             {
                 "samples": samples,
-                "threshold": push.threshold or 0.0,
-                "error_feedback": bool(push.threshold and push.error_feedback),
+                "threshold": self.push.threshold or 0.0,
+                "error_feedback": bool(self.push.threshold and self.push.error_feedback),
                 "tensors": {name: book.trace() for name, book in books.items()},
             }
             for samples, books in sorted(self.gradients.items())
         ]
 
     def thresholds(self, ratios: Sequence[float]) -> tuple[float, ...]:
-        """Return, rising, the thresholds that these parts of all gradients reach, to an edge of the sketches."""
-        sketches = [p.sketches for books in self.gradients.values() for book in books.values() for p in book.pages]
+        """Return, rising, the thresholds that these parts of gradients reach after the warm-up, to a sketch's edge."""
+        pages = [page for book in self._gradient_books() for step, page in book.pages.items() if step >= self.warmup]
+        sketches = [page.sketches for page in pages]
         reached = sum(each.reached.sum(0) for each in sketches) / sum(each.elements.sum() for each in sketches)
         chosen = {SKETCH_EDGES[int(np.abs(np.log(reached.clip(1e-12)) - np.log(ratio)).argmin())] for ratio in ratios}
         return tuple(float(f"{threshold:.2g}") for threshold in sorted(chosen))

@@ -1,6 +1,5 @@
 """Training as Gradient Sharding does it, every rank's gradient computed in turn on one device."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -57,12 +56,12 @@ class Replica:
             found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return found, weights.ranks[rank]
 
-    def step(self, step: int, see: Callable[[int, Gradients], None], *, batch: int | None = None) -> None:
-        """Train one step; `see` is shown every rank's gradients on the way; `batch`: the step whose batch is taken."""
+    def step(self, step: int, see: Callable[[int, Gradients], None]) -> None:
+        """Train one step; `see` is shown every rank's gradients on the way."""
         self.sent_elements = self.offered_elements = 0
         contributions = []
         for rank in self.feeds:
-            gradients, weight = self.gradients(step if batch is None else batch, rank)
+            gradients, weight = self.gradients(step, rank)
             see(rank, gradients)
             if self.push.threshold:
                 gradients = {name: self._sent(step, rank, name, gradient) for name, gradient in gradients.items()}
@@ -119,24 +118,17 @@ class Replica:
         ((_, found),) = self.thresholds[rank, name].find(pieces, self.scratch, step=step - self.push.warmup_steps)
         return found
 
-    def saved(self) -> Callable[[], None]:
-        """Return a function that takes the training back to where it is now, as often as it is called."""
-        changed = [*self.module.parameters(), *self.module.buffers(), *self.masters().values()]
-        values = [tensor.detach().clone() for tensor in changed]
-        states = {parameter: copy.deepcopy(state) for parameter, state in self.optimizer.state.items()}
-        residuals, estimates = dict(self.residuals), {key: each.estimated for key, each in self.thresholds.items()}
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Compute gradients beside the training, which goes on from here as if none had been, while the context lasts.
 
-        @torch.no_grad()
-        def restore() -> None:
-            for tensor, value in zip(changed, values, strict=True):
-                tensor.copy_(value)
-            self.optimizer.state.clear()
-            self.optimizer.state.update({parameter: copy.deepcopy(state) for parameter, state in states.items()})
-            self.residuals = dict(residuals)
-            for key, each in self.thresholds.items():
-                each.estimated = estimates.get(key)
-
-        return restore
+        Random numbers and buffers (running means) are put back.
+        """
+        before = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        with torch.random.fork_rng(devices=[]):
+            yield
+        for buffer, value in before:
+            buffer.detach().copy_(value)
 
     def masters(self) -> Gradients:
         """Return what the optimizer updates, by the name of the parameter."""

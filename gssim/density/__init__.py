@@ -3,7 +3,7 @@
 Statistics are taken at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
 the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, for
 training changes gradients ever more slowly. What a threshold drops changes the training and with it later gradients, so
-statistics are taken under several thresholds, and the densities that they give are interpolated in the logarithm of the
+statistics are taken under thresholds too, and the densities that they give are interpolated in the logarithm of the
 threshold.
 
 Without error feedback the density is the tail of |g|. With it, it is the rate at which elements come to reach the
@@ -233,15 +233,18 @@ class _View:
 
     def _held(self, block: BlockTrace, level: float, factor: float, moment: _Moment) -> float:
         """Return the fraction of a block that reaches `factor` times a level that was the threshold until then."""
-        ratios = []
-        for sketch, row in zip(moment.of(block.sketches), moment.of(block.feedback), strict=True):
-            if level < self.grid[0]:  # feedback matters ever less
-                more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
-                ratios.append(min(1.0, _tail(sketch, factor * level) * more ** (level / self.grid[0])))
-            else:
-                sent = _on_grid(self.grid, row.sent_ratios, level)
-                ratios.append(sent if factor == 1 else self._tail_of_held(row, level, sent, factor))
+        pairs = zip(moment.of(block.sketches), moment.of(block.feedback), strict=True)
+        ratios = [self._held_at(sketch, row, level, factor) for sketch, row in pairs]
+        if moment.before < 0 and block.first is not None:  # at the first step nothing has gathered yet
+            ratios[0] = _tail(block.first, factor * level)
         return moment.mixed(ratios)
+
+    def _held_at(self, sketch: Sketch, row: FeedbackDensity, level: float, factor: float) -> float:
+        if level < self.grid[0]:  # feedback matters ever less
+            more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
+            return min(1.0, float(_tail(sketch, factor * level) * more ** (level / self.grid[0])))
+        sent = _on_grid(self.grid, row.sent_ratios, level)
+        return sent if factor == 1 else self._tail_of_held(row, level, sent, factor)
 
     def _tail_of_held(self, row: FeedbackDensity, level: float, sent: float, factor: float) -> float:
         by_level = [_on_grid(self.grid, each, level) for each in zip(*row.held_ratios, strict=True)]

@@ -18,6 +18,7 @@ from gssim.policies import TWO_LEVELS, Policies, resolve
 from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
+from gssim.space import SearchSpace
 from gssim.topology import structure_of
 from gssim.units import Count, PositiveInt, spec
 from gssim.workload import LayerInstance, Workload, unrolled
@@ -93,6 +94,8 @@ class Scenario:
     network: Conditions = field(default_factory=Conditions)
     """Faults and other traffic (simulated)."""
     run: Run = field(default_factory=Run)
+    search: SearchSpace = field(default_factory=SearchSpace)
+    """Which other plans `gssim search` looks through; it makes no other question."""
 
     @property
     def policies(self) -> Policies:
@@ -244,6 +247,7 @@ class Scenario:
     def resolved(self) -> dict[str, Any]:
         """Return the whole scenario as plain data, as the Result keeps it."""
         data: dict[str, Any] = _adapter(Scenario).dump_python(self, mode="json")
+        del data["search"]
         if not self.network:
             del data["network"]
         if self.run.evaluate_every_steps is None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gsreal.feed import Feed
 from gsreal.machine import settle
 from gsreal.measure import Timeline
+from gsreal.rank import run_on_rank
 from gsreal.worker import build
 from gssim.scenario import load_scenario
 
@@ -29,6 +30,7 @@ WARMUPS, STEPS = 3, 21
 
 def main(scenario_file: str, out: str) -> None:
     warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     loaded = [load_scenario(Path(scenario_file), plan, gradients_needed=False).scenario for plan in PLANS.values()]
@@ -48,9 +50,7 @@ def main(scenario_file: str, out: str) -> None:
         ratios = {name: median / medians[0] for name, median in zip(PLANS, medians, strict=True)}
         Path(out).write_text(json.dumps(ratios), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    main(*sys.argv[1:])
+    run_on_rank(main, sys.argv[1:])

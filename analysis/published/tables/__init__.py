@@ -7,53 +7,64 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.published.runs import Run, SkippedError
+from analysis.published.tables.amp import amp
+from analysis.published.tables.foundry import llm_foundry
 from analysis.published.tables.many import many_sources
+from analysis.published.tables.megatron import megatron_tests
 from analysis.published.tables.sailor import sailor
 from analysis.published.tables.vtrain import vtrain
 from gssim.units import UserError
 
-Record = Mapping[str, str]
+Row = Mapping[str, str]
+Record = tuple[str, str, Run | SkippedError]
+"""Id, source and run of a row; instead of the run, why it cannot be told."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of table: the columns that tell it, and how a row of it is read."""
 
+    name: str
     columns: frozenset[str]
-    read: Callable[[Record, str], Run]
+    read: Callable[[Row, str], Run]
 
 
 KINDS = (
-    Kind(frozenset({"id", "source", "gpu", "n_gpus", "model", "layers", "tp", "pp", "iter_time_s"}), many_sources),
-    Kind(frozenset({"# GPUs", "hidden size", "tensor parallelism", "iteration time (ms)"}), vtrain),
-    Kind(frozenset({"layers_per_stage", "stages", "mbs", "gbs", "measured_iter_s"}), sailor),
+    Kind("runs of many sources", frozenset({"id", "source", "gpu", "n_gpus", "model", "iter_time_s"}), many_sources),
+    Kind("vTrain", frozenset({"# GPUs", "hidden size", "tensor parallelism", "iteration time (ms)"}), vtrain),
+    Kind("Sailor's validation", frozenset({"layers_per_stage", "stages", "mbs", "gbs", "measured_iter_s"}), sailor),
+    Kind("Megatron's tests", frozenset({"test_case", "platform", "iter_time_median_s", "hidden-size"}), megatron_tests),
+    Kind("AMP's trials", frozenset({"experiment", "partition", "micro_batch", "measured_iter_s"}), amp),
+    Kind("LLM Foundry", frozenset({"Model", "SeqLen (T)", "# GPUs", "GPU", "Throughput (T/s)"}), llm_foundry),
 )
 
 
-def read_table(path: Path) -> list[tuple[str, str, Run | SkippedError]]:
+def read_table(path: Path) -> list[Record]:
     """Return (id, source, run) of every row of a table; instead of a run, why it cannot be told.
 
     Raises UserError where there is no such file, or its columns are of no kind that is known.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            records = list(csv.DictReader(file))
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    columns = set(records[0]) if records else set()
+    columns = set(reader.fieldnames or ())
     kind = next((each for each in KINDS if each.columns <= columns), None)
     if kind is None:
-        known = "; ".join(", ".join(sorted(each.columns)) for each in KINDS)
-        raise UserError(f"{path}: no such columns are known; allowed: {known}")
-    return list(_read(records, kind, path.stem))
+        known = "; ".join(f"{each.name} ({', '.join(sorted(each.columns))})" for each in KINDS)
+        raise UserError(f"{path}: its columns are those of no table of runs that is known; allowed: {known}")
+    return list(_read(rows, kind, path.stem))
 
 
-def _read(records: list[dict[str, str]], kind: Kind, name: str) -> Iterator[tuple[str, str, Run | SkippedError]]:
-    for number, record in enumerate(records, start=1):
-        filled = defaultdict(str, {key: (value or "").strip() for key, value in record.items() if key is not None})
+def _read(rows: list[dict[str, str]], kind: Kind, name: str) -> Iterator[Record]:
+    for number, row in enumerate(rows, start=1):
+        filled = defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key is not None})
         identity = filled.get("id") or f"{name} row {number}"
         try:
             run = kind.read(filled, identity)
-            yield identity, run.source, run
+            yield run.identity, run.source, run
         except SkippedError as reason:
-            yield identity, filled.get("source") or name, reason
+            yield identity, (filled.get("source") if kind is KINDS[0] else kind.name) or name, reason

@@ -1,4 +1,4 @@
-"""Fields of a row: numbers that may be missing."""
+"""Fields of a row: numbers that may be missing, or be written for people."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -7,16 +7,22 @@ from analysis.published.runs import SkippedError
 
 
 def number(record: Mapping[str, str], key: str) -> float | None:
-    """Return a number, or None where the field is empty or no number.
+    """Return a number, or None where the field is empty or no number; commas between thousands are passed over.
 
-    >>> number({"a": "2.5", "b": "?"}, "a"), number({"a": "2.5", "b": "?"}, "b")
-    (2.5, None)
+    >>> number({"a": "2.5", "b": "?"}, "a"), number({"a": "2.5", "b": "?"}, "b"), number({"a": "1,024"}, "a")
+    (2.5, None, 1024.0)
     """
     try:
-        value = float(record.get(key, ""))
+        value = float(record.get(key, "").replace(",", ""))
     except ValueError:
         return None
     return value if isfinite(value) else None
+
+
+def positive(record: Mapping[str, str], key: str) -> float | None:
+    """Return a number above 0, or None: a time or a memory that was measured."""
+    value = number(record, key)
+    return value if value is not None and value > 0 else None
 
 
 def count(record: Mapping[str, str], key: str) -> int | None:
@@ -38,3 +44,14 @@ def divided(total: int, parts: int, what: str) -> int:
     if total % parts:
         raise SkippedError(f"{what} do not divide evenly")
     return total // parts
+
+
+def padded(vocabulary: int, tp: int) -> int:
+    """Return the rows of an embedding that Megatron cuts among `tp` ranks: multiples of 128 for each.
+
+    Source: Megatron-LM, vocab_size_with_padding, with make-vocab-size-divisible-by = 128.
+
+    >>> padded(50257, 1), padded(50257, 4)
+    (50304, 50688)
+    """
+    return -(-vocabulary // (128 * tp)) * 128 * tp

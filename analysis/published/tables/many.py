@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from analysis.published.platforms import platform_of
-from analysis.published.runs import Metric, Run, SkippedError
-from analysis.published.tables.fields import count, divided, needed, number
-from analysis.published.transformer import Shape, Software
+from analysis.published.platforms import float8_ratio_of, platform_of
+from analysis.published.runs import Method, Metric, Run, SkippedError
+from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import count, divided, needed, positive
 
 GIB = 2**30
-Method = Literal["single", "ddp", "zero2", "zero3", "pipeline", "tensor"]
 UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")
 """The table's own remarks: of these, details are missing."""
 METRICS: dict[str, Metric] = {
@@ -19,14 +18,19 @@ METRICS: dict[str, Metric] = {
     "nvidia-smi": "device",
 }
 """By what the kind of a memory figure begins with."""
-SIXTEEN_BITS = ("fp16", "bf16", "BF16", "fp16 AMP", "bf16/fp16")
-FLOAT8 = ("bf16+float8", "bf16+float8 linear, fp8 all-gather", "float8 tensorwise", "FP8-CS")
+SIXTEEN_BITS = ("fp16", "bf16", "bf16/fp16", "fp16 amp", "amp fp16", "amp", "mixed")
+FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx")
+"""What the precision begins with, in small letters: maps are multiplied in float8, what is between is in 16 bits."""
+MODELS = ("gpt", "llama", "mt-nlg", "bert")
+MASKED_TOKENS = {128: 20, 512: 80}
+"""Of BERT's sequences, by their length: so many are predicted, and have logits (NVIDIA, DeepLearningExamples: BERT)."""
 METHODS: dict[str, Method] = {
     "": "ddp",
     "none (DDP)": "ddp",
     "DDP": "ddp",
     "DeepSpeed 3D": "ddp",
-    "DDP+dist-opt": "zero2",
+    "DDP+dist-opt": "zero1",
+    "distributed optimizer": "zero1",
     "FSDP2 full-shard (ZeRO-3) over dp*cp": "zero3",
     "FSDP": "zero3",
     "FSDP FULL_SHARD": "zero3",
@@ -38,12 +42,9 @@ METHODS: dict[str, Method] = {
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
     """Return what a row says; raise SkippedError where it lacks something, or is of a kind that is not scored."""
     _refuse(record)
-    dp, tp, pp = (needed(record, key) for key in ("dp", "tp", "pp"))
-    context = count(record, "cp") or 1
-    if dp * tp * pp * context != needed(record, "n_gpus"):
-        raise SkippedError("dp x tp x pp x cp are not the GPUs")
+    dp, tp, pp, context = _axes(record)
     micro, micro_batches = _batches(record, dp, pp)
-    memory = number(record, "mem_gib")
+    memory = positive(record, "mem_gib")
     metric = next((name for start, name in METRICS.items() if record["mem_kind"].startswith(start)), None)
     return Run(
         identity=identity,
@@ -51,7 +52,7 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
         gpu=record["gpu"],
         per_node=count(record, "gpus_per_node"),
         shape=_shape(record),
-        software=_software(record, tp, context),
+        software=_software(record, tp, pp, context),
         method=_method(record, dp * context, pp, tp),
         dp=dp,
         tp=tp,
@@ -61,15 +62,36 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
         micro_batches=micro_batches,
         recompute=_recompute(record),
         overlap=not _is_early_megatron(record),
-        step_s=number(record, "iter_time_s"),
+        step_s=positive(record, "iter_time_s"),
         memory_bytes=memory * GIB if memory is not None and metric else None,
         memory_metric=metric if memory is not None else None,
     )
 
 
+def _axes(record: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Return dp, tp, pp and cp; one of the first three that is not said follows from the others and the GPUs."""
+    ranks, context = needed(record, "n_gpus"), count(record, "cp") or 1
+    said = {key: count(record, key) for key in ("dp", "tp", "pp")}
+    missing = [key for key, value in said.items() if value is None]
+    if len(missing) > 1:
+        raise SkippedError(f"the row does not say {missing[0]}")
+    known = context
+    for value in said.values():
+        known *= value or 1
+    if missing and not ranks % known and record[missing[0]] == "":
+        said[missing[0]], known = ranks // known, ranks
+    if None in said.values():
+        raise SkippedError(f"the row does not say {missing[0]}")
+    if known != ranks:
+        raise SkippedError("dp x tp x pp x cp are not the GPUs")
+    return said["dp"] or 1, said["tp"] or 1, said["pp"] or 1, context
+
+
 def _is_early_megatron(record: Mapping[str, str]) -> bool:
     """Return whether gradients are reduced after the backward, and scores are written: no option of 2023 is on."""
     known = ("Megatron", "Narayanan", "MT-NLG", "DLPerf")
+    if _is_bridge(record):
+        return False
     return any(name in record["source"] for name in known) and "overlap-grad-reduce" not in record["extras"]
 
 
@@ -78,20 +100,26 @@ def _refuse(record: Mapping[str, str]) -> None:
     remarks = " ".join(record.get(key, "") for key in ("source", "system", "gpu", "note"))
     if any(each in remarks for each in UNTRUSTED):
         raise SkippedError("the table says that details are missing")
-    if number(record, "iter_time_s") is None and number(record, "mem_gib") is None:
+    if positive(record, "iter_time_s") is None and positive(record, "mem_gib") is None:
         raise SkippedError("the row has neither a time nor a memory")
+    if "power limited" in remarks:
+        raise SkippedError("a GPU whose power is limited, by how much is not said")
     if "MoE" in record["note"] or (count(record, "ep") or 1) > 1:
         raise SkippedError("a mixture of experts")
-    if not record["model"].lower().startswith(("gpt", "llama", "mt-nlg")):
-        raise SkippedError("neither a GPT nor a Llama")
+    model = record["model"].lower()
+    if not model.startswith(MODELS) or model.startswith("gpt-oss"):
+        raise SkippedError("neither a GPT, a Llama nor a BERT")
+    if model.startswith("bert") and count(record, "seq") not in (None, 128):
+        raise SkippedError("a BERT on long sequences, of which padding was removed")
     if platform_of(record["gpu"]) is None:
         raise SkippedError("a GPU that platforms.toml does not know")
 
 
 def _shape(record: Mapping[str, str]) -> Shape:
+    model = record["model"].lower()
     hidden, heads = needed(record, "hidden"), needed(record, "heads")
     return Shape(
-        kind="llama" if record["model"].lower().startswith("llama") else "gpt",
+        kind="llama" if model.startswith("llama") else "gpt",
         layers=needed(record, "layers"),
         hidden=hidden,
         heads=heads,
@@ -99,36 +127,53 @@ def _shape(record: Mapping[str, str]) -> Shape:
         ffn=count(record, "ffn") or 4 * hidden,
         vocabulary=needed(record, "vocab"),
         sequence_length=needed(record, "seq"),
+        predicted=MASKED_TOKENS.get(needed(record, "seq")) if model.startswith("bert") else None,
     )
 
 
-def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
-    precision = record["precision"]
-    if precision not in (*SIXTEEN_BITS, *FLOAT8):
-        raise SkippedError(f"precision '{precision}' is not modelled")
+def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Software:
+    said = record["precision"].lower()
+    float8 = said.startswith(FLOAT8)
+    if not float8 and said not in (*SIXTEEN_BITS, "tf32", "fp32"):
+        raise SkippedError(f"precision '{record['precision']}' is not modelled")
+    if record["model"].lower().startswith("bert"):
+        full = said in ("tf32", "fp32")
+        return Software(precision="fp32" if full else "bf16", tensor_float=said == "tf32", fused_softmax=False)
     if _is_early_megatron(record):
-        return Software(early_stop=False, partitioned=tp > 1 and (count(record, "pp") or 1) > 1)
-    platform = platform_of(record["gpu"])
-    ratio = platform.float8_ratio if platform else None
-    if precision in FLOAT8 and ratio is None:
+        return Software(early_stop=False, partitioned=tp > 1 and pp > 1)
+    if said in ("tf32", "fp32"):
+        return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
+    platform, ratio = platform_of(record["gpu"]), float8_ratio_of(record["gpu"])
+    if float8 and ratio is None:
         raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
     return Software(
         flash_attention=True,
         dropout=False,
         attention_ratio=platform.attention_ratio if platform else 1.0,
-        compiled=record["compile"] == "yes",
+        compiled=record["compile"] == "yes" or _is_bridge(record),
         sequence_parallel=tp > 1,
+        gathers_inputs="torchtitan" in record["source"] and tp > 1,
+        pipelined_maps="AsyncTP" in record["extras"],
+        parallel_loss="torchtitan" in record["source"] and tp > 1,
+        fused_loss=record["compile"] == "yes" and "_2024" not in record["source"],  # before 2025, it was not compiled
         context_ranks=context,
-        map_speedup=(ratio or 1.0) if precision in FLOAT8 else 1.0,
-        float8_casts=precision in FLOAT8,
+        map_speedup=(ratio or 1.0) if float8 else 1.0,
+        float8_casts=float8,
     )
+
+
+def _is_bridge(record: Mapping[str, str]) -> bool:
+    """Return whether a row is of Megatron Bridge, whose norms, rotations and activations are fused kernels."""
+    return "Megatron-Bridge" in record["source"]
 
 
 def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> Method:
     if record["sharding"] not in METHODS:
         raise SkippedError(f"sharding '{record['sharding']}' is not known")
     method = METHODS[record["sharding"]]
-    if method == "ddp" and data == 1:
+    if method in ("zero2", "zero3") and pp > 1:
+        raise SkippedError("FSDP over the stages of a pipeline")
+    if data == 1:
         return "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
     return method
 
@@ -145,11 +190,11 @@ def _batches(record: Mapping[str, str], dp: int, pp: int) -> tuple[int, int]:
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    said = record["recompute"]
+    said = record["recompute"].lower()
     if said.startswith(("full", "yes")):
         return "full"
     if said.startswith("selective"):
         return "selective"
-    if said == "none":
+    if said in ("none", "no") or (not said and _is_bridge(record)):  # its recipes recompute where they say so
         return "none"
     raise SkippedError("the row does not say what is recomputed")

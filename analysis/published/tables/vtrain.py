@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from analysis.published.runs import Run
-from analysis.published.tables.fields import divided, needed, number
-from analysis.published.transformer import Shape, Software
+from analysis.published.runs import Run, SkippedError
+from analysis.published.shape import Shape, Software
+from analysis.published.tables.fields import divided, needed, positive
 
 GPU = "A100-SXM-80GB, 4 cards"
 NODE = 8
@@ -16,8 +16,12 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
     """Return what a row says; raise SkippedError where it lacks something."""
     dp, micro = needed(record, "data parallelism"), needed(record, "micro batch")
     hidden, heads = needed(record, "hidden size"), needed(record, "attention heads")
-    pp, milliseconds = needed(record, "pipeline parallelism"), number(record, "iteration time (ms)")
-    tp = needed(record, "tensor parallelism")
+    pp, milliseconds = needed(record, "pipeline parallelism"), positive(record, "iteration time (ms)")
+    tp, ranks = needed(record, "tensor parallelism"), needed(record, "# GPUs")
+    if dp * tp * pp != ranks:
+        raise SkippedError("dp x tp x pp are not the GPUs")
+    if milliseconds is None:
+        raise SkippedError("the row has neither a time nor a memory")
     shape = Shape(
         kind="gpt",
         layers=needed(record, "# layers"),
@@ -30,12 +34,12 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
     )
     return Run(
         identity=identity,
-        source=f"vTrain, {'several nodes' if needed(record, '# GPUs') > NODE else 'one node'}",
+        source=f"vTrain, {'several nodes' if ranks > NODE else 'one node'}",
         gpu=GPU,
         per_node=8,
         shape=shape,
         software=Software(early_stop=False, partitioned=tp > 1 and pp > 1),
-        method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor",
+        method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single",
         dp=dp,
         tp=tp,
         pp=pp,
@@ -43,5 +47,5 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
         micro_batches=divided(divided(needed(record, "global batch"), dp, "samples"), micro, "micro-batches"),
         recompute="full",
         overlap=False,
-        step_s=milliseconds / 1e3 if milliseconds else None,
+        step_s=milliseconds / 1e3,
     )

@@ -1,0 +1,23 @@
+"""All charts that a sweep's table allows: which there are depends on what its points differ in."""
+
+from analysis.charts.drawing import Chart
+from analysis.charts.sweeps.fronts import fronts
+from analysis.charts.sweeps.memory import memory_by_category
+from analysis.charts.sweeps.scaling import scaling
+from analysis.charts.sweeps.thresholds import step_time_by_threshold
+from analysis.charts.sweeps.winners import who_wins
+from analysis.sweeps.table import SweepTable
+
+
+def sweep_charts(table: SweepTable) -> list[Chart]:
+    """Return the charts of a sweep's table; none of those that its axes do not allow."""
+    if not table.answered:
+        return []
+    memory, scaled = memory_by_category(table), scaling(table)
+    return [
+        *step_time_by_threshold(table),
+        *who_wins(table),
+        *fronts(table),
+        *([memory] if memory is not None else []),
+        *([scaled] if scaled is not None else []),
+    ]

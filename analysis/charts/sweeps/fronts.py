@@ -1,0 +1,185 @@
+"""Which plans are worth choosing: step time against memory, and against cost, and the fronts of both kinds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from analysis.charts.drawing import BYTE_UNITS, STYLE, TIME_UNITS, Chart, unit_for
+from analysis.charts.placing import place_labels
+from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only
+from analysis.charts.sweeps.panels import Size, add_axes, sheet, value_axis
+from analysis.sweeps.choice import front
+from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
+from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
+
+SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
+MOST_PANELS = 9
+MOST_LABELS = 7
+DENSE_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 1.3, "linestyle": "-"}
+SPARSE_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 1.1, "linestyle": ":"}
+
+Of = Callable[[Row], float]
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a short step is had for."""
+
+    name: str
+    title: str
+    label: str
+    of: Callable[[Row], float | None]
+    units: tuple[tuple[str, float], ...]
+
+
+PRICES = (
+    Price(
+        "time_and_memory", "Which plans are fastest for the memory they take?", "peak memory", peak_bytes, BYTE_UNITS
+    ),
+    Price(
+        "time_and_cost",
+        "Which plans are fastest for what a step costs?",
+        "cost of a step",
+        lambda row: row.get("cost_usd_per_step"),
+        (("USD", 1.0), ("thousandths of a USD", 1e-3), ("millionths of a USD", 1e-6)),
+    ),
+)
+
+
+def fronts(table: SweepTable) -> list[Chart]:
+    """Return a chart for each price that is known."""
+    return [chart for price in PRICES if (chart := _chart(table, price)) is not None]
+
+
+def _chart(table: SweepTable, price: Price) -> Chart | None:
+    layout = layout_of(table)
+    known = [row for row in table.fitting if price.of(row) is not None]
+    settings = {place: rows for place, rows in by_setting(known, layout).items() if len(rows) > 1}
+    chosen = dict(list(settings.items())[:MOST_PANELS])
+    if not chosen:
+        return None
+    looks = looks_of(table, layout)
+    sparse = any(not is_dense(row) for rows in chosen.values() for row in rows)
+    controlled = any(is_control(row) for rows in chosen.values() for row in rows)
+    note = (
+        "Predicted; plans that fit. Left and below is better. Line: the best of the dense plans: no other is faster "
+        "for less "
+        f"{price.label}."
+        + (
+            " Dotted: thresholded plans (hollow) too, which train by fewer gradients; change of loss: not measured. "
+            + ("Asterisk: nothing is pushed." if controlled else "No control (threshold = inf) here.")
+            if sparse
+            else ""
+        )
+        + (f" The first {len(chosen)} of {len(settings)} settings." if len(chosen) < len(settings) else "")
+    )
+    with mpl.rc_context(STYLE):
+        titles = [layout.setting_label(place) for place in chosen]
+        legend = _legend([row for rows in chosen.values() for row in rows], layout, looks, sparse, controlled)
+        figure, boxes = sheet(titles, SIZE, across=3, heading=price.title, note=note, legend=legend)
+        for box, rows in zip(boxes, chosen.values(), strict=True):
+            _panel(add_axes(figure, box), rows, layout, looks, price)
+    return Chart(price.name, price.title, figure, _words(chosen, layout, price))
+
+
+def price_of(row: Row, price: Price) -> float:
+    """Return a known price."""
+    value = price.of(row)
+    assert value is not None
+    return value
+
+
+def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, Look], price: Price) -> None:
+    time_unit, second = unit_for(max(row["step_time_s"] for row in rows), TIME_UNITS)
+    unit, factor = unit_for(max(price_of(row, price) for row in rows), price.units)
+
+    def x(row: Row) -> float:
+        return float(row["step_time_s"]) / second
+
+    def y(row: Row) -> float:
+        return price_of(row, price) / factor
+
+    value_axis(axes, [x(row) for row in rows], y=False, zero=False)
+    value_axis(axes, [y(row) for row in rows], zero=False)
+    useful = [row for row in rows if not is_control(row) or is_dense(row)]
+    dense_front = front([row for row in rows if is_dense(row)], x, y)
+    whole_front = front(useful, x, y)
+    for line, members in ((DENSE_LINE, dense_front), (SPARSE_LINE, whole_front)):
+        if members:
+            axes.plot(*_steps([(x(row), y(row)) for row in members], axes), zorder=1.5, **line)
+    for row in sorted(rows, key=is_dense):
+        look = looks[layout.plan_of(row)]
+        if is_control(row) and not is_dense(row):
+            axes.plot(x(row), y(row), zorder=3, **CONTROL)
+        elif is_dense(row):
+            axes.plot(x(row), y(row), zorder=4, **points_only(look, markeredgecolor="white"))
+        else:
+            axes.plot(x(row), y(row), zorder=3, **points_only(look, markerfacecolor="white", markersize=6))
+    _labels(axes, rows, [*dense_front, *(row for row in whole_front if not is_dense(row))], layout, x, y)
+    axes.set_xlabel(f"step time ({time_unit})")
+    axes.set_ylabel(f"{price.label} ({unit})")
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _steps(points: Sequence[tuple[float, float]], axes: Axes) -> tuple[list[float], list[float]]:
+    """Return the corners of a front: what is reached by the plans on it, from edge to edge of the panel."""
+    xs, ys = [points[0][0]], [axes.get_ylim()[1]]
+    for x, y in points:
+        xs += [x, x]
+        ys += [ys[-1], y]
+    return [*xs, axes.get_xlim()[1]], [*ys, ys[-1]]
+
+
+def _labels(axes: Axes, rows: Sequence[Row], named: Sequence[Row], layout: Layout, x: Of, y: Of) -> None:
+    """Name the plans on the fronts, each beside its mark: of a plan's thresholds the fastest, with its density."""
+    found: dict[tuple[Place, bool], Row] = {}
+    for row in named:
+        found.setdefault((layout.plan_of(row), is_dense(row)), row)
+    shown = list(found.values())[:MOST_LABELS]
+    texts = [_label(row, layout.plan_label(layout.plan_of(row))) for row in shown]
+    place_labels(axes, [(x(row), y(row)) for row in shown], texts, [(x(row), y(row)) for row in rows])
+
+
+def _label(row: Row, name: str) -> str:
+    threshold = row.get(THRESHOLD)
+    if is_dense(row):
+        return name
+    return f"{name} {threshold:g}: {density_words(row)}" if threshold is not None else f"{name}: {density_words(row)}"
+
+
+def _legend(
+    rows: Sequence[Row], layout: Layout, looks: dict[Place, Look], sparse: bool, controlled: bool
+) -> list[tuple[Artist, str]]:
+    entries: list[tuple[Artist, str]] = [
+        (Line2D([], [], **points_only(looks[place])), layout.plan_label(place)) for place in by_plan(rows, layout)
+    ]
+    entries.append((Line2D([], [], **DENSE_LINE), "best of the dense plans"))
+    if sparse:
+        hollow: dict[str, Any] = {"marker": "o", "linestyle": "", "color": "0.3", "markerfacecolor": "white"}
+        entries.append((Line2D([], [], **SPARSE_LINE), "best of all"))
+        entries.append((Line2D([], [], **hollow), "thresholded"))
+    if controlled:
+        entries.append((Line2D([], [], **CONTROL), "nothing pushed (control)"))
+    return entries
+
+
+def _words(settings: dict[Place, list[Row]], layout: Layout, price: Price) -> str:
+    found = []
+    for place, rows in settings.items():  # no more than `MOST_PANELS`
+        dense = front(
+            [row for row in rows if is_dense(row)], lambda row: row["step_time_s"], lambda r: price_of(r, price)
+        )
+        names = list(dict.fromkeys(layout.plan_label(layout.plan_of(row)) for row in dense))
+        label = layout.setting_label(place)
+        found.append(f"{f'{label}: ' if label else ''}{', '.join(names) or 'no dense plan'}")
+    return (
+        f"Scatter chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against "
+        f"{price.label}. "
+        f"Dense plans on the front, fastest first: {'; '.join(found)}."
+    )

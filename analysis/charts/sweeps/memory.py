@@ -1,0 +1,203 @@
+"""What fills the memory of the device that has least to spare, plan by plan, beside what it has."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, label_width_in, plain, unit_for
+from analysis.charts.sweeps.looks import listed
+from analysis.charts.sweeps.panels import Size, add_axes, sheet
+from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
+from analysis.sweeps.table import FITS, Row, SweepTable
+from gssim.result import CATEGORIES
+from gssim.units import human_bytes
+
+TITLE = "What fills the tightest device's memory, and how much is left?"
+BAR_IN, PANEL_IN, MOST_PANELS, MOST_BARS = 0.3, 4.2, 8, 16
+BEYOND_RATIO = 3.0
+"""A capacity so many times what is needed is written, not drawn: bars would vanish beside it."""
+SMALL_RATIO = 0.03
+"""A category that is nowhere more than so much of a bar goes with the others."""
+OTHER = "other"
+OUTSIDE = "outside"
+UNUSED = "unused"
+WORDS = {
+    OUTSIDE: "outside the allocator",
+    UNUSED: "reserved, not allocated",
+    OTHER: "smaller ones together",
+}
+# Neighbours differ in lightness and in hatching. Colours: Okabe & Ito 2008, "Color Universal Design", and lighter ones.
+LOOKS = {
+    "parameters": ("#0072B2", ""),
+    "master_copy": ("#9CCBEB", "\\\\\\\\"),
+    "gathered_parameters": ("#56B4E9", "...."),
+    "gradients": ("#D55E00", "////"),
+    "buckets": ("#F5C9A0", "xxxx"),
+    "optimizer": ("#009E73", "----"),
+    "activations": ("#F0E442", ""),
+    "temporaries": ("#E69F00", "||||"),
+    "communication": ("#CC79A7", "oo"),
+    "residuals": ("#882255", "++++"),
+    "scratch": ("#C9A6BC", "//"),
+    "input": ("#DDDDDD", "\\\\"),
+    "buffers": ("#999999", ".."),
+    "workspace": ("#777777", "xx"),
+    "rounding": ("#BBBBBB", "--"),
+    OUTSIDE: ("#222222", ""),
+    UNUSED: ("#EEEEEE", "||"),
+    OTHER: ("#FFFFFF", ""),
+}
+DARK = {"parameters", "gradients", "optimizer", "residuals", OUTSIDE, "workspace"}
+
+
+def memory_by_category(table: SweepTable) -> Chart | None:
+    """Return a panel for each setting, a bar for each plan: of several thresholds the one that needs most."""
+    layout = layout_of(table)
+    settings = by_setting([row for row in table.answered if row.get("capacity_bytes") is not None], layout)
+    chosen = dict(list(settings.items())[:MOST_PANELS])
+    if not chosen:
+        return None
+    bars = {place: _bars(rows, layout) for place, rows in chosen.items()}
+    shown = _shown([row for rows in bars.values() for _, row in rows])
+    labels_in = max(label_width_in(label) for rows in bars.values() for label, _ in rows)
+    texts_in = max(label_width_in(_needed(row)) for rows in bars.values() for _, row in rows)
+    size = Size(
+        PANEL_IN, BAR_IN * max(map(len, bars.values())), left=labels_in + 0.35, right=texts_in + 0.3, below=0.65
+    )
+    left_out = len(settings) - len(chosen)
+    note = (
+        "Predicted: each plan's rank that has least to spare, at its peak; of several thresholds the one that needs "
+        "most. "
+        f"Thick line: what the device has, where that is not more than {BEYOND_RATIO:g} times what is needed. In "
+        "bold: what does "
+        "not fit." + (f" The first {len(chosen)} of {len(settings)} settings." if left_out else "")
+    )
+    with mpl.rc_context(STYLE):
+        titles = [layout.setting_label(place) for place in chosen]
+        figure, boxes = sheet(titles, size, across=2, heading=TITLE, note=note, legend=_legend(shown))
+        for (left, bottom, wide, high), rows in zip(boxes, bars.values(), strict=True):
+            used_in = BAR_IN * len(rows)
+            _panel(add_axes(figure, (left, bottom + high - used_in, wide, used_in)), rows, shown)
+    return Chart("memory_by_category", TITLE, figure, _words(bars, layout))
+
+
+def _bars(rows: Sequence[Row], layout: Layout) -> list[tuple[str, Row]]:
+    """Return (label, row) of each plan, the one that needs most last."""
+    found = [
+        (layout.plan_label(place), min(members, key=lambda row: row["margin_bytes"]))
+        for place, members in by_plan(rows, layout).items()
+    ]
+    found.sort(key=lambda bar: -bar[1]["margin_bytes"])
+    return found[-MOST_BARS:]
+
+
+def parts_of(row: Row) -> dict[str, float]:
+    """Return what fills the tightest device, by category; the sum is its memory less what is to spare."""
+    parts = {category: float(row.get(f"tightest_{category}_bytes") or 0.0) for category in CATEGORIES}
+    outside = float(row.get("tightest_outside_bytes") or 0.0)
+    needed = row["capacity_bytes"] - row["margin_bytes"]
+    return parts | {OUTSIDE: outside, UNUSED: max(0.0, needed - sum(parts.values()) - outside)}
+
+
+def _shown(rows: Sequence[Row]) -> list[str]:
+    """Return the categories that are drawn each for itself, in the order of `LOOKS`."""
+    largest = dict.fromkeys(LOOKS, 0.0)
+    for row in rows:
+        parts = parts_of(row)
+        whole = sum(parts.values()) or 1.0
+        for category, size in parts.items():
+            largest[category] = max(largest[category], size / whole)
+    return [category for category in LOOKS if largest[category] > SMALL_RATIO]
+
+
+def _panel(axes: Axes, bars: Sequence[tuple[str, Row]], shown: Sequence[str]) -> None:
+    needed = [sum(parts_of(row).values()) for _, row in bars]
+    near = [row["capacity_bytes"] for _, row in bars if row["capacity_bytes"] <= BEYOND_RATIO * max(needed)]
+    longest = max([*needed, *near])
+    unit, factor = unit_for(longest, BYTE_UNITS)
+    for y, (_, row) in enumerate(bars):
+        _bar(axes, y, row, shown, factor)
+        capacity = row["capacity_bytes"]
+        if capacity in near:
+            axes.plot([capacity / factor] * 2, [y - 0.48, y + 0.48], color="black", linewidth=3, zorder=5)
+        fits = row["status"] == FITS
+        axes.annotate(
+            plain(_needed(row)),
+            (1.0, y),
+            (6, 0),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            va="center",
+            fontsize=LABEL_POINTS - 0.5,
+            fontweight="normal" if fits else "bold",
+            annotation_clip=False,
+        )
+    axes.set_yticks(range(len(bars)), [plain(label) for label, _ in bars], fontsize=LABEL_POINTS)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xlim(0, 1.03 * longest / factor or 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.set_xlabel(f"memory ({unit})")
+    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _needed(row: Row) -> str:
+    """Return what a device is asked for, and what it has, for people."""
+    needed = row["capacity_bytes"] - row["margin_bytes"]
+    return f"{human_bytes(needed)} of {human_bytes(row['capacity_bytes'])}, {row['tightest_device']}"
+
+
+def _bar(axes: Axes, y: float, row: Row, shown: Sequence[str], factor: float) -> None:
+    parts = parts_of(row)
+    sizes = {category: parts[category] for category in shown}
+    sizes[OTHER] = sum(parts.values()) - sum(sizes.values())
+    left = 0.0
+    for category, size in sizes.items():
+        if size <= 0:
+            continue
+        colour, hatch = LOOKS[category]
+        place: dict[str, Any] = {"y": y, "width": size / factor, "left": left, "height": 0.72}
+        axes.barh(**place, color=colour, linewidth=0)
+        if hatch:  # a patch has one colour for edge and hatching
+            axes.barh(**place, fill=False, linewidth=0, hatch=hatch, edgecolor="white" if category in DARK else "0.25")
+        axes.barh(**place, fill=False, linewidth=0.6, edgecolor="0.2")
+        left += size / factor
+
+
+def _legend(shown: Sequence[str]) -> list[tuple[Artist, str]]:
+    entries: list[tuple[Artist, str]] = []
+    for category in (*shown, OTHER):
+        colour, hatch = LOOKS[category]
+        edge = "white" if category in DARK and hatch else "0.25"
+        patch = Patch(facecolor=colour, edgecolor=edge, hatch=hatch, linewidth=0.6)
+        entries.append((patch, WORDS.get(category, category.replace("_", " "))))
+    return [*entries, (Line2D([], [], color="black", linewidth=3), "memory of the device")]
+
+
+def _words(bars: dict[Place, list[tuple[str, Row]]], layout: Layout) -> str:
+    rows = [(place, label, row) for place, members in bars.items() for label, row in members]
+    lacking = [
+        f"{layout.setting_label(place)} {label}".strip() for place, label, row in rows if row["margin_bytes"] < 0
+    ]
+    place, label, row = min(rows, key=lambda each: each[2]["margin_bytes"])
+    parts = parts_of(row)
+    largest = max(parts, key=lambda category: parts[category])
+    return (
+        f"Stacked bars of the predicted peak memory by category, {len(rows)} plans, beside what the device has. "
+        f"Least to spare: {f'{layout.setting_label(place)}, {label}'.strip(', ')}, {human_bytes(row['margin_bytes'])} "
+        "of "
+        f"{human_bytes(row['capacity_bytes'])} on {row['tightest_device']}; most of it is "
+        f"{WORDS.get(largest, largest.replace('_', ' '))}. "
+        + (
+            f"{len(lacking)} plan{'s do' if len(lacking) > 1 else ' does'} not fit: {listed(lacking)}."
+            if lacking
+            else "All fit."
+        )
+    )

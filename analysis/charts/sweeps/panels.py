@@ -1,0 +1,161 @@
+"""A sheet of equal panels under one heading, with one legend below: what all charts of a sweep look like."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from analysis.charts.accuracy import log_ticks
+from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, label_width_in, new_figure, plain, wrapped
+
+TITLE_POINTS = 14.0
+TITLE_LINE_IN, NOTE_LINE_IN, LEGEND_LINE_IN = 0.27, 0.2, 0.235
+EDGE_IN = 0.15
+LEAST_WIDTH_IN = 7.0
+LINES = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)), (0, (1, 2.5)), (0, (8, 3)))
+"""Line styles, told apart in grey."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#882255")
+"""Okabe & Ito 2008, "Color Universal Design", and two darker ones."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a panel and of the room around it, in inches."""
+
+    wide: float
+    high: float
+    left: float = 0.85
+    right: float = 0.25
+    above: float = 0.45
+    below: float = 0.6
+
+
+def sheet(
+    titles: Sequence[str],
+    size: Size,
+    *,
+    across: int,
+    heading: str,
+    note: str,
+    legend: Sequence[tuple[Artist, str]] = (),
+) -> tuple[Figure, list[tuple[float, float, float, float]]]:
+    """Return a figure, and each panel's box in inches (left, bottom, width, height); an empty title takes no room."""
+    if not any(titles):
+        size = replace(size, above=0.15)
+    across = max(1, min(across, len(titles)))
+    down = -(-len(titles) // across)
+    step_in = (size.left + size.wide + size.right, size.above + size.high + size.below)
+    width_in = max(across * step_in[0], LEAST_WIDTH_IN)
+    room_in = width_in - 2 * EDGE_IN
+    head, notes = wrapped(heading, room_in, TITLE_POINTS), wrapped(note, room_in)
+    rows = _legend_rows(legend, room_in)
+    top_in = 0.2 + TITLE_LINE_IN * len(head) + NOTE_LINE_IN * len(notes) + 0.12
+    bottom_in = LEGEND_LINE_IN * len(rows) + (0.2 if rows else 0.05)
+    height_in = top_in + down * step_in[1] + bottom_in
+    figure = new_figure(width_in, height_in)
+    y = height_in - 0.2
+    for line in head:
+        _write(figure, line, y, fontsize=TITLE_POINTS, fontweight="bold")
+        y -= TITLE_LINE_IN
+    for line in notes:
+        _write(figure, line, y, color="0.25")
+        y -= NOTE_LINE_IN
+    _legend(figure, rows)
+    boxes = []
+    for i, _ in enumerate(titles):
+        left = i % across * step_in[0] + size.left
+        bottom = height_in - top_in - i // across * step_in[1] - size.above - size.high
+        boxes.append((left, bottom, size.wide, size.high))
+    for title, (left, bottom, wide, high) in zip(titles, boxes, strict=True):
+        if not title:
+            continue
+        lines = wrapped(title, wide + size.right, 10)
+        text = "\n".join([lines[0], " ".join(lines[1:])] if len(lines) > 2 else lines)
+        place: dict[str, Any] = {"x": left / width_in, "y": (bottom + high + 0.08) / height_in}
+        figure.text(**place, s=plain(text), fontsize=10, fontweight="bold", va="bottom")
+    return figure, boxes
+
+
+def add_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
+    """Return axes in a box that is given in inches."""
+    width_in, height_in = figure.get_size_inches()
+    left, bottom, wide, high = box
+    return figure.add_axes((left / width_in, bottom / height_in, wide / width_in, high / height_in))
+
+
+def _write(figure: Figure, text: str, y_in: float, **look: Any) -> None:
+    width_in, height_in = figure.get_size_inches()
+    figure.text(EDGE_IN / width_in, y_in / height_in, plain(text), va="center", **look)
+
+
+HANDLE_IN, BETWEEN_IN = 0.52, 0.25
+
+
+def _legend_rows(legend: Sequence[tuple[Artist, str]], room_in: float) -> list[list[tuple[Artist, str]]]:
+    """Return entries in rows that are as wide as the sheet."""
+    rows: list[list[tuple[Artist, str]]] = []
+    used_in = room_in
+    for entry in legend:
+        wide_in = HANDLE_IN + label_width_in(entry[1]) + BETWEEN_IN
+        if used_in + wide_in > room_in or not rows:
+            rows.append([])
+            used_in = 0.0
+        rows[-1].append(entry)
+        used_in += wide_in
+    return rows
+
+
+def _legend(figure: Figure, rows: Sequence[Sequence[tuple[Artist, str]]]) -> None:
+    """Draw each row as a legend of its own: entries of one legend stand in columns, which long ones make wide."""
+    width_in, height_in = figure.get_size_inches()
+    for i, row in enumerate(rows):
+        y_in = 0.08 + LEGEND_LINE_IN * (len(rows) - 1 - i)
+        x_in = EDGE_IN
+        for handle, label in row:
+            figure.legend(
+                handles=[handle],
+                labels=[plain(label)],
+                loc="lower left",
+                bbox_to_anchor=(x_in / width_in, y_in / height_in),
+                frameon=False,
+                borderaxespad=0,
+                borderpad=0,
+                fontsize=LABEL_POINTS,
+                handlelength=2.8,
+                handletextpad=0.6,
+            )
+            x_in += HANDLE_IN + label_width_in(label) + BETWEEN_IN
+
+
+def log_axis(axis: Any, limits: tuple[float, float]) -> None:
+    """Give a logarithmic axis round numbers as ticks, without powers of ten written as such."""
+    ticks = log_ticks(*limits)
+    while len(ticks) > 7:
+        ticks = [tick for tick in ticks if f"{tick:e}"[0] == "1"] if len(ticks) < 24 else ticks[::3]
+        if len(ticks) > 7:
+            ticks = ticks[::2]
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def value_axis(axes: Axes, values: Sequence[float], *, y: bool = True, zero: bool = True) -> None:
+    """Scale an axis for these values: from zero, or logarithmic where they are of very different size."""
+    axis, scale, limit = (
+        (axes.yaxis, axes.set_yscale, axes.set_ylim) if y else (axes.xaxis, axes.set_xscale, axes.set_xlim)
+    )
+    low, high = min(values), max(values)
+    if low > 0 and high / low > LOG_FROM_RATIO:
+        limits = (low / (high / low) ** 0.06, high * (high / low) ** 0.08)
+        scale("log")
+        limit(*limits)
+        log_axis(axis, limits)
+    else:
+        start = 0.0 if zero else low
+        room = high - start or abs(high) or 1.0  # all may be equal
+        limit(0.0 if zero else low - 0.08 * room, high + 0.12 * room)

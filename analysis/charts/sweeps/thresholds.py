@@ -1,0 +1,204 @@
+"""Step time against the threshold, setting by setting, beside dense plans and the density that goes with it."""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, Chart, unit_for
+from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only
+from analysis.charts.sweeps.panels import Size, add_axes, sheet, value_axis
+from analysis.sweeps.choice import best_gain, thresholds
+from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
+from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
+
+TITLE = "At which threshold is a step faster than dense training, and on which network?"
+SIZE = Size(wide=3.1, high=2.2, left=0.85, right=0.45, above=0.5, below=1.75)
+DENSITY_IN, BETWEEN_IN = 0.85, 0.14
+MOST_PANELS, MOST_PAGES = 12, 4
+MOST_SAID = 12
+"""Settings that are put into words."""
+ENDS_RATIO = 5.0
+"""How far from the least and the largest threshold 0 and infinity stand on the axis."""
+
+
+def step_time_by_threshold(table: SweepTable) -> list[Chart]:
+    """Return the charts, of `MOST_PANELS` settings each, of the first settings; none where no threshold varies."""
+    layout = layout_of(table)
+    settings = {
+        place: rows for place, rows in by_setting(table.fitting, layout).items() if len(_finite(thresholds(rows))) > 1
+    }
+    pages = [list(settings)[i : i + MOST_PANELS] for i in range(0, len(settings), MOST_PANELS)]
+    looks = looks_of(table, layout)
+    charts = []
+    for number, page in enumerate(pages[:MOST_PAGES]):
+        name = "step_time_by_threshold" + (f"-{number + 1}" if number else "")
+        charts.append(_chart(name, {place: settings[place] for place in page}, layout, looks, (number, len(settings))))
+    return charts
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if 0 < value < inf]
+
+
+def _chart(
+    name: str, settings: dict[Place, list[Row]], layout: Layout, looks: dict[Place, Look], page: tuple[int, int]
+) -> Chart:
+    rows = [row for members in settings.values() for row in members]
+    controlled = any(is_control(row) for row in rows)
+    more = len(settings) < page[1]
+    note = (
+        "Predicted. Horizontal lines: dense plans, of which nothing is dropped. Below each panel: the part of "
+        "off-shard "
+        "gradients that a threshold lets through. Change of loss: not measured; a prediction has none. "
+        + ("Asterisk: the control, of which nothing is pushed." if controlled else "No control (threshold = inf) here.")
+        + (
+            f" Settings {page[0] * MOST_PANELS + 1} to {page[0] * MOST_PANELS + len(settings)} of {page[1]}."
+            if more
+            else ""
+        )
+    )
+    with mpl.rc_context(STYLE):
+        titles = [layout.setting_label(place) for place in settings]
+        figure, boxes = sheet(
+            titles, SIZE, across=3, heading=TITLE, note=note, legend=_legend(rows, layout, looks, controlled)
+        )
+        ends = _ends(thresholds(rows))
+        for (left, bottom, wide, high), members in zip(boxes, settings.values(), strict=True):
+            axes = add_axes(figure, (left, bottom, wide, high))
+            _times(axes, members, layout, looks, ends)
+            below = add_axes(figure, (left, bottom - BETWEEN_IN - DENSITY_IN, wide, DENSITY_IN))
+            _densities(below, members, layout, looks, ends)
+    return Chart(name, TITLE, figure, _words(settings, layout))
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    finite = _finite(values)
+    return finite[0] / (ENDS_RATIO if 0.0 in values else 1.0), finite[-1] * (ENDS_RATIO if inf in values else 1.0)
+
+
+def _times(axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look], ends: tuple[float, float]) -> None:
+    unit, factor = unit_for(max(row["step_time_s"] for row in rows), TIME_UNITS)
+    value_axis(axes, [row["step_time_s"] / factor for row in rows])
+    for place, members in by_plan(rows, layout).items():
+        dense = [row for row in members if is_dense(row)]
+        if dense:
+            y = min(row["step_time_s"] for row in dense) / factor
+            axes.axhline(y, color=looks[place]["color"], linestyle=looks[place]["linestyle"], linewidth=1.4, zorder=2)
+            axes.plot(
+                1.0, y, transform=axes.get_yaxis_transform(), clip_on=False, zorder=4, **points_only(looks[place])
+            )
+        _line(axes, members, looks[place], ends, lambda row: row["step_time_s"] / factor)
+    axes.set_ylabel(f"step time ({unit})")
+    _threshold_axis(axes, rows, ends, labelled=False)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _densities(
+    axes: Axes, rows: list[Row], layout: Layout, looks: dict[Place, Look], ends: tuple[float, float]
+) -> None:
+    sparse = [row for row in rows if row["push_density_ratio"] is not None]
+    least = min((row["push_density_ratio"] for row in sparse if row["push_density_ratio"] > 0), default=0.01)
+    floor = max(least / 2.5, 1e-6)
+    for place, members in by_plan(sparse, layout).items():
+        _line(axes, members, looks[place], ends, lambda row: max(100 * row["push_density_ratio"], 100 * floor))
+    axes.set_yscale("log")
+    axes.set_ylim(100 * floor / 1.5, 200)
+    ticks = [value for value in (0.0001, 0.001, 0.01, 0.1, 1, 10, 100) if value > 130 * floor]
+    axes.yaxis.set_major_locator(FixedLocator([100 * floor, *ticks[:: 1 + len(ticks) // 4][::-1]]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value < 101 * floor else f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("pushed (%)")
+    _threshold_axis(axes, rows, ends, labelled=True)
+    axes.set_xlabel("threshold on |gradient|")
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _line(axes: Axes, members: Sequence[Row], look: Look, ends: tuple[float, float], y_of: Any) -> None:
+    """Draw a thresholded plan: a line through its thresholds, its control as a cross."""
+    sparse = sorted(
+        (row for row in members if not is_dense(row) and row[THRESHOLD] is not None), key=lambda row: row[THRESHOLD]
+    )
+    line = [row for row in sparse if not is_control(row)]
+    style = {**look, "markersize": 5.5, "linewidth": 1.4, "markeredgecolor": "white", "markeredgewidth": 0.5}
+    axes.plot([_place(row[THRESHOLD], ends) for row in line], [y_of(row) for row in line], zorder=3, **style)
+    for row in sparse:
+        if is_control(row):
+            axes.plot(_place(row[THRESHOLD], ends), y_of(row), zorder=4, clip_on=False, **CONTROL)
+
+
+def _place(threshold: float, ends: tuple[float, float]) -> float:
+    return min(max(threshold, ends[0]), ends[1])
+
+
+def _threshold_axis(axes: Axes, rows: list[Row], ends: tuple[float, float], *, labelled: bool) -> None:
+    """Make a logarithmic axis on which 0 and infinity have places at the ends."""
+    axes.set_xscale("log")
+    axes.set_xlim(ends[0] / 1.5, ends[1] * 1.5)
+    values = thresholds(rows)
+    finite = _finite(values)
+    most = 5
+    shown = finite if len(finite) <= most else [value for value in finite if f"{value:e}"[0] == "1"]
+    shown = shown if 1 < len(shown) <= most else finite[:: max(1, (len(finite) - 1) // (most - 1))]
+    ticks = {_place(value, ends): _short(value) for value in shown}
+    if 0.0 in values:
+        ticks[ends[0]] = "0"
+    if inf in values:
+        ticks[ends[1]] = "\u221e"
+    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    names = list(ticks.values()) if labelled else [""] * len(ticks)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda _, i: names[i] if i is not None else ""))
+    axes.tick_params(axis="x", labelsize=LABEL_POINTS - 0.5)
+
+
+def _short(value: float) -> str:
+    """Return a threshold as a tick's label.
+
+    >>> _short(2.5e-4), _short(1e-3), _short(2.0)
+    ('2.5e\u22124', '1e\u22123', '2')
+    """
+    if 0.1 <= value < 1000:
+        return f"{value:g}"
+    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e\u2212").replace("e+0", "e")
+
+
+def _legend(rows: list[Row], layout: Layout, looks: dict[Place, Look], controlled: bool) -> list[tuple[Artist, str]]:
+    entries: list[tuple[Artist, str]] = []
+    for place, members in by_plan(rows, layout).items():
+        sides = {is_dense(row) for row in members}
+        label = layout.plan_label(place)
+        if len(sides) > 1:
+            words = f"{label}: by threshold, and dense"
+        else:
+            words = f"{label} (dense)" if True in sides else label
+        entries.append((Line2D([], [], markersize=6, linewidth=1.4, **looks[place]), words))
+    if controlled:
+        entries.append((Line2D([], [], **CONTROL), "nothing pushed (control)"))
+    return entries
+
+
+def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
+    found = []
+    for place, rows in list(settings.items())[:MOST_SAID]:
+        gain = best_gain(rows)
+        if gain is not None:
+            setting = layout.setting_label(place)
+            found.append(
+                f"{f'{setting}: ' if setting else ''}at best {gain.speed_up_ratio:.2f} times the speed of the fastest "
+                "dense "
+                f"plan ({gain.dense['method']}), by {gain.thresholded['method']} at threshold "
+                f"{gain.thresholded[THRESHOLD]:g} with {density_words(gain.thresholded)}"
+            )
+    return (
+        f"Line chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against the "
+        "threshold, "
+        f"with dense plans as horizontal lines and density below. {'. '.join(found)}."
+    )

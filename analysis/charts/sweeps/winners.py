@@ -1,0 +1,214 @@
+"""Who wins over bandwidth and density: the fastest thresholded plan or the fastest dense one, cell by cell."""
+
+from collections.abc import Sequence
+from math import inf, log
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+
+from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, plain, wrapped
+from analysis.charts.sweeps.looks import percentage
+from analysis.charts.sweeps.panels import Size, add_axes, sheet
+from analysis.sweeps.choice import Winner, thresholds, winner
+from analysis.sweeps.settings import Layout, Place, by_setting, layout_of, shown
+from analysis.sweeps.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
+
+TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
+CELL_IN, ROW_IN, MOST_COLUMNS, MOST_PANELS, MOST_ROWS, MOST_PAGES = 0.92, 0.46, 12, 6, 14, 4
+MOST_SAID = 16
+"""Cells of the map's columns that are put into words."""
+DEEPEST_RATIO = 3.0
+"""A speed-up that has the darkest colour."""
+EVEN_RATIO = 1.02
+"""What is nearer to 1 than this is called even."""
+SPARSE_COLOUR, DENSE_COLOUR = (0.902, 0.624, 0.0), (0.337, 0.706, 0.914)
+"""Okabe & Ito 2008: orange and sky blue; hatching tells them apart in grey."""
+
+
+def who_wins(table: SweepTable) -> list[Chart]:
+    """Return maps of the winners, of the first settings: columns are bandwidths, else settings; rows are thresholds."""
+    axis = next((key for key in table.axes if key.endswith(BANDWIDTH)), None)
+    layout = layout_of(table, without=[axis] if axis else [])
+    columns = Layout((axis,), ()) if axis else layout
+    panels = by_setting(table.fitting, layout) if axis else {(): table.fitting}
+    maps = []
+    for place, rows in panels.items():
+        cells = {each: members for each, members in by_setting(rows, columns).items() if _has_both(members)}
+        if axis:
+            cells = dict(sorted(cells.items(), key=lambda cell: float(str(cell[0][0]))))
+        maps += [(place, dict(list(cells.items())[i : i + MOST_COLUMNS])) for i in range(0, len(cells), MOST_COLUMNS)]
+    maps = [(place, cells) for place, cells in maps if cells]
+    if sum(len(cells) for _, cells in maps) < 2:
+        return []
+    pages = [maps[i : i + MOST_PANELS] for i in range(0, len(maps), MOST_PANELS)]
+    return [
+        _chart("who_wins" + (f"-{i + 1}" if i else ""), page, layout, columns, (i, len(pages)))
+        for i, page in enumerate(pages[:MOST_PAGES])
+    ]
+
+
+def _has_both(rows: Sequence[Row]) -> bool:
+    return bool(thresholds(rows)) and any(is_dense(row) for row in rows)
+
+
+Map = tuple[Place, dict[Place, list[Row]]]
+
+
+def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, page: tuple[int, int]) -> Chart:
+    rows = [row for _, cells in maps for members in cells.values() for row in members]
+    levels = _levels(rows)
+    widest = max(len(cells) for _, cells in maps)
+    labels_in = max(label_width_in(_level(rows, level)) for level in levels)
+    heads = {place: wrapped(_head(columns, place), CELL_IN - 0.06, 8) for _, cells in maps for place in cells}
+    size = Size(
+        CELL_IN * widest,
+        ROW_IN * len(levels),
+        left=labels_in + 0.45,
+        right=0.3,
+        above=0.3 + 0.16,
+        below=0.65 + 0.14 * max(map(len, heads.values())),
+    )
+    controlled = any(is_control(row) for row in rows)
+    note = (
+        "Predicted. Each cell: the fastest plan, and its speed as a multiple of that of the other kind's fastest. "
+        "Row: threshold, "
+        "and off-shard gradients it lets through. Change of loss: not measured; a prediction has none. "
+        + (
+            "Control: nothing is pushed; where it is as fast, the push costs nothing."
+            if controlled
+            else "No control here."
+        )
+        + (f" Page {page[0] + 1} of {min(page[1], MOST_PAGES)}." if page[1] > 1 else "")
+        + (" More settings are not drawn." if page[1] > MOST_PAGES else "")
+    )
+    with mpl.rc_context(STYLE | {"hatch.linewidth": 0.6}):
+        titles = [layout.setting_label(place) if columns is not layout else "" for place, _ in maps]
+        across = 2 if 2 * (size.left + size.wide + size.right) < 15 else 1
+        figure, boxes = sheet(titles, size, across=across, heading=TITLE, note=note, legend=_legend())
+        for (left, bottom, _, high), (_, cells) in zip(boxes, maps, strict=True):
+            axes = add_axes(figure, (left, bottom, CELL_IN * len(cells), high))
+            label = "bandwidth of the links" if columns is not layout else "setting"
+            _panel(axes, cells, levels, [heads[place] for place in cells], label)
+    return Chart(name, TITLE, figure, _words(maps, layout, columns))
+
+
+def _levels(rows: Sequence[Row]) -> list[float]:
+    """Return the thresholds that have a row: of many, the ends and those between them that are evenly apart."""
+    found = thresholds(rows)
+    if len(found) <= MOST_ROWS:
+        return found
+    places = {round(i * (len(found) - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)}
+    return [found[i] for i in sorted(places)]
+
+
+def _level(rows: Sequence[Row], level: float) -> str:
+    """Return a row's label: threshold, and the densities that it gives."""
+    found = [row["push_density_ratio"] for row in rows if row.get("plan.push.threshold") == level]
+    densities = sorted(
+        {percentage(density) for density in found if density is not None}, key=lambda text: float(text[:-2])
+    )
+    span = densities[0] if len(densities) == 1 else f"{densities[0][:-2]} to {densities[-1]}"
+    return f"\u221e (control): {span}" if level == inf else f"{level:g}: {span}"
+
+
+def _head(columns: Layout, place: Place) -> str:
+    if len(columns.settings) == 1 and columns.settings[0].endswith(BANDWIDTH):
+        return shown(columns.settings[0], place[0])
+    return columns.setting_label(place).replace("-", " ")
+
+
+def _panel(
+    axes: Axes, cells: dict[Place, list[Row]], levels: Sequence[float], heads: Sequence[Sequence[str]], label: str
+) -> None:
+    rows = [row for members in cells.values() for row in members]
+    axes.set_xlim(0, len(cells))
+    axes.set_ylim(len(levels), 0)
+    for x, members in enumerate(cells.values()):
+        for y, level in enumerate(levels):
+            _cell(axes, x, y, winner(members, level))
+    axes.set_xticks(
+        [x + 0.5 for x in range(len(cells))], [plain("\n".join(head)) for head in heads], fontsize=LABEL_POINTS - 1
+    )
+    own = {level for level in levels if any(row.get("plan.push.threshold") == level for row in rows)}
+    axes.set_yticks(
+        [y + 0.5 for y in range(len(levels))],
+        [_level(rows, level) if level in own else f"{level:g}" for level in levels],
+        fontsize=LABEL_POINTS,
+    )
+    axes.tick_params(length=0)
+    axes.set_xlabel(label)
+    axes.set_ylabel("threshold: gradients pushed")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _cell(axes: Axes, x: int, y: int, found: Winner | None) -> None:
+    place: dict[str, Any] = {"xy": (x, y), "width": 1, "height": 1, "edgecolor": "white"}
+    if found is None:
+        axes.add_patch(Rectangle(**place, facecolor="white"))
+        axes.text(x + 0.5, y + 0.5, "none", ha="center", va="center", fontsize=LABEL_POINTS - 1.5, color="0.4")
+        return
+    ratio = found.speed_up_ratio
+    sparse = ratio >= 1
+    even = max(ratio, 1 / ratio) < EVEN_RATIO
+    colour = (0.93, 0.93, 0.93) if even else _shade(SPARSE_COLOUR if sparse else DENSE_COLOUR, max(ratio, 1 / ratio))
+    axes.add_patch(Rectangle(**place, facecolor=colour, linewidth=1.5))
+    if not sparse and not even:
+        hatched: dict[str, Any] = {"facecolor": "none", "linewidth": 0, "hatch": "////"}
+        axes.add_patch(Rectangle((x, y), 1, 1, edgecolor=(0, 0, 0, 0.22), **hatched))
+    method = found.thresholded["method"] if sparse else _dense_name(found)
+    text = "even" if even else f"{method}\n{max(ratio, 1 / ratio):.2f} \u00d7"
+    axes.text(
+        x + 0.5,
+        y + 0.5,
+        text,
+        ha="center",
+        va="center",
+        fontsize=LABEL_POINTS - 1,
+        linespacing=1.05,
+        bbox={"facecolor": colour, "linewidth": 0, "pad": 1.2},
+    )
+
+
+def _dense_name(found: Winner) -> str:
+    """Return the dense winner's method, told apart from the same method with a threshold."""
+    method = found.dense["method"]
+    return f"{method}, all" if method == found.thresholded["method"] else str(method)
+
+
+def _shade(colour: tuple[float, float, float], ratio: float) -> tuple[float, float, float]:
+    """Return a colour that is the deeper the larger the ratio."""
+    depth = 0.25 + 0.75 * min(1.0, log(ratio) / log(DEEPEST_RATIO))
+    red, green, blue = (1 - depth * (1 - part) for part in colour)
+    return red, green, blue
+
+
+def _legend() -> list[tuple[Artist, str]]:
+    return [
+        (Patch(facecolor=SPARSE_COLOUR), "a thresholded plan is faster"),
+        (Patch(facecolor=DENSE_COLOUR, hatch="////", edgecolor=(0, 0, 0, 0.3), linewidth=0), "a dense plan is faster"),
+        (Patch(facecolor=(0.93, 0.93, 0.93)), f"even: within {100 * (EVEN_RATIO - 1):.0f} %"),
+    ]
+
+
+def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
+    found = []
+    for place, cells in maps:
+        for each, members in cells.items():
+            known = [won for level in thresholds(members) if (won := winner(members, level)) is not None]
+            best = max(known, key=lambda won: won.speed_up_ratio, default=None)
+            useful = [won for won in known if not is_control(won.thresholded)]
+            best = max(useful, key=lambda won: won.speed_up_ratio, default=best)
+            if best is not None:
+                density = percentage(best.thresholded["push_density_ratio"] or 0.0)
+                label = layout.setting_label(place) if columns is not layout else ""
+                where = f"{label} {_head(columns, each)}".strip()
+                found.append(f"{where}: at best {best.speed_up_ratio:.2f} with {density} pushed")
+    return (
+        "Heat map of predicted speeds, thresholded over dense plans (above 1 a threshold wins), by network and "
+        "threshold. "
+        f"{'; '.join(found[:MOST_SAID])}."
+    )

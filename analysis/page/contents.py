@@ -1,0 +1,192 @@
+"""What a folder holds that a report can show: Results, a comparison's tables, sweeps' tables, studies, traces."""
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from analysis.compare import COLUMNS, Joined, compare, join
+from analysis.groups import group_table
+from analysis.rivals import COLUMNS as RIVAL_COLUMNS
+from analysis.rivals import rival_table
+from analysis.sweeps.table import SweepTable, is_table, read_table, table_from
+from analysis.table import ResultFile, find_results
+from analysis.timeline import Step, read_step
+from gssim.result import Result
+from gssim.units import UserError
+
+FEWEST_PREDICTIONS = 2
+"""Predictions that nobody measured, from which on they are a sweep."""
+MOST_TIMELINES = 4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted beside measured, with the Results where they are there."""
+
+    place: str
+    table: pl.DataFrame
+    groups: pl.DataFrame
+    rivals: pl.DataFrame
+    predicted: tuple[Result, ...] = ()
+    measured: tuple[Result, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """A study as `analysis convergence` leaves it: its table, what it found, its pictures."""
+
+    place: str
+    rows: tuple[dict[str, str], ...]
+    findings: tuple[str, ...]
+    pictures: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """One step as both sides traced it."""
+
+    name: str
+    predicted: Step
+    measured: Step
+    files: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that there is to report."""
+
+    comparisons: tuple[Comparison, ...]
+    sweeps: tuple[SweepTable, ...]
+    studies: tuple[Training, ...]
+    overlays: tuple[Overlay, ...]
+    only_predicted: tuple[ResultFile, ...]
+    only_measured: tuple[ResultFile, ...]
+
+
+def contents_of(folder: Path) -> Contents:
+    """Return what there is in a folder and below; raise UserError where there is no such folder, or nothing in it."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    joined = join(find_results([folder]).files)
+    predicted = tuple(file for file in joined.unmatched if file.result.source == "simulated")
+    sweeps = [*_sweeps(folder)]
+    if len(predicted) >= FEWEST_PREDICTIONS and not joined.pairs and not sweeps and all(map(_is_whole, predicted)):
+        sweeps.append(table_from(predicted, name=folder.name))
+    found = Contents(
+        comparisons=tuple(_comparisons(folder, joined)),
+        sweeps=tuple(sweeps),
+        studies=tuple(_studies(folder)),
+        overlays=tuple(_overlays(folder)),
+        only_predicted=predicted,
+        only_measured=tuple(file for file in joined.unmatched if file.result.source == "measured"),
+    )
+    if not any((found.comparisons, found.sweeps, found.studies, found.overlays, joined.unmatched)):
+        raise UserError(
+            f"{folder}: nothing to report: no Results, no table of `gssim sweep`, no comparison.csv, no convergence.csv"
+        )
+    return found
+
+
+def _is_whole(file: ResultFile) -> bool:
+    """Return whether a Result names its cluster and its model, as tables do."""
+    scenario = file.result.scenario
+    tables = scenario.get("cluster"), scenario.get("workload", {}).get("model")
+    return all(isinstance(table, dict) and "name" in table for table in tables)
+
+
+def _comparisons(folder: Path, joined: Joined) -> Iterable[Comparison]:
+    """Yield what Results say; where there are no pairs of them, what the tables of comparisons say."""
+    if joined.pairs:
+        table = compare(joined.pairs)
+        yield Comparison(
+            place=folder.name,
+            table=table,
+            groups=group_table(table),
+            rivals=rival_table(joined.pairs),
+            predicted=tuple(pair.predicted.result for pair in joined.pairs),
+            measured=tuple(result for pair in joined.pairs for result in pair.measurements),
+        )
+        return
+    for path in sorted(folder.rglob("comparison.csv")):
+        table = _typed(path, dict.fromkeys(COLUMNS, None))
+        rivals = path.with_name("gs_against_dense.csv")
+        yield Comparison(
+            place=str(path.relative_to(folder)),
+            table=table,
+            groups=group_table(table),
+            rivals=_typed(rivals, RIVAL_COLUMNS) if rivals.is_file() else pl.DataFrame(schema=RIVAL_COLUMNS),
+        )
+
+
+TEXT = {"scenario_id", "name", "method", "group", "device", "speed_up_over", "collectives_difference"}
+TEXT |= {"calibration_id_predicted", "calibration_id_measured"}
+COUNTS = {"repeats", "ranks", "peak_rank"}
+FLAGS = {"collectives_equal", "fits_predicted", "fits_measured"}
+
+
+def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
+    """Return a table of `analysis compare`; raise UserError where it is none."""
+    types = {
+        name: kind
+        or (pl.String if name in TEXT else pl.Int64 if name in COUNTS else pl.Boolean if name in FLAGS else pl.Float64)
+        for name, kind in schema.items()
+    }
+    try:
+        missing = sorted(schema.keys() - set(pl.scan_csv(path, infer_schema=False).collect_schema().names()))
+        if missing:
+            raise UserError(f"{path}: no column '{missing[0]}': not a table of this version's `analysis compare`")
+        return pl.read_csv(path, schema_overrides=types).select(list(schema))
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
+
+
+def _sweeps(folder: Path) -> Iterable[SweepTable]:
+    """Yield the tables of sweeps, each once, though there are two files of it."""
+    for path in sorted(folder.rglob("*.parquet")):
+        if path.is_file() and is_table(path):
+            yield read_table(path)
+    for path in sorted(folder.rglob("*.csv")):
+        if not path.with_suffix(".parquet").is_file() and is_table(path):
+            yield read_table(path)
+
+
+def _studies(folder: Path) -> Iterable[Training]:
+    for path in sorted(folder.rglob("convergence.csv")):
+        with path.open(newline="", encoding="utf-8") as stream:
+            rows = tuple(csv.DictReader(stream))
+        if not rows or "variant" not in rows[0] or "loss_mean" not in rows[0]:
+            raise UserError(f"{path}: not a table of `analysis convergence`")
+        said = path.with_name("findings.txt")
+        findings = tuple(said.read_text(encoding="utf-8").splitlines()) if said.is_file() else ()
+        place = path.parent.name if path.parent == folder else str(path.parent.relative_to(folder))
+        yield Training(place, rows, findings, tuple(sorted(path.parent.glob("loss_*.png"))))
+
+
+def _overlays(folder: Path) -> Iterable[Overlay]:
+    """Yield pairs of traces of one scenario, predicted and measured."""
+    sides: dict[str, dict[str, Path]] = {}
+    for path in sorted(folder.rglob("*.json")):
+        about = _trace_of(path)
+        if about is not None:
+            sides.setdefault(about[0], {}).setdefault(about[1], path)
+    pairs = [(each["simulated"], each["measured"]) for each in sides.values() if len(each) > 1]
+    for ours, theirs in pairs[:MOST_TIMELINES]:
+        yield Overlay(theirs.stem.partition(".")[0], read_step(ours), read_step(theirs), (ours.name, theirs.name))
+
+
+def _trace_of(path: Path) -> tuple[str, str] | None:
+    """Return (scenario_id, source) of a trace; None of any other file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(data, dict) or "traceEvents" not in data or not isinstance(data.get("otherData"), dict):
+        return None
+    about = data["otherData"]
+    found = about.get("scenario_id"), about.get("source")
+    return (str(found[0]), str(found[1])) if None not in found else None

@@ -1,0 +1,194 @@
+"""What a sweep's table says: how many points fit, who is fastest where and why, charts."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from analysis.charts import sweep_charts
+from analysis.charts.sweeps.looks import density_words
+from analysis.page.markup import Cell, Column, Part, figure, folded, paragraph, table
+from analysis.page.words import counted, seconds, size
+from analysis.sweeps.choice import best_gain, fastest
+from analysis.sweeps.settings import Layout, by_setting, layout_of
+from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
+from gssim.result import PHASES
+
+MOST_SETTINGS = 40
+MOST_ROWS = 200
+MOST_REASONS = 10
+
+
+def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
+    """Return the parts of the page for a sweep's table; `several`: the page has more than one, so they are named."""
+    layout = layout_of(found)
+    name = f": {found.name}" if several else ""
+    charts = tuple(Part(chart.title, figure(chart)) for chart in sweep_charts(found))
+    parts = [Part(f"What the sweep found{name}", _tables(found, layout))]
+    if charts:
+        parts.append(Part(f"Charts of the sweep{name}", "", charts))
+    if found.fitting:
+        parts.append(Part(f"Bottlenecks of the sweep{name}", _bottlenecks(found, layout)))
+    return parts
+
+
+def summary(found: SweepTable) -> list[str]:
+    """Return in sentences what a sweep says."""
+    counts = Counter(row["status"] for row in found.rows)
+    rest = "; ".join(f"{n:,} {status}" for status, n in counts.items() if status != "fits")
+    differ = f" They differ in {', '.join(found.axes)}." if found.axes else ""
+    sentences = [f"{counted(len(found.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
+    gains = [gain for rows in by_setting(found.fitting, layout_of(found)).values() if (gain := best_gain(rows))]
+    if gains:
+        faster = [gain for gain in gains if gain.speed_up_ratio > 1]
+        best = max(gains, key=lambda gain: gain.speed_up_ratio)
+        sentences.append(
+            f"A threshold is predicted to be faster than the fastest dense plan in {len(faster)} of "
+            f"{counted(len(gains), 'setting')}; most in {best.thresholded['point']}: {best.speed_up_ratio:.2f} times "
+            "the speed of "
+            f"{best.dense['point']}, with {density_words(best.thresholded)}. Change of loss: not measured. "
+            f"{_control(found)}"
+        )
+    return sentences
+
+
+def _control(found: SweepTable) -> str:
+    controls = [row for row in found.fitting if is_control(row) and not is_dense(row)]
+    return (
+        f"{counted(len(controls), 'control')} (nothing pushed) among the points."
+        if controls
+        else "No control among the points."
+    )
+
+
+def _tables(found: SweepTable, layout: Layout) -> str:
+    settings = by_setting(found.fitting, layout)
+    rows: list[list[Cell]] = []
+    for place, members in list(settings.items())[:MOST_SETTINGS]:
+        dense = fastest(row for row in members if is_dense(row))
+        sparse = fastest(row for row in members if not is_dense(row) and not is_control(row))
+        control = fastest(row for row in members if is_control(row) and not is_dense(row))
+        rows.append(
+            [
+                layout.setting_label(place) or "all points",
+                layout.plan_label(layout.plan_of(dense)) if dense else "none",
+                seconds(dense["step_time_s"]) if dense else "",
+                _threshold(sparse, layout),
+                seconds(sparse["step_time_s"]) if sparse else "",
+                density_words(sparse) if sparse else "",
+                f"{dense['step_time_s'] / sparse['step_time_s']:.2f}" if sparse and dense else "",
+                f"{dense['step_time_s'] / control['step_time_s']:.2f}" if control and dense else "no control",
+                "not measured" if sparse else "",
+            ]
+        )
+    sparse_known = any(row[3] for row in rows)
+    columns = [
+        Column("setting", False),
+        Column("fastest dense plan", False),
+        Column("step"),
+        Column("fastest thresholded plan", False),
+        Column("step"),
+        Column("density"),
+        Column("speed beside dense"),
+        Column("of the control"),
+        Column("change of loss"),
+    ]
+    if not sparse_known:
+        columns, rows = columns[:3], [row[:3] for row in rows]
+    left_out = len(settings) - MOST_SETTINGS
+    return "".join(
+        [
+            table("The fastest plans that fit, setting by setting", columns, rows)
+            if rows
+            else paragraph("No plan fits."),
+            paragraph(f"{left_out} more settings are in the table's file.", "soft") if left_out > 0 else "",
+            _reasons(found),
+            folded(
+                f"The first {MOST_ROWS} of {counted(len(found.rows), 'point')}"
+                if len(found.rows) > MOST_ROWS
+                else f"All {counted(len(found.rows), 'point')}",
+                _points(found.rows[:MOST_ROWS]),
+            ),
+        ]
+    )
+
+
+def _threshold(row: Row | None, layout: Layout) -> str:
+    if row is None:
+        return ""
+    threshold = row.get(THRESHOLD)
+    name = layout.plan_label(layout.plan_of(row))
+    return name if threshold is None else f"{name} at {threshold:g}"
+
+
+def _reasons(found: SweepTable) -> str:
+    """Return why points have no answer, or do not fit."""
+    reasons = Counter((row["status"], str(row["reason"] or "")) for row in found.rows if row["status"] != "fits")
+    rows: list[list[Cell]] = [[status, reason, f"{n:,}"] for (status, reason), n in reasons.most_common(MOST_REASONS)]
+    columns = [Column("status", False), Column("reason", False), Column("points")]
+    return table("Why points do not fit, or have no answer: the most frequent reasons", columns, rows) if rows else ""
+
+
+def _points(rows: Sequence[Row]) -> str:
+    lines: list[list[Cell]] = [
+        [
+            row["point"],
+            (row["status"], row["status"] != "fits"),
+            row["method"] or "",
+            "" if row["ranks"] is None else f"{row['ranks']:,}",
+            seconds(row["step_time_s"]),
+            "" if row["throughput_samples_per_s"] is None else f"{row['throughput_samples_per_s']:.4g}",
+            density_words(row) if row["step_time_s"] is not None else "",
+            "" if row["peak_allocated_bytes"] is None else size(peak_bytes(row)),
+            "" if row["cost_usd_per_step"] is None else f"{row['cost_usd_per_step']:.3g}",
+        ]
+        for row in rows
+    ]
+    heads = ("ranks", "step", "samples/s", "density", "peak memory", "USD a step")
+    columns = [
+        Column("point", False),
+        Column("status", False),
+        Column("method", False),
+        *(Column(head) for head in heads),
+    ]
+    return table("Points, in the order of the sweep", columns, lines)
+
+
+def _bottlenecks(found: SweepTable, layout: Layout) -> str:
+    """Return of each setting's fastest dense and fastest thresholded plan what it waits for."""
+    lines: list[list[Cell]] = []
+    for place, members in list(by_setting(found.fitting, layout).items())[:MOST_SETTINGS]:
+        for kind, row in (
+            ("dense", fastest(row for row in members if is_dense(row))),
+            ("thresholded", fastest(row for row in members if not is_dense(row) and not is_control(row))),
+        ):
+            if row is not None:
+                lines.append(
+                    [
+                        layout.setting_label(place) or "all points",
+                        f"{_threshold(row, layout)} ({kind})",
+                        _longest(row),
+                        _link(row),
+                        _tightest(row),
+                    ]
+                )
+    heads = ("fastest plan", "longest part of a step", "busiest link", "tightest device")
+    columns = [Column("setting", False), *(Column(head, False) for head in heads)]
+    return table("What the fastest plans wait for, as predicted", columns, lines)
+
+
+def _longest(row: Row) -> str:
+    phase = max(PHASES, key=lambda phase: row[f"{phase}_s"] or 0.0)
+    share = (row[f"{phase}_s"] or 0.0) / row["step_time_s"] if row["step_time_s"] else 0.0
+    return f"{phase.replace('_', ' ')}, {100 * share:.0f} %"
+
+
+def _link(row: Row) -> str:
+    ratio = row["slowest_link_utilisation_ratio"]
+    return (
+        "none" if row["slowest_link"] is None or ratio is None else f"{row['slowest_link']}, used {100 * ratio:.0f} %"
+    )
+
+
+def _tightest(row: Row) -> str:
+    if row["margin_bytes"] is None:
+        return "not known"
+    return f"{row['tightest_device']}: {size(row['margin_bytes'])} of {size(row['capacity_bytes'])} left"

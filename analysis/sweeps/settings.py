@@ -1,0 +1,144 @@
+"""Points of a sweep as plans in settings: a setting is what a plan is tried on (cluster, model, batch, ...).
+
+Which columns tell settings and plans apart depends on what varies: a column says nothing that has one value, or whose
+value follows from the others'.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from analysis.sweeps.table import BANDWIDTH, METHOD, THRESHOLD, Row, SweepTable
+from gssim.units import human_bytes, human_seconds
+
+PLAN = "plan."
+
+Place = tuple[object, ...]
+"""Values of the columns that tell settings (or plans) apart."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns tell settings apart, and which tell plans apart within a setting, but for the threshold."""
+
+    settings: tuple[str, ...]
+    plans: tuple[str, ...]
+
+    def setting_of(self, row: Row) -> Place:
+        """Return the setting of a point."""
+        return tuple(row[column] for column in self.settings)
+
+    def plan_of(self, row: Row) -> Place:
+        """Return the plan of a point, whatever its threshold."""
+        return tuple(row[column] for column in self.plans)
+
+    def setting_label(self, place: Place) -> str:
+        """Return a setting for people; empty where there is but one."""
+        return ", ".join(shown(column, value) for column, value in zip(self.settings, place, strict=True))
+
+    def plan_label(self, place: Place) -> str:
+        """Return a plan for people: its method, and what else tells it apart."""
+        named = dict(zip(self.plans, place, strict=True))
+        if "variant" in named:
+            return str(named["variant"])
+        return ", ".join(shown(column, value) for column, value in named.items())
+
+
+def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
+    """Return what tells the answered points of a table apart; `without`: columns that a chart has an axis for."""
+    rows = table.answered
+    place = [axis for axis in table.axes if not axis.startswith(PLAN)]
+    candidates = [column for column in (*place, "group", "cluster", "model") if column not in without]
+    settings = telling(rows, candidates)
+    policies = [axis for axis in table.axes if axis.startswith(PLAN) and axis not in (THRESHOLD, METHOD, *without)]
+    plans = ["method", *(axis for axis in policies if _varies(rows, axis))]
+    apart = [*settings, *without, *plans, *([THRESHOLD] if THRESHOLD in table.axes else [])]
+    if not follows(rows, apart, "point"):
+        plans.append("variant")
+    return Layout(tuple(settings), tuple(plans))
+
+
+def telling(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
+    """Return the columns that vary, leaving out those whose value follows from the ones before."""
+    found: list[str] = []
+    for column in columns:
+        if _varies(rows, column) and not follows(rows, found, column):
+            found.append(column)
+    # an earlier one may follow from the later: a group says all that its rates and latencies say
+    for column in list(found):
+        rest = [other for other in found if other != column]
+        if rest and not column.endswith(BANDWIDTH) and follows(rows, rest, column):
+            found = rest
+    return found
+
+
+def _varies(rows: Sequence[Row], column: str) -> bool:
+    return len({row.get(column) for row in rows}) > 1
+
+
+def follows(rows: Iterable[Row], columns: Sequence[str], column: str) -> bool:
+    """Return whether rows that are alike in `columns` are alike in `column` too."""
+    values: dict[Place, object] = {}
+    return all(
+        values.setdefault(tuple(row.get(each) for each in columns), row.get(column)) == row.get(column) for row in rows
+    )
+
+
+def by_setting(rows: Iterable[Row], layout: Layout) -> dict[Place, list[Row]]:
+    """Return rows by setting, in the order in which settings first appear."""
+    found: dict[Place, list[Row]] = {}
+    for row in rows:
+        found.setdefault(layout.setting_of(row), []).append(row)
+    return found
+
+
+def by_plan(rows: Iterable[Row], layout: Layout) -> dict[Place, list[Row]]:
+    """Return rows by plan, in the order in which plans first appear."""
+    found: dict[Place, list[Row]] = {}
+    for row in rows:
+        found.setdefault(layout.plan_of(row), []).append(row)
+    return found
+
+
+def family(name: object) -> str:
+    """Return a name without its numbers: clusters of one kind and different sizes have one.
+
+    >>> family("a100-leaf-spine-64"), family("1,024 GPUs in a ring")
+    ('a100-leaf-spine', 'GPUs in a ring')
+    """
+    words = re.split(r"[\s-]+", re.sub(r"(?<![A-Za-z\d,.])\d[\d,.]*(x\d+)*(?![A-Za-z\d])", " ", str(name)))
+    return ("-" if "-" in str(name) and " " not in str(name) else " ").join(word for word in words if word)
+
+
+def shown(column: str, value: object) -> str:
+    """Return a column's value for people, with its key's last word where it alone would say nothing.
+
+    >>> shown("cluster.topology.link.bandwidth_bytes_per_s", 1.25e8), shown("plan.micro_batches", 4)
+    ('1 Gbit/s', 'micro_batches 4')
+    """
+    if value is None:
+        return "default" if column.startswith(PLAN) else "none"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    word = column.rpartition(".")[2]
+    if word.endswith("bytes_per_s"):
+        return bit_rate(value)
+    if word.endswith("_bytes"):
+        return f"{word.removesuffix('_bytes')} {human_bytes(value)}"
+    if word.endswith("_s"):
+        return f"{word.removesuffix('_s')} {human_seconds(value)}"
+    return f"{word} {value:g}"
+
+
+def bit_rate(bytes_per_s: float) -> str:
+    """Return a link's rate for people, in bits as networks are sold.
+
+    >>> bit_rate(1.25e7), bit_rate(3e11)
+    ('100 Mbit/s', '2.4 Tbit/s')
+    """
+    bits = 8 * bytes_per_s
+    unit, factor = next(
+        ((unit, factor) for unit, factor in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits >= factor),
+        ("kbit/s", 1e3),
+    )
+    return f"{bits / factor:.3g} {unit}"

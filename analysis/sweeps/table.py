@@ -1,0 +1,163 @@
+"""A sweep's table as it is read: its question, the keys that its points differ in, a row for each point."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from analysis.table import ResultFile, name_of, sweep_group, threshold_of
+from gssim.result import Result
+from gssim.sweep import SEPARATOR
+from gssim.table import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, kind_of, outcome, table_of
+from gssim.units import UserError
+
+THRESHOLD = "plan.push.threshold"
+METHOD = "plan.method"
+BANDWIDTH = "bandwidth_bytes_per_s"
+"""What an axis of bandwidths ends in."""
+FITS = "fits"
+NOT_FITTING = "does not fit"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """All points of a sweep."""
+
+    name: str
+    """Of the file, without its suffix."""
+    question: str
+    axes: tuple[str, ...]
+    """Whole keys, in the order of the columns."""
+    rows: tuple[Row, ...]
+    sweep: str = ""
+    """The sweep's file, where the table says so."""
+
+    @property
+    def answered(self) -> list[Row]:
+        """The rows that have a prediction: neither invalid nor failed."""
+        return [row for row in self.rows if row["status"] in (FITS, NOT_FITTING)]
+
+    @property
+    def fitting(self) -> list[Row]:
+        """The rows whose plan fits every device."""
+        return [row for row in self.rows if row["status"] == FITS]
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file has the columns of a sweep's table."""
+    try:
+        columns = _columns(path)
+    except (OSError, UserError, pl.exceptions.PolarsError):
+        return False
+    return _missing(columns) is None
+
+
+def read_table(path: Path) -> SweepTable:
+    """Return the sweep's table in a Parquet or CSV file; raise UserError where it is none.
+
+    CSV does not say what question the sweep asks: that is taken from the Parquet file beside it, if there is one.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        columns = _columns(path)
+        missing = _missing(columns)
+        if missing is not None:
+            raise UserError(f"{path}: not a sweep's table: no column '{missing}'; `gssim sweep --out FILE` writes one")
+        frame = pl.read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
+    axes = tuple(column for column in columns if column not in (*POINT_COLUMNS, *RESULT_COLUMNS))
+    rows = tuple(_checked(row, path) for row in frame.iter_rows(named=True))
+    if not rows:
+        raise UserError(f"{path}: a table without points")
+    about = _metadata(path)
+    return SweepTable(path.stem, about.get("question", ""), axes, rows, about.get("sweep", ""))
+
+
+def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
+    """Return predictions as a table; they differ in the threshold, as far as is known, and in their names."""
+    results = [file.result for file in files]
+    rows = [_row(result) for result in results]
+    thresholds = [row[THRESHOLD] for row in rows]
+    axes = (THRESHOLD,) if any(each is not None for each in thresholds) else ()
+    columns = columns_of({key: kind_of(thresholds) for key in axes})
+    questions = list(dict.fromkeys(str(result.scenario.get("question") or "") for result in results))
+    frame = table_of(rows, columns)
+    return SweepTable(name, questions[0] if len(questions) == 1 else "", axes, tuple(frame.iter_rows(named=True)))
+
+
+def _row(result: Result) -> Row:
+    name = name_of(result)
+    threshold = threshold_of(result)
+    return {
+        "point": name,
+        "group": sweep_group(result),
+        "variant": name.partition(SEPARATOR)[2] or name,
+        THRESHOLD: None if threshold is None else float(threshold),
+        **outcome(result),
+    }
+
+
+def _columns(path: Path) -> list[str]:
+    frame = pl.scan_parquet(path) if path.suffix == ".parquet" else pl.scan_csv(path, infer_schema=False)
+    return frame.collect_schema().names()
+
+
+def _missing(columns: Sequence[str]) -> str | None:
+    return next((column for column in (*POINT_COLUMNS, *NEEDED) if column not in columns), None)
+
+
+NEEDED = ("status", "method", "cluster", "model", "ranks", "step_time_s", "peak_allocated_bytes", "push_density_ratio")
+
+
+def _read_csv(path: Path) -> pl.DataFrame:
+    """Return a CSV file's columns in the types that the table has; the axes' as they look."""
+    types: dict[Any, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
+    known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items()}
+    columns = _columns(path)
+    return pl.read_csv(
+        path, schema_overrides={name: known[name] for name in columns if name in known}, infer_schema_length=None
+    )
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    parquet, _ = files_of(path)
+    try:
+        return dict(pl.read_parquet_metadata(parquet))
+    except (OSError, pl.exceptions.PolarsError):
+        return {}
+
+
+def _checked(row: Row, path: Path) -> Row:
+    """Return a row that charts can rely on: with a time and a peak where it is answered."""
+    if row["status"] in (FITS, NOT_FITTING):
+        for column in ("step_time_s", "peak_allocated_bytes"):
+            value = row[column]
+            if value is None or not 0 <= value < inf:
+                raise UserError(f"{path}: {row['point']}: {column} = {value}: must be finite and not negative")
+    return row
+
+
+# What a point is -----------------------------------------------------------------------------------------------------
+
+
+def is_dense(row: Row) -> bool:
+    """Return whether no threshold decides what is sent."""
+    return row["push_density_ratio"] is None and row.get("publish_density_ratio") is None
+
+
+def is_control(row: Row) -> bool:
+    """Return whether nothing is pushed: what shows whether the push of others is of any use."""
+    return row.get(THRESHOLD) == inf or row["push_density_ratio"] == 0
+
+
+def peak_bytes(row: Row) -> float:
+    """Return what the rank that needs most takes from its device's allocator."""
+    reserved = row.get("peak_reserved_bytes")
+    return float(row["peak_allocated_bytes"] if reserved is None else reserved)
