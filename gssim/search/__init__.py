@@ -18,7 +18,7 @@ from gssim.search.bounds import Bound, Bounds
 from gssim.search.candidates import Candidate, candidates
 from gssim.search.explore import Exploration, Outcome, Wanted, explore, front
 from gssim.search.reasons import full_ratio, reason
-from gssim.search.workers import Answer, Workers, processes
+from gssim.search.workers import Answer, Workers, searchers
 from gssim.space import SearchSpace
 from gssim.units import RunFailedError, UserError
 
