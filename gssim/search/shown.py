@@ -24,7 +24,7 @@ def print_found(found: Found, question: str) -> None:
     console.print(_counts(found), highlight=False)
     if not found.best:
         console.print(
-            "no plan of the space fits" if not found.counts.left else "no plan that fits so far", style="bold"
+            "no plan of the space fits" if not found.counts.left else "no plan so far that fits", style="bold"
         )
         return
     console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
@@ -32,7 +32,8 @@ def print_found(found: Found, question: str) -> None:
         console.print(f"{rank}: {reason(each.result)}", highlight=False)
     console.print(_plan_table(found, found.front, "front of time and memory"))
     for name, rival in found.rivals:
-        console.print(_compared(found.best[0], name, rival), highlight=False)
+        text = "none so far that fits" if rival is None and found.counts.left else _compared(found.best[0], rival)
+        console.print(f"{name}: {text}", highlight=False)
     console.print(
         f"the first: gssim run SCENARIO --set '{found.best[0].candidate.override}'", highlight=False, markup=False
     )
@@ -61,15 +62,15 @@ def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:
     return table
 
 
-def _compared(best: Outcome, name: str, rival: Outcome | None) -> str:
+def _compared(best: Outcome, rival: Outcome | None) -> str:
     """Return how much worse a rival is than the best plan, and why that is."""
     if rival is None:
-        return f"{name}: none fits"
+        return "none fits"
     if rival.candidate == best.candidate:
-        return f"{name}: it is the first"
+        return "it is the first"
     more = rival.objective / best.objective - 1 if best.objective else 0.0
     words = f"{human_seconds(rival.result.step_time_s)}, {more:+.1%}: {in_words(rival.candidate.plan)}"
-    return f"{name}: {words}\n  {reason(rival.result)}"
+    return f"{words}\n  {reason(rival.result)}"
 
 
 def in_words(plan: Plan) -> str:
