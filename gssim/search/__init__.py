@@ -22,7 +22,7 @@ from gssim.search.workers import Answer, Workers, searchers
 from gssim.space import SearchSpace
 from gssim.units import RunFailedError, UserError
 
-__all__ = ["Found", "Outcome", "Search", "processes"]
+__all__ = ["Found", "Outcome", "Search", "searchers"]
 
 RIVALS: dict[str, Callable[[Candidate], bool]] = {
     "the scenario's own plan": lambda each: each.index == 0,
