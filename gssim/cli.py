@@ -14,6 +14,8 @@ from gssim.predictions import predict, usable_cores
 from gssim.remedies import with_remedies
 from gssim.result import chrome_trace, file_name, write_text
 from gssim.scenario import load_scenario
+from gssim.search import Search, processes
+from gssim.search.shown import print_found
 from gssim.simulate import simulate
 from gssim.sweep import chosen, load_sweep, points_of
 from gssim.units import UserError
@@ -99,6 +101,53 @@ def sweep_command(
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
         print_results(results, asked.question)
+
+
+@app.command("search")
+def search_command(
+    scenario: Path,
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option("--top", help="How many plans to show.")] = 5,
+    objective: Annotated[
+        str | None, typer.Option("--objective", help="What is to be least: step-time (usual), cost or energy.")
+    ] = None,
+    least_density: Annotated[
+        float | None, typer.Option("--least-density", help="Search thresholds too that push no smaller part.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no more plans after so long.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Plans at a time; as many as cores by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
+) -> None:
+    """Find the best plans for a scenario's cluster and model under the devices' memory.
+
+    The table [search] of the scenario says what is searched (see gssim.space); --set search.KEY=VALUE overrides it.
+    --json prints the best plans' Results in order, then those of the others on the front of time and memory;
+    provenance.search tells them apart.
+    """
+    asked = {"objective": objective and f'"{objective}"', "least_density": least_density, "seconds": seconds}
+    given = [*(overrides or []), *(f"search.{key}={value}" for key, value in asked.items() if value is not None)]
+    count = usable_cores() if jobs is None else jobs
+    for name, value in (("--top", top), ("--jobs", count)):
+        if value < 1:
+            raise UserError(f"{name} {value}: must be at least 1")
+    loaded = load_scenario(scenario, given)
+    search = Search(loaded, loaded.scenario.search, top)
+    try:
+        with processes(count, scenario, given) as workers, progress_bar("searching") as told:
+            search.run(workers, told)
+    except KeyboardInterrupt:
+        _print_found(search, loaded.scenario.question, as_json=as_json)
+        print("gssim: search: interrupted; these are the best so far", file=sys.stderr)
+        raise
+    _print_found(search, loaded.scenario.question, as_json=as_json)
+
+
+def _print_found(search: Search, question: str, *, as_json: bool) -> None:
+    found = search.found()
+    if as_json:
+        print(json.dumps([json.loads(result.to_json()) for result in found.results()], indent=2, allow_nan=False))
+    else:
+        print_found(found, question)
 
 
 def main() -> None:

@@ -176,8 +176,10 @@ class Books:
 
     def begin(self) -> None:
         """Begin a course of training."""
-        for book in [*self._gradient_books(), *self.changes.values()]:
+        for book in self._gradient_books():
             book.begin()
+        for published in self.changes.values():
+            published.begin()
 
     def train(self, replica: Replica, step: int) -> None:
         """Train one step and write down what is to be seen."""

@@ -153,9 +153,20 @@ def _part(
     if value is None:
         raise UserError(f"{file}: {under}{key}: missing; name a file or give the table")
     if not isinstance(value, str):
-        return value
+        return _inline(cls, value, shared)
     found = _find(value, f"{under}{key}", file, folders)
     return _cluster(found, shared) if cls is Cluster else _model(found, shared)
+
+
+def _inline(cls: type[object], table: object, shared: Shared) -> object:
+    """Return a table that is given inline as a `cls`, the same for equal tables; one that is none as it is.
+
+    What is wrong with that is said together with all else.
+    """
+    try:
+        return shared.once(f"inline {cls.__name__}", repr(table), lambda: validated(cls, table, file=""))
+    except UserError:
+        return table
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:

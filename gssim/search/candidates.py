@@ -1,0 +1,212 @@
+"""The plans of a search's space, as the scenario file would have them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from gssim.plan import Plan
+from gssim.policies import DATA_AXIS, PRESETS, TWO_LEVELS
+from gssim.scenario import Scenario
+from gssim.scenario.overrides import toml
+from gssim.search.batches import PLAN, Batches
+from gssim.space import SearchSpace
+from gssim.units import UserError
+
+USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) for digit in (1, 3))
+"""Searched where a least density is given without thresholds: two a decade."""
+KEPT = ("bucket_bytes", "first_bucket_bytes", "overlap", "prefetch")
+"""Keys of the scenario's own plan that each of its candidates has too, where they are set."""
+STAGED = ("pipeline", "ddp", "zero1")
+"""Methods that run in pipelines."""
+UNEVEN = ("gs", "gs_z3", "gs_wgrad", "gs_tp", "gs_hier")
+"""Methods that can shard unevenly."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that may be the best."""
+
+    index: int
+    """Of equally good ones the first counts."""
+    table: Mapping[str, Any]
+    """As the scenario's file would have it."""
+    plan: Plan
+
+    @property
+    def override(self) -> str:
+        """The plan as `--set` takes it."""
+        return f"plan={toml(dict(self.table))}"
+
+
+class Axes(NamedTuple):
+    """Sizes of a plan's mesh."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def parts(self) -> int:
+        """How many parts the batch is divided into."""
+        return self.dp_replicate * self.dp_shard
+
+
+def candidates(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iterator[Candidate]:
+    """Give every plan of the space, the scenario's own first; what cannot run is among them."""
+    yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
+    kept = _kept(scenario.plan)
+    seen = {_sized(scenario.plan, batches)}
+    for table in _tables(scenario, space, batches):
+        whole = kept | _push_table(scenario.plan, table) | table
+        plan = PLAN.validate_python(whole)
+        if (sized := _sized(plan, batches)) not in seen:
+            seen.add(sized)
+            yield Candidate(len(seen) - 1, whole, plan)
+
+
+def _sized(plan: Plan, batches: Batches) -> Plan:
+    """Return a plan with its axes sized, as those are that are made here; as it is where that cannot be."""
+    try:
+        policies = batches.bounds.policies(plan)
+    except UserError:
+        return plan
+    return replace(plan, dp_replicate=policies.dp_replicate, dp_shard=policies.dp_shard)
+
+
+def _plan_table(plan: Plan) -> dict[str, Any]:
+    """Return what is set of a plan."""
+    data: dict[str, Any] = PLAN.dump_python(plan, mode="json", exclude_defaults=True, exclude_none=True)
+    return data
+
+
+def _kept(plan: Plan) -> dict[str, Any]:
+    return {key: value for key, value in _plan_table(plan).items() if key in KEPT}
+
+
+def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the scenario's own plan pushes and publishes, for a method that does."""
+    if PRESETS[table["method"]]["gradients"] != "push":
+        return {}
+    own = _plan_table(plan)
+    push = own.get("push", {}) | table.get("push", {})
+    publish = own.get("publish") if PRESETS[table["method"]]["parameters"] == "replicated" else None
+    found = {"push": push} if push else {}
+    return found | ({"publish": publish} if publish else {})
+
+
+def _tables(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iterator[dict[str, Any]]:
+    """Give the plans of the space as tables, devices by devices, method by method."""
+    for place, count in enumerate(device_counts(scenario, space)):
+        for method in space.methods:
+            if method == "single" and place:  # once
+                continue
+            for axes in _meshes(scenario, space, method, count):
+                yield from _of_mesh(scenario, space, batches, method, axes)
+
+
+def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:
+    """Return how many devices are used: all of them first."""
+    hosts = [device.host for device in scenario.cluster.devices]
+    if space.devices is not None:
+        return sorted({min(count, len(hosts)) for count in space.devices}, reverse=True)
+    ends = [i for i in range(1, len(hosts)) if hosts[i] != hosts[i - 1]]
+    return [len(hosts), *(reversed(ends) if len(ends) <= MOST_HOSTS else ())]
+
+
+MOST_HOSTS = 8
+"""Of more hosts, all are used unless the user says how many devices."""
+
+
+def _meshes(scenario: Scenario, space: SearchSpace, method: str, count: int) -> Iterator[Axes]:
+    """Give the meshes of `count` devices that suit a method."""
+    if method == "single":
+        yield Axes()
+    elif method == "gs_wgrad":
+        if count > 1 and _deals_out_layers(scenario, count):
+            yield Axes(dp_shard=count)
+    else:
+        tps = _sizes(space.tp, count, _largest_host(scenario, count))
+        for tp, pp in product(tps, _sizes(space.pp, count, count) if method in STAGED else [1]):
+            if count % (tp * pp) == 0:
+                yield from _data_axes(method, count // (tp * pp), tp, pp)
+
+
+def _data_axes(method: str, data: int, tp: int, pp: int) -> Iterator[Axes]:
+    """Give the meshes of a method with `data` parts of the batch, tensor groups and stages of the sizes given."""
+    if method in TWO_LEVELS:
+        yield from (Axes(data // inner, inner, tp, pp) for inner in _divisors(data) if 1 < inner < data)
+    elif method in ("tensor", "gs_tp", "pipeline"):
+        if data == 1 and (pp if method == "pipeline" else tp) > 1:
+            yield Axes(tp=tp, pp=pp)
+    elif data > 1:
+        yield Axes(data, 1, tp, pp) if DATA_AXIS.get(method) == "dp_replicate" else Axes(1, data, tp, pp)
+
+
+def _deals_out_layers(scenario: Scenario, count: int) -> bool:
+    """Return whether a model's layers can be dealt out to so many devices: its file says what frozen ones cost."""
+    model = scenario.workload.model
+    traced = all(layer.untrained_buffers is not None for layer in model.layers)
+    return traced and count <= sum(layer.repeats for layer in model.layers if layer.elements)
+
+
+def _sizes(wanted: Sequence[int] | None, count: int, most: int) -> list[int]:
+    return [size for size in (wanted if wanted is not None else _divisors(count)) if count % size == 0 and size <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _largest_host(scenario: Scenario, count: int) -> int:
+    hosts = [device.host for device in scenario.cluster.devices[:count]]
+    return max(map(hosts.count, set(hosts)))
+
+
+def _of_mesh(
+    scenario: Scenario, space: SearchSpace, batches: Batches, method: str, axes: Axes
+) -> Iterator[dict[str, Any]]:
+    """Give the plans of a method on a mesh."""
+    total = scenario.workload.global_batch_size
+    mesh = {name: size for name, size in axes._asdict().items() if size > 1 or name in ("dp_replicate", "dp_shard")}
+    parts = 1 if method == "gs_wgrad" else axes.parts
+    if not batches.may_run({"method": method, **mesh}):
+        return
+    shards = [each for each in space.shards if _may_own(scenario, method, axes, each)] if method in UNEVEN else ["even"]
+    recomputes = space.recompute if method != "gs_wgrad" else [each for each in space.recompute if each == "none"]
+    for micro_batches, recompute in product(_micro_batches(space, total, parts), recomputes):
+        base = {"method": method, **mesh, "micro_batches": micro_batches, "recompute": recompute}
+        for owned, push in product(shards, _pushes(scenario, space, method)):
+            table = base | ({"push": push} if push else {})
+            for batch in batches.shares(table, owned, space.batch if parts > 1 else ("even",)):
+                yield table | {"shares": {"batch": batch, "shards": owned}}
+
+
+def _may_own(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:
+    """Return whether a method's shards can follow a rule, and it makes a difference."""
+    if rule == "even":
+        return True
+    if rule == "compute":
+        used = axes.dp_replicate * axes.dp_shard * axes.tp * axes.pp
+        return len({device.type for device in scenario.cluster.devices[:used]}) > 1
+    owners = PRESETS[method]["gradients"] == "push" and axes.tp == 1
+    return owners and (method not in TWO_LEVELS or rule == "memory")
+
+
+def _micro_batches(space: SearchSpace, total: int, parts: int) -> Sequence[int]:
+    if space.micro_batches is not None:
+        return space.micro_batches
+    most = max(1, total // parts)
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= min(most, MOST_MICRO_BATCHES)]
+
+
+MOST_MICRO_BATCHES = 32
+"""Searched where the user does not say how many: more seldom pay, and take long to simulate."""
+
+
+def _pushes(scenario: Scenario, space: SearchSpace, method: str) -> list[dict[str, Any]]:
+    """Return what of the push is searched: the scenario's own, and thresholds where their effect is bounded."""
+    if PRESETS[method]["gradients"] != "push" or space.least_density is None:
+        return [{}]
+    return [{}, *({"threshold": value} for value in space.thresholds or USUAL_THRESHOLDS)]

@@ -1,0 +1,94 @@
+"""What a search found, for people, on the console."""
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from gssim.console import PIPE_WIDTH
+from gssim.plan import Plan
+from gssim.search import Found, Outcome
+from gssim.search.reasons import bound_by, reason
+from gssim.units import human_bytes, human_seconds
+
+UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
+"""What else is shown of each plan, by objective, and the factor to that unit."""
+
+
+def print_found(found: Found, question: str) -> None:
+    """Print the best plans and why, the front of time and memory, and what the best is compared with."""
+    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    if question:
+        console.print(question, style="bold", highlight=False)
+    console.print(_counts(found), highlight=False)
+    if not found.best:
+        console.print(
+            "no plan of the space fits" if not found.counts.left else "no plan so far that fits", style="bold"
+        )
+        return
+    console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
+    for rank, each in enumerate(found.best, start=1):
+        console.print(f"{rank}: {reason(each.result)}", highlight=False)
+    console.print(_plan_table(found, found.front, "front of time and memory"))
+    for name, rival in found.rivals:
+        text = "none so far that fits" if rival is None and found.counts.left else _compared(found.best[0], rival)
+        console.print(f"{name}: {text}", highlight=False)
+    console.print(
+        f"the first: gssim run SCENARIO --set '{found.best[0].candidate.override}'", highlight=False, markup=False
+    )
+
+
+def _counts(found: Found) -> str:
+    """Return how many plans there are, and what is still open. (How many were simulated hangs on how fast that is.)"""
+    text = f"{found.plans} plans"
+    return f"{text}; ended with {found.counts.left} of them still open" if found.counts.left else text
+
+
+def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:
+    more = UNITS.get(found.space.objective)
+    table = Table("", "plan", "step", *([more[0]] if more else []), "fullest", "left", "bound by", title=title)
+    for number, each in enumerate(outcomes, start=1):
+        left = "" if each.result.margin is None else human_bytes(each.result.margin.margin_bytes)
+        table.add_row(
+            str(number),
+            in_words(each.candidate.plan),
+            human_seconds(each.result.step_time_s),
+            *([f"{each.objective * more[1]:.4g}"] if more else []),
+            f"{each.full_ratio:.1%}",
+            left,
+            bound_by(each.result),
+        )
+    return table
+
+
+def _compared(best: Outcome, rival: Outcome | None) -> str:
+    """Return how much worse a rival is than the best plan, and why that is."""
+    if rival is None:
+        return "none fits"
+    if rival.candidate == best.candidate:
+        return "it is the first"
+    more = rival.objective / best.objective - 1 if best.objective else 0.0
+    words = f"{human_seconds(rival.result.step_time_s)}, {more:+.1%}: {in_words(rival.candidate.plan)}"
+    return f"{words}\n  {reason(rival.result)}"
+
+
+def in_words(plan: Plan) -> str:
+    """Return a plan in short.
+
+    >>> in_words(Plan(method="zero3", dp_shard=8, micro_batches=4, recompute="full"))
+    'zero3, dp_shard 8, 4 micro-batches, recompute full, batch even'
+    """
+    axes = [(name, getattr(plan, name)) for name in ("dp_replicate", "dp_shard", "tp", "pp")]
+    words = [plan.method, *(f"{name} {size}" for name, size in axes if size and size > 1)]
+    if plan.micro_batches > 1:
+        words.append(f"{plan.micro_batches} micro-batches")
+    if plan.recompute != "none":
+        words.append(f"recompute {plan.recompute}")
+    if plan.push.threshold is not None:
+        words.append(f"threshold {plan.push.threshold:g}")
+    batch, shards = plan.shares.batch, plan.shares.shards
+    words.append(f"batch {batch if isinstance(batch, str) else ' '.join(f'{share:.3g}' for share in batch)}")
+    if shards != "even":
+        words.append(f"shards {shards if isinstance(shards, str) else 'given'}")
+    return ", ".join(words)
