@@ -34,7 +34,7 @@ FOLLOWS_FROM_THE_MODULE = (
 def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     """Return the whole scenario as plain data, as the Result keeps it; nobody may change it."""
     cluster, model = scenario.cluster, scenario.workload.model
-    parts: dict[str, Any] = _plain(scenario, leave_out={"cluster": True, "workload": {"model"}})
+    parts: dict[str, Any] = _plain(scenario, leave_out={"cluster": True, "search": True, "workload": {"model"}})
     workload = {"model": shared.once("plain model", Same(model), lambda: _plain(model))} | parts["workload"]
     clusters = {"cluster": shared.once("plain cluster", Same(cluster), lambda: _plain(cluster))}
     data = {key: ({**parts, **clusters, "workload": workload})[key] for key in KEYS}
