@@ -17,8 +17,7 @@ from gssim.predictions import predict
 from gssim.remedies import with_remedies
 from gssim.result import chrome_trace, file_name, write_text
 from gssim.scenario import load_scenario
-from gssim.search import Search
-from gssim.search import processes as searching_processes
+from gssim.search import Search, searchers
 from gssim.search.shown import print_found
 from gssim.simulate import simulate
 from gssim.sweep import chosen, load_sweep, points_of
@@ -195,7 +194,7 @@ def search_command(
     loaded = load_scenario(scenario, given)
     search = Search(loaded, loaded.scenario.search, top)
     try:
-        with searching_processes(count, scenario, given) as workers, progress_bar("searching") as told:
+        with searchers(count, scenario, given) as workers, progress_bar("searching") as told:
             search.run(workers, told)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, as_json=as_json)

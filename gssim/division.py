@@ -36,7 +36,7 @@ class Division:
         """Elements of every place."""
         return tuple(map(sum, self.owned))
 
-    @property
+    @cached_property
     def place_ranges(self) -> tuple[tuple[int, int], ...]:
         """Every place's half-open range of the bucket's elements.
 

@@ -19,10 +19,13 @@ from gssim.allocator.block import Pool
 from gssim.memory import Event, Footprint
 from gssim.program import Program, Task
 from gssim.scenario import Scenario
+from gssim.shared import Same, Shared
 
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Between the replay's peak of what is asked for and the known one."""
+MOST_REPLAYS = 24
+"""That are kept, with their programs."""
 LATEST_FIRST = ("activations",)
 MICRO_BATCH = re.compile(r" micro-batch (\d+)")
 
@@ -39,16 +42,28 @@ class Reservation:
     """What the device lacked when a request failed; the replay then ended."""
 
 
-def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> Reservation:
+def reservation(
+    scenario: Scenario, program: Program, rank: int, *, known_bytes: float, shared: Shared | None = None
+) -> Reservation:
     """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle]."""
-    role = program.role_of[rank]
+    role, shared = program.role_of[rank], shared or Shared()
     expandable = scenario.cluster.type_of(rank).expandable_segments
     short = _without_middle(scenario, program.tasks[role])
+
+    def replayed(tasks: Sequence[Task]) -> Reservation:
+        key = (Same(program), role, len(tasks), expandable)
+        return shared.once(
+            "replay",
+            key,
+            lambda: replay(program, role, tasks=tasks, expandable_segments=expandable),
+            most=MOST_REPLAYS,
+        )
+
     if len(short) < len(program.tasks[role]):
-        found = replay(program, role, tasks=short, expandable_segments=expandable)
+        found = replayed(short)
         if abs(found.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return found
-    return replay(program, role, expandable_segments=expandable)
+    return replayed(program.tasks[role])
 
 
 def _without_middle(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:

@@ -16,6 +16,10 @@ MOST_KEPT = 64
 """Answers of each kind; beyond that, the one that was not asked for longest goes."""
 
 
+MOST_LARGE = 2**23
+"""Elements of large answers, all together: they take some 50 bytes each."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Same:
     """A value as part of a key: equal to itself alone, for what is large and never changes.
@@ -37,6 +41,36 @@ class Same:
         return id(self.value)
 
 
+class Recent:
+    """The latest answers that together weigh no more than so much, and the last one whatever it weighs.
+
+    >>> recent = Recent(most=10)
+    >>> [recent.once(n, lambda n=n: print("working") or n, weight=lambda n: n) for n in (6, 5, 6, 6)]
+    working
+    working
+    working
+    [6, 5, 6, 6]
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+        self._weight = 0
+
+    def once(self, key: Hashable, make: Callable[[], T], *, weight: Callable[[T], int]) -> T:
+        """Return what `make` returns, which is called if this key is not kept; see `Shared.once`."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return cast(T, self._kept[key][0])
+        found = make()
+        self._kept[key] = (found, weight(found))
+        self._weight += weight(found)
+        while self._weight > self.most and len(self._kept) > 1:
+            _, (_, gone) = self._kept.popitem(last=False)
+            self._weight -= gone
+        return found
+
+
 class Shared:
     """Answers of pure functions, by kind and key.
 
@@ -48,6 +82,8 @@ class Shared:
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self.most = most
+        self.large = Recent(MOST_LARGE)
+        """What takes memory by the number of its elements, of which its weight is."""
         self._kept: dict[str, OrderedDict[Hashable, object]] = {}
 
     def once(self, kind: str, key: Hashable, make: Callable[[], T], *, most: int | None = None) -> T:

@@ -6,35 +6,32 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 
 from gssim.expenses import cost_usd, energy_j
-from gssim.machine import Machine, RankClass, is_jittery
+from gssim.machine import Machine, is_jittery
 from gssim.occupancy import Occupancy, misfit, occupancies, tightest
-from gssim.program import Program, lower
+from gssim.outcomes import collectives_of, links_of, rank_classes
+from gssim.program import Program, Sent, Steps
+from gssim.program.sameness import what_lowering_reads
 from gssim.program.slices import uncounted
 from gssim.result import (
-    CATEGORIES,
     COMPUTE_PHASES,
     UPDATE_PHASES,
-    Collective,
     Density,
-    LinkUse,
     Result,
     Span,
-    merge_collectives,
     typical_phases,
 )
-from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Loaded, Scenario
 from gssim.segments import Segment, Told, walk
 from gssim.shared import Shared
-from gssim.units import Floats, Ints
+from gssim.units import Floats
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
@@ -72,7 +69,7 @@ class _Steady:
     times_s: tuple[float, ...]
     """Of every steady step."""
 
-    @property
+    @cached_property
     def time_s(self) -> float:
         """The median step."""
         return median(self.times_s)
@@ -112,28 +109,55 @@ def _no_collection() -> Iterator[None]:
 def _simulated(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     scenario = loaded.scenario
     if scenario.run.slowdowns or scenario.plan.shares.replan:
-        return _walked(loaded, unfolded)
-    return _steady(loaded, unfolded)
+        return _walked(loaded, unfolded, shared)
+    return _steady(loaded, unfolded, shared)
 
 
-def _steady(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None = None) -> Simulated:
+def _steady(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float] | None = None) -> Simulated:
     """Return the prediction where all steps are alike; `slowed`: ranks that are slower than their devices."""
     scenario = loaded.scenario
-    programs = _programs(loaded, unfolded, slowed)
-    steady = programs[_first_steady(scenario) :]
-    ordered = sorted(steady, key=_payload_bytes)
-    typical = _run(scenario, ordered[(len(ordered) - 1) // 2], unfolded)
-    lightest = _run(scenario, ordered[(len(ordered) - 1) // 10], unfolded) if len(ordered) > 1 else typical
+    steps = _steps(loaded, unfolded, shared, slowed or {})
+    numbers = _distinct_steps(loaded)
+    if len(numbers) == 1:
+        steps.program(numbers[0])  # tells what it sends, too
+    sent = [steps.sent(number) for number in numbers]
+    warm = _first_steady(scenario)
+    ordered = sorted(range(warm, len(numbers)), key=lambda place: sent[place].whole_bytes)
+    middle, light = (numbers[ordered[(len(ordered) - 1) // part]] for part in (2, 10))
+    typical = _run(scenario, steps.program(middle), unfolded, shared)
+    lightest = _run(scenario, steps.program(light), unfolded, shared) if light != middle else typical
     start_s, end_s = typical.start_s, typical.start_s + typical.time_s
     spans = tuple(
         Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
         for span in typical.machine.spans
         if span.end_s > start_s and span.start_s < end_s
     )
-    first = _run(scenario, programs[0], unfolded) if len(steady) < len(programs) else typical
+    first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if warm else typical
     ranks = scenario.ranks
     paces = Paces(typical.times_s, _times_in(typical, COMPUTE_PHASES, ranks), _times_in(typical, UPDATE_PHASES, ranks))
-    return Simulated(_result(loaded, typical, lightest, programs, first), spans, paces)
+    return Simulated(_result(loaded, typical, lightest, sent, first, shared), spans, paces)
+
+
+MOST_STEPS = 12
+"""Programs of other scenarios that are kept: those of many ranks are large."""
+
+
+def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float]) -> Steps:
+    """Return the programs of a run, the same for all scenarios that differ in nothing that lowering reads."""
+    scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
+    key = (*what_lowering_reads(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())))
+
+    def made() -> Steps:
+        return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, shared=shared)
+
+    return shared.once("steps", key, made, most=MOST_STEPS)
+
+
+def _distinct_steps(loaded: Loaded) -> Sequence[int]:
+    """Return the run's steps whose programs differ: the last, or all where messages depend on the data."""
+    run = loaded.scenario.run
+    steps = range(run.warmup_steps, run.warmup_steps + run.steps)
+    return steps if loaded.statistics_needed else steps[-1:]
 
 
 def _first_steady(scenario: Scenario) -> int:
@@ -141,7 +165,7 @@ def _first_steady(scenario: Scenario) -> int:
     return max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
 
 
-def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
+def _walked(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     """Return the prediction where steps differ: what is by rank is that of the end, phases are of a median step."""
     scenario = loaded.scenario
     found: dict[Segment, Simulated] = {}
@@ -149,7 +173,7 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
     def steady(segment: Segment) -> Simulated:
         if segment not in found:
             divided = replace(loaded, scenario=scenario.with_shares(segment.samples, segment.shard_shares))
-            found[segment] = _steady(divided, unfolded, dict(segment.slowed))
+            found[segment] = _steady(divided, unfolded, shared, dict(segment.slowed))
         return found[segment]
 
     def measure(segment: Segment, step: int) -> Told:
@@ -168,8 +192,8 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
     return Simulated(
         replace(
             last.result,
-            scenario_id=scenario.scenario_id,
-            scenario=scenario.resolved(),
+            scenario_id=scenario.identity(shared),
+            scenario=scenario.resolved(shared),
             step_time_s=step_time_s,
             step_time_p10_s=sorted(times_s)[len(times_s) // 10],
             step_times_s=times_s,
@@ -187,22 +211,11 @@ def _walked(loaded: Loaded, unfolded: bool) -> Simulated:
     )
 
 
-def _programs(loaded: Loaded, unfolded: bool, slowed: Mapping[int, float] | None) -> list[Program]:
-    """Return the distinct programs of the run's steps: one, or one a step where messages depend on the data."""
-    run = loaded.scenario.run
-    if loaded.statistics_needed:
-        steps = range(run.warmup_steps, run.warmup_steps + run.steps)
-        return [lower(loaded.scenario, loaded.gradients, step=step, unfolded=unfolded, slowed=slowed) for step in steps]
-    return [lower(loaded.scenario, step=run.warmup_steps + run.steps - 1, unfolded=unfolded, slowed=slowed)]
-
-
-def _payload_bytes(program: Program) -> float:
-    return sum(c.payload_bytes for c in program.communications.values() if c.data_dependent)
-
-
-def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
+def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared) -> _Steady:
     seed = scenario.run.seed
-    machine = Machine(scenario.cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded)
+    machine = Machine(
+        scenario.cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded, shared=shared
+    )
     steps = JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS
     # what is published meets the next step's work, which the last step of all does not have
     machine.run(steps + scenario.policies.publish_overlaps)
@@ -211,22 +224,24 @@ def _run(scenario: Scenario, program: Program, unfolded: bool) -> _Steady:
     return _Steady(machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
 
 
-def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[Program], first: _Steady) -> Result:
+def _result(
+    loaded: Loaded, typical: _Steady, lightest: _Steady, sent: Sequence[Sent], first: _Steady, shared: Shared
+) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
     counts = [len(each.members) for each in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    occupied = _occupied(scenario, typical)
-    at_first = occupied if first is typical else _occupied(scenario, first)
+    occupied = _occupied(scenario, typical, shared)
+    at_first = occupied if first is typical else _occupied(scenario, first, shared)
     fit = misfit(occupied) or misfit(at_first)
-    ranks = _rank_classes(scenario, machine, phases, occupied)
+    ranks = rank_classes(scenario, machine, phases, occupied)
     return Result(
         source="simulated",
-        scenario_id=scenario.scenario_id,
-        calibration_id=loaded.calibration_id,
-        scenario=scenario.resolved(),
+        scenario_id=scenario.identity(shared),
+        calibration_id=loaded.calibration(shared),
+        scenario=scenario.resolved(shared),
         step_time_s=typical.time_s,
         step_time_p10_s=sorted(lightest.times_s)[len(lightest.times_s) // 10],
         phases_s=phases_s,
@@ -235,11 +250,11 @@ def _result(loaded: Loaded, typical: _Steady, lightest: _Steady, programs: list[
         margin=tightest([*occupied, *at_first]),
         throughput_samples_per_s=scenario.workload.global_batch_size / typical.time_s,
         density=Density(
-            push=_mean([program.push_density for program in programs]),
-            publish=_mean([program.publish_density for program in programs]),
+            push=_mean([each.push_density for each in sent]),
+            publish=_mean([each.publish_density for each in sent]),
         ),
-        collectives=_collectives(programs),
-        links=_links(machine, typical),
+        collectives=collectives_of(machine.program, sent),
+        links=links_of(machine, typical.time_s),
         ranks=ranks,
         cost_usd_per_step=cost_usd(scenario, typical.time_s),
         energy_j_per_step=energy_j(scenario, typical.time_s, ranks),
@@ -259,6 +274,7 @@ def _mean(values: list[float | None]) -> float | None:
     return fmean(found) if found else None
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -292,94 +308,9 @@ def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
     return found
 
 
-def _occupied(scenario: Scenario, step: _Steady) -> list[Occupancy]:
+def _occupied(scenario: Scenario, step: _Steady, shared: Shared) -> list[Occupancy]:
     """Return what each class of ranks needs of its device's memory."""
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return occupancies(scenario, machine.program, peaks)
-
-
-def _collectives(programs: list[Program]) -> tuple[Collective, ...]:
-    """Return one steady step's collectives; payloads of data-dependent ones are means over the programs."""
-    counts: dict[tuple[str, Any, int], int] = defaultdict(int)
-    payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
-    for name, communication in programs[-1].communications.items():
-        for group in communication.groups:
-            members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
-            key = (communication.kind, members, int(communication.size_bytes))
-            counts[key] += 1
-            if communication.data_dependent:
-                payloads[key] += fmean(program.communications[name].payload_bytes for program in programs)
-    return merge_collectives(
-        Collective(
-            kind=kind, group=tuple(group), bytes=size, count=count, payload_bytes=payloads.get((kind, group, size))
-        )
-        for (kind, group, size), count in counts.items()
-    )
-
-
-LISTED_LINKS = 256
-"""Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
-
-
-def _links(machine: Machine, step: _Steady) -> tuple[LinkUse, ...]:
-    """Return what each link, or class of links, carried in a step."""
-    network, wiring = machine.network, machine.network.wiring
-    of_link = network.folded.link_class
-    if len(of_link) <= LISTED_LINKS:
-        shown = [(link, int(of_link[link]), 1) for link in range(len(of_link))]
-    else:
-        used, first, count = np.unique(of_link, return_index=True, return_counts=True)
-        shown = [(int(i), int(c), int(n)) for c, i, n in zip(used, first, count, strict=True) if c >= 0]
-    return tuple(
-        LinkUse(
-            name=f"{wiring.names[wiring.source[link]]} -> {wiring.names[wiring.target[link]]}",
-            count=count,
-            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0),
-            utilisation_ratio=carried / float(wiring.bandwidth_bytes_per_s[link]) / step.time_s,
-        )
-        for link, kind, count in shown
-    )
-
-
-def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
-    """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
-    for each in machine.classes:
-        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
-        which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
-        for kind in dict.fromkeys(which.tolist()):
-            yield each, each.members[which == kind]
-
-
-def _rank_classes(
-    scenario: Scenario, machine: Machine, phases: list[dict[str, float]], occupied: Sequence[Occupancy]
-) -> tuple[RankOutcome, ...]:
-    """Return ranks with equal outcomes together."""
-    classes: dict[str, dict[str, Any]] = {}
-    members: dict[str, list[Any]] = defaultdict(list)
-    total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
-    sent, received = machine.carried_by_rank()
-    for each, same in _alike(machine, sent, received):
-        needed, rank = occupied[each.index], int(same[0])
-        peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
-        allocated = sum(peak.values())
-        reserved = None if needed.excess_bytes else max(allocated, needed.reserved_bytes)
-        outcome = {
-            "device": scenario.cluster.devices[rank].type,
-            "peak_allocated_bytes": allocated,
-            "peak_reserved_bytes": reserved,
-            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
-            "outside_bytes": dict(needed.outside),
-            "peak_by_category_bytes": peak,
-            "phases_s": phases[each.index],
-            "bytes_sent": float(sent[rank]) / machine.steps,
-            "bytes_received": float(received[rank]) / machine.steps,
-            "batch_share": batch_sizes[rank] / total,
-            "shard_share": shard_shares[rank],
-        }
-        key = repr(outcome)
-        classes[key] = outcome
-        members[key].append(same)
-    ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
-    return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())
+    return occupancies(scenario, machine.program, peaks, shared)

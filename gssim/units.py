@@ -160,6 +160,13 @@ def spec(cls: type[T]) -> type[T]:
     )
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def spec_with_memory(cls: type[T]) -> type[T]:
+    """Return `cls` as a `spec` whose cached properties are worked out once; what is kept is no part of the value."""
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    return typing.cast(type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls))
+
+
 def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
     """Return `data` (as parsed from TOML) as a `cls`; raise UserError with the first fault's file and key path."""
     if not isinstance(data, dict):

@@ -11,6 +11,7 @@ from strategies import by_link, cluster_of, star
 from gssim.cluster import Cluster
 from gssim.collectives import Hops, Stage
 from gssim.network import Network, Pace, Router, max_min_rates
+from gssim.network.sharing import limited_rates
 from gssim.units import UserError
 
 
@@ -171,6 +172,24 @@ def test_a_session_that_loads_a_link_twice_gets_half_of_what_a_plain_one_would()
     # rates are equal, not what they take of the link
     rates = max_min_rates(np.array([0, 1]), np.array([0, 0]), np.array([3.0, 1.0]), np.array([8.0]), sessions=2)
     assert rates.tolist() == [2.0, 2.0]
+
+
+@given(st.data())
+def test_flows_that_end_leave_the_rates_of_those_that_they_did_not_limit(data):
+    links, flows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    paths = data.draw(st.lists(st.sets(st.integers(0, links - 1), min_size=1), min_size=flows, max_size=flows))
+    capacity = np.array(data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0, 10.0]), min_size=links, max_size=links)))
+    session, link = (
+        np.array(each) for each in zip(*((s, place) for s, p in enumerate(paths) for place in p), strict=True)
+    )
+    rates, limit = limited_rates(session, link, np.ones(len(link)), capacity, sessions=flows)
+    assert all(place in path for place, path in zip(limit.tolist(), paths, strict=True))
+    gone = data.draw(st.integers(0, flows - 1))
+    left = session != gone
+    after = max_min_rates(session[left], link[left], np.ones(left.sum()), capacity, sessions=flows)
+    stay = [s for s in range(flows) if s != gone]
+    if not set(limit[stay].tolist()) & paths[gone]:
+        assert after[stay] == pytest.approx(rates[stay], rel=1e-12)
 
 
 def test_a_session_on_no_link_is_held_up_by_nothing():

@@ -31,7 +31,7 @@ def pushed(ranks: int = 2, *, backend: str = "gloo", **plan: Any) -> Scenario:
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> float:
     """Let a tenth of every tensor be published; what statistics make of a threshold is density's affair."""
-    monkeypatch.setattr(density, "publish_density", lambda *_statistics, **_where: 0.1)
+    monkeypatch.setattr(density, "publish_ratios", lambda *_statistics, **_where: density.Ratios((0.1,)))
     return 0.1
 
 
@@ -66,7 +66,7 @@ def published(program: Program, label: str, rank: int = 0) -> list[Task]:
 
 
 def test_a_message_goes_densely_where_that_has_fewest_bytes_and_then_takes_no_buffer(monkeypatch):
-    monkeypatch.setattr(density, "publish_density", lambda *_statistics, **_where: 0.99)
+    monkeypatch.setattr(density, "publish_ratios", lambda *_statistics, **_where: density.Ratios((0.99,)))
     scenario, result = sparse(2)
     dense = simulate(loaded_of(pushed(2, publish={"threshold": 0}))).result
     assert sum(e.payload_bytes or 0 for e in result.collectives) == scenario.workload.model.elements * 4
@@ -88,7 +88,8 @@ def test_an_owner_keeps_a_master_copy_and_scratch_for_a_threshold_and_nothing_el
 
 def test_a_relative_threshold_is_times_the_learning_rate(monkeypatch):
     asked = []
-    monkeypatch.setattr(density, "publish_density", lambda _s, publish, **_where: asked.append(publish) or 0.1)
+    ratios = density.Ratios((0.1,))
+    monkeypatch.setattr(density, "publish_ratios", lambda _s, publish, **_where: asked.append(publish) or ratios)
     scenario = pushed(publish={"threshold": 0.5, "kind": "relative"})
     lower(scenario, exponential_statistics())
     assert set(asked) == {Publish(threshold=0.5 * scenario.workload.learning_rate)}
@@ -98,11 +99,15 @@ def test_parts_of_tensors_are_asked_for_by_their_place(monkeypatch):
     """Owners' ranges cut tensors; what is asked for, all owners together, is every tensor once."""
     asked: dict[str, float] = {}
 
-    def note(_statistics: Any, _publish: Any, *, tensor: str, step: int, first: float, last: float) -> float:
-        asked[tensor] = asked.get(tensor, 0.0) + last - first
-        return 0.5
+    class Noted:
+        def __init__(self, tensor: str) -> None:
+            self.tensor = tensor
 
-    monkeypatch.setattr(density, "publish_density", note)
+        def over(self, first: float, last: float) -> float:
+            asked[self.tensor] = asked.get(self.tensor, 0.0) + last - first
+            return 0.5
+
+    monkeypatch.setattr(density, "publish_ratios", lambda *_statistics, tensor, **_where: Noted(tensor))
     lower(pushed(3, publish={"threshold": 1e-3}, shares={"shards": [0.5, 0.3, 0.2]}), exponential_statistics())
     assert asked == pytest.approx(dict.fromkeys(asked, 1.0))
     assert len(asked) == 6
@@ -369,7 +374,7 @@ def prediction(ranks: int, name: str, monkeypatch: pytest.MonkeyPatch, published
     case = case_of(ranks, name)
     if ALL in case["overrides"] or BESIDE in case["overrides"]:
         return predicted(case)
-    monkeypatch.setattr(density, "publish_density", lambda *_statistics, **_where: published)
+    monkeypatch.setattr(density, "publish_ratios", lambda *_statistics, **_where: density.Ratios((published,)))
     loaded = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False)
     return simulate(replace(loaded, gradients=exponential_statistics())).result
 

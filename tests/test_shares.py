@@ -1,10 +1,11 @@
 from itertools import combinations, pairwise, product
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gssim.shares import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
+from gssim.shares import balance_batch, balanced_stages, division, even, greedy, proportional, ranges, split
 
 WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 1e-3)
 
@@ -106,3 +107,22 @@ def test_no_cut_of_a_chain_is_faster_than_the_one_that_is_found(data):
     assert min(found) >= 1
     cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
     assert slowest_s(found) == min(slowest_s([b - a for a, b in pairwise(cut)]) for cut in cuts)
+
+
+@given(st.data())
+def test_a_large_batch_is_divided_as_sample_by_sample(data):
+    ranks = data.draw(st.integers(1, 6))
+    times_s = st.sampled_from([1e-4, 1 / 3, 1.0, 1.0, 7.0])
+    sample_s = data.draw(st.lists(times_s, min_size=ranks, max_size=ranks))
+    fixed_s = data.draw(st.lists(st.sampled_from([0.0, 0.5, 100.0]), min_size=ranks, max_size=ranks))
+    least = data.draw(st.integers(0, 2))
+    most = data.draw(st.none() | st.lists(st.integers(300, 900), min_size=ranks, max_size=ranks))
+    total = data.draw(st.integers(2 * ranks, min(900, sum(most or [900]))))
+    with patch.object(division, "MANY_SAMPLES", 10**9):
+        expected = balance_batch(total, sample_s=sample_s, fixed_s=fixed_s, least=least, most=most)
+    with patch.object(division, "MANY_SAMPLES", 0):
+        assert balance_batch(total, sample_s=sample_s, fixed_s=fixed_s, least=least, most=most) == expected
+
+
+def test_a_batch_of_a_million_goes_evenly_to_equal_devices():
+    assert balance_batch(2**20, sample_s=[0.1] * 1024, fixed_s=[0.0] * 1024) == (1024,) * 1024

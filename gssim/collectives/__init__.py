@@ -17,6 +17,7 @@ from gssim.collectives.backend import (
 )
 from gssim.collectives.closed_forms import CLOSED_FORMS, ring_all_reduce_time_s
 from gssim.collectives.communication import KINDS, Communication
+from gssim.collectives.pairs import Pairs, summed_without
 from gssim.collectives.stage import Hops, Stage, summed
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Communication",
     "Hops",
     "Members",
+    "Pairs",
     "Stage",
     "algorithm_of",
     "algorithms_for",
@@ -44,5 +46,6 @@ __all__ = [
     "ring_all_reduce_time_s",
     "staging_bytes",
     "summed",
+    "summed_without",
     "tree_depth",
 ]

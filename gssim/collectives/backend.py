@@ -18,7 +18,7 @@ import numpy as np
 from gssim.cluster import Cluster
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.collectives.communication import Communication
-from gssim.collectives.stage import Stage, most_handled
+from gssim.collectives.stage import Stage
 from gssim.units import UserError
 
 BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
@@ -153,7 +153,7 @@ def processor_s(stage: Stage, byte_s: float) -> float:
     >>> processor_s(Stage(Hops.of([(0, 1, 1.0), (1, 0, 1.0)]), size_bytes=100.0), byte_s=1e-3)
     0.2
     """
-    return stage.size_bytes * stage.stretch_ratio * most_handled(stage.hops) * byte_s if byte_s else 0.0
+    return stage.size_bytes * stage.stretch_ratio * stage.hops.most_handled * byte_s if byte_s else 0.0
 
 
 def reduction_s(cluster: Cluster, reduced_bytes: float) -> float:

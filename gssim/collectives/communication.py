@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gssim.collectives.pairs import Pairs
+
 KINDS = (
     "all-reduce",
     "reduce-scatter",
@@ -26,7 +28,7 @@ class Communication:
     """Sorted ranks, a tuple or a range; the first is the sender of a send."""
     size_bytes: float
     """Of the full tensor, as in `result.Collective.bytes`; all-to-all: what each rank hands over."""
-    pair_bytes: tuple[tuple[float, ...], ...] = ()
+    pair_bytes: Sequence[Sequence[float]] = ()
     """all-to-all-v: bytes from the i-th to the j-th member of the group."""
     part_bytes: tuple[float, ...] = ()
     """all-gather-v and reduce-scatter-v: bytes that each member owns."""
@@ -54,4 +56,12 @@ class Communication:
         """Bytes that all members together send: of an all-to-all-v each pair's, of an all-gather-v all parts but one's
         own to every member.
         """
-        return sum(map(sum, self.pair_bytes)) + (len(self.group) - 1) * sum(self.part_bytes)
+        pairs = self.pair_bytes
+        whole = pairs.total if isinstance(pairs, Pairs) else sum(map(sum, pairs))
+        return whole + (len(self.group) - 1) * sum(self.part_bytes)
+
+    @property
+    def most_sent_bytes(self) -> float:
+        """Of an all-to-all-v: what the member sends that sends most."""
+        pairs = self.pair_bytes
+        return max(pairs.sent if isinstance(pairs, Pairs) else map(sum, pairs))

@@ -1,7 +1,7 @@
 """What an algorithm makes of a collective: stages, each a set of hops that are under way together."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -36,6 +36,19 @@ class Hops:
             np.tile(self.weight, count),
             np.repeat(np.arange(count), hops),
         )
+
+    @cached_property
+    def most_handled(self) -> float:
+        """Bytes that the busiest rank sends and receives, for each byte of the stage's size.
+
+        >>> Hops.of([(0, 1, 1.0), (0, 2, 1.0), (2, 0, 0.5)]).most_handled
+        2.5
+        """
+        if not len(self.source):
+            return 0.0
+        ranks = int(max(self.source.max(), self.target.max())) + 1
+        handled = summed(self.source, self.weight, ranks) + summed(self.target, self.weight, ranks)
+        return float(handled.max())
 
     @classmethod
     def of(cls, pairs: list[tuple[int, int, float]]) -> "Hops":
@@ -86,20 +99,6 @@ class Stage:
         begun = min(float(self.starts), self.steps)
         later_s = (self.steps - begun) * latency_s + (notices - noticed) * notice_s
         return begun * latency_s + first_s + max(0.0, later_s - self.hidden_ratio * transfer_s)
-
-
-@lru_cache(maxsize=512)
-def most_handled(hops: Hops) -> float:
-    """Return the bytes that the busiest rank sends and receives, for each byte of the stage's size.
-
-    >>> most_handled(Hops.of([(0, 1, 1.0), (0, 2, 1.0), (2, 0, 0.5)]))
-    2.5
-    """
-    if not len(hops.source):
-        return 0.0
-    ranks = int(max(hops.source.max(), hops.target.max())) + 1
-    handled = summed(hops.source, hops.weight, ranks) + summed(hops.target, hops.weight, ranks)
-    return float(handled.max())
 
 
 def summed(owner: Ints, values: Floats, owners: int) -> Floats:

@@ -67,16 +67,24 @@ def push_density(
     >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.0, 4.0)]
     [1.0, 1.0, 0.0]
     """
+    ratios = push_ratios(statistics, push, samples=samples, tensor=tensor, step=step, part=part)
+    return ratios.over(first, last)
+
+
+def push_ratios(
+    statistics: GradientStatistics, push: Push, *, samples: int, tensor: str, step: int, part: float = 1.0
+) -> "Ratios":
+    """Return what `push_density` does, of any range of the tensor."""
     if push.threshold is None or not push.selects or step < push.warmup_steps:
-        return 1.0
+        return EVERYTHING
     if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
-        return 0.0
+        return SILENCE
     view = _View(statistics, samples, tensor, bool(push.error_feedback))
     if push.kind == "target-density":
-        return _reestimated(view, push, step, part, first, last)
+        return _reestimated(view, push, step, part)
     if push.kind == "relative":
-        return view.relative_ratio(push.threshold, step, first, last)
-    return view.sent_ratio(push.threshold, step, part, first, last)
+        return view.relative_ratio(push.threshold, step)
+    return view.sent_ratio(push.threshold, step, part)
 
 
 def publish_density(
@@ -86,14 +94,18 @@ def publish_density(
 
     What is not sent stays in that difference. `first`, `last`: the range of the tensor, as fractions of its elements.
     """
+    return publish_ratios(statistics, publish, tensor=tensor, step=step).over(first, last)
+
+
+def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int) -> "Ratios":
+    """Return what `publish_density` does, of any range of the tensor."""
     if not publish.threshold:
-        return 1.0
+        return EVERYTHING
     if math.isinf(publish.threshold):
-        return 0.0
+        return SILENCE
     moment, grid, threshold = _moment(statistics.sampled_steps, step), statistics.publish_thresholds, publish.threshold
     blocks = statistics.changes[tensor].blocks
-    values = [moment.mixed([_on_grid(grid, row, threshold) for row in moment.of(block)]) for block in blocks]
-    return _over_range(values, first, last)
+    return Ratios(tuple(moment.mixed([_on_grid(grid, row, threshold) for row in moment.of(block)]) for block in blocks))
 
 
 def union_density(
@@ -157,6 +169,29 @@ def _clipped(ratio: float) -> float:
     return min(1.0, max(0.0, ratio))
 
 
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """The fractions that are sent of a tensor's blocks of equal size."""
+
+    values: tuple[float, ...]
+    below: tuple[float, ...] = ()
+    """The same in a run under a lower threshold: what is meant lies between."""
+    weight: float = 0.0
+    """Of `values`, where there is something below."""
+
+    def over(self, first: float, last: float) -> float:
+        """Return the fraction that is sent of the tensor's range from `first` to `last`, as fractions of its elements.
+
+        >>> Ratios((0.25, 0.75)).over(0.0, 1.0), Ratios((0.25, 0.75)).over(0.5, 1.0)
+        (0.5, 0.75)
+        """
+        high = _over_range(self.values, first, last)
+        return _mixed(_over_range(self.below, first, last), high, self.weight) if self.below else high
+
+
+EVERYTHING, SILENCE = Ratios((1.0,)), Ratios((0.0,))
+
+
 class _View:
     """One tensor's gradient as ranks with a number of samples see it, with or without error feedback."""
 
@@ -171,29 +206,26 @@ class _View:
         """Return where a step lies between those that were looked at."""
         return _moment(self.statistics.sampled_steps, step, self.statistics.first_step)
 
-    def sent_ratio(self, threshold: float, step: int, part: float, first: float = 0.0, last: float = 1.0) -> float:
-        """Return the fraction of the range that reaches an absolute threshold."""
-        found = self._with_feedback if self.error_feedback else _reached
-        return self._under(threshold, threshold, found, step, part, first, last)
+    def sent_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
+        """Return the fraction that reaches an absolute threshold."""
+        return self._under(threshold, threshold, self._with_feedback if self.error_feedback else _reached, step, part)
 
-    def held_ratio(
-        self, level: float, threshold: float, step: int, part: float, first: float = 0.0, last: float = 1.0
-    ) -> float:
-        """Return the fraction of the range that would reach a level, where the threshold was another one until then."""
+    def held_ratio(self, level: float, threshold: float, step: int, part: float) -> "Ratios":
+        """Return the fraction that would reach a level, where the threshold was another one until then."""
         factor = level / threshold
 
         def found(block: BlockTrace, scaled: float, moment: _Moment) -> float:
             return self._held(block, scaled / factor, factor, moment)
 
-        return self._under(threshold, level, found, step, part, first, last)
+        return self._under(threshold, level, found, step, part)
 
-    def untouched_ratio(self, threshold: float, step: int, part: float, first: float = 0.0, last: float = 1.0) -> float:
-        """Return the fraction of the range that reaches an absolute threshold where none was before."""
+    def untouched_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
+        """Return the fraction that reaches an absolute threshold where none was before."""
         level = threshold / (part * self.scale)
-        return _over_range([_reached(each, level, self.moment(step)) for each in self.tensors[0].blocks], first, last)
+        return Ratios(tuple(_reached(each, level, self.moment(step)) for each in self.tensors[0].blocks))
 
-    def relative_ratio(self, multiple: float, step: int, first: float, last: float) -> float:
-        """Return the fraction of the range that reaches a multiple of the tensor's mean magnitude."""
+    def relative_ratio(self, multiple: float, step: int) -> "Ratios":
+        """Return the fraction that reaches a multiple of the tensor's mean magnitude."""
         moment, grid = self.moment(step), self.statistics.multiples
         if not grid:
             raise UserError(f"statistics of {self.statistics.model}: relative thresholds were not looked at")
@@ -203,7 +235,7 @@ class _View:
                 row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.of(block.relative)
             ]
             ratios.append(moment.mixed([_on_grid(grid, row, multiple) for row in rows]))
-        return _over_range(ratios, first, last)
+        return Ratios(tuple(ratios))
 
     def _under(
         self,
@@ -212,21 +244,19 @@ class _View:
         found: Callable[[BlockTrace, float, _Moment], float],
         step: int,
         part: float,
-        first: float,
-        last: float,
-    ) -> float:
-        """Return the value between those in the runs under the two thresholds next to this one."""
+    ) -> "Ratios":
+        """Return the values between those in the runs under the two thresholds next to this one."""
         moment, level = self.moment(step), level / (part * self.scale)
 
-        def value(tensor: TensorTrace) -> float:
-            return _over_range([found(block, level, moment) for block in tensor.blocks], first, last)
+        def values(tensor: TensorTrace) -> tuple[float, ...]:
+            return tuple(found(block, level, moment) for block in tensor.blocks)
 
         above = min(bisect_left(self.thresholds, threshold), len(self.thresholds) - 1)
-        high = value(self.tensors[above])
+        high = values(self.tensors[above])
         if above == 0 or self.thresholds[above] < threshold:
-            return high
-        low = value(self.tensors[above - 1])
-        return _mixed(low, high, _between(threshold, self.thresholds[above - 1], self.thresholds[above]))
+            return Ratios(high)
+        weight = _between(threshold, self.thresholds[above - 1], self.thresholds[above])
+        return Ratios(high, values(self.tensors[above - 1]), weight)
 
     def _with_feedback(self, block: BlockTrace, level: float, moment: _Moment) -> float:
         return self._held(block, level, 1.0, moment)
@@ -261,7 +291,7 @@ def _scale(tensor: TensorTrace, ratio: float) -> float:
     return math.sqrt(common + (1 - common) * ratio)
 
 
-def _reestimated(view: _View, push: Push, step: int, part: float, first: float, last: float) -> float:
+def _reestimated(view: _View, push: Push, step: int, part: float) -> "Ratios":
     """Return the density at `step` under thresholds that are estimated from time to time, to send a fraction then.
 
     With error feedback the estimate is of what has gathered under the one before: that is gone through from the start,
@@ -276,23 +306,21 @@ def _reestimated(view: _View, push: Push, step: int, part: float, first: float, 
         reaching = _estimate(view, push, at, threshold, part)
         threshold = _reached_by(reaching, target)
     assert threshold is not None
-    return reaching(threshold, first, last) if since == 0 else view.sent_ratio(threshold, step, part, first, last)
+    return reaching(threshold) if since == 0 else view.sent_ratio(threshold, step, part)
 
 
-def _estimate(
-    view: _View, push: Push, step: int, threshold: float | None, part: float
-) -> Callable[[float, float, float], float]:
-    """Return the fraction of a range that reaches a level when the threshold is estimated; `threshold`: until then."""
+def _estimate(view: _View, push: Push, step: int, threshold: float | None, part: float) -> Callable[[float], "Ratios"]:
+    """Return the fraction that reaches a level when the threshold is estimated; `threshold`: until then."""
     if step == push.warmup_steps:
-        return lambda level, first, last: view.untouched_ratio(level, step, part, first, last)
+        return lambda level: view.untouched_ratio(level, step, part)
     if threshold is None or not view.error_feedback:
-        return lambda level, first, last: view.sent_ratio(level, step, part, first, last)
-    return lambda level, first, last: view.held_ratio(level, threshold, step, part, first, last)
+        return lambda level: view.sent_ratio(level, step, part)
+    return lambda level: view.held_ratio(level, threshold, step, part)
 
 
-def _reached_by(reaching: Callable[[float, float, float], float], target: float) -> float:
+def _reached_by(reaching: Callable[[float], "Ratios"], target: float) -> float:
     """Return the level that a fraction of the whole tensor reaches."""
-    return _root(lambda level: reaching(level, 0.0, 1.0) - target)
+    return _root(lambda level: reaching(level).over(0.0, 1.0) - target)
 
 
 def _root(falling: Callable[[float], float]) -> float:

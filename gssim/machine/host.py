@@ -39,11 +39,24 @@ class Host:
             slowdown *= 1 + (communicating_ratio - 1) * self._busy_share(rank_class)
             began_s = self.env.now
             end = self.env.timeout(remaining * slowdown)
-            yield end | self.changed
+            yield self._first_of(end, self.changed)
             remaining = max(0.0, remaining - (self.env.now - began_s) / slowdown)
             ended = end.processed  # the clock decides: late in a run `remaining` may never round to 0
         self.computing.discard(rank_class)
         self._change()
+
+    def _first_of(self, *events: simpy.Event) -> simpy.Event:
+        """Return an event that comes with the first of others; SimPy's own also collects what they bring."""
+        woken = self.env.event()
+
+        def wake(_event: simpy.Event) -> None:
+            if not woken.triggered:
+                woken.succeed()
+
+        for event in events:
+            assert event.callbacks is not None  # both are yet to come
+            event.callbacks.append(wake)
+        return woken
 
     def _others(self, rank_class: int) -> float:
         """Return which part of the other devices computes now."""

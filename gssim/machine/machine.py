@@ -1,4 +1,12 @@
-"""A program on a cluster in simulated time."""
+"""A program on a cluster in simulated time.
+
+[Note: ahead] Between two collectives a rank is alone with its device: nothing that others do changes when its tasks
+end. Where that is so (devices of a host do not slow each other down, nothing varies by chance or after pauses), its
+streams do not wait for the clock after each task, but keep a time of their own, and meet the clock again where they
+meet others: a collective is joined at the very moment. A task that others of the rank wait for tells when it ends as
+soon as that is known. Memory is then added up in the order of the compute stream, which must be the only one that takes
+any.
+"""
 
 import math
 from collections import defaultdict
@@ -12,14 +20,16 @@ import simpy
 from gssim import collectives
 from gssim.cluster import Cluster
 from gssim.conditions import Conditions, applied
-from gssim.machine.classes import is_coupled
+from gssim.machine.classes import is_coupled, is_jittery
+from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
 from gssim.machine.host import Host
-from gssim.machine.meetings import Meeting, arrange
+from gssim.machine.meetings import MOST_CLUSTERS, Meeting, arrange
 from gssim.machine.schedule import Scheduled
 from gssim.network import Router
 from gssim.program import Program, Task
 from gssim.result import Span
+from gssim.shared import Same, Shared
 from gssim.units import Floats, RunFailedError
 
 STREAMS = ("compute", "communication", "replication")
@@ -105,12 +115,21 @@ class Machine:
         conditions: Conditions | None = None,
         seed: int = 0,
         unfolded: bool = False,
+        shared: Shared | None = None,
     ) -> None:
-        self.env = simpy.Environment()
+        self.env = Clock()
         self.cluster, self.program = cluster, program
         conditions = conditions or Conditions()
-        router = Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring)
-        arranged = arrange(self.env, cluster, program, router=router, conditions=conditions, unfolded=unfolded)
+        shared = shared or Shared()
+        router = shared.once(
+            "router",
+            (Same(cluster), conditions.faults),
+            lambda: Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring, shared.large),
+            most=MOST_CLUSTERS,
+        )
+        arranged = arrange(
+            self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
+        )
         self.classes, self.meetings, self.network = arranged.classes, arranged.meetings, arranged.network
         self._meeting_of = {
             (each.index, label): (number, meeting)
@@ -196,7 +215,8 @@ class Machine:
                 for label in awaited:
                     self.finished[each.index, step, label] = self.env.event()
             streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
-            done.extend(self.env.process(self._stream(each.index, stream, steps)) for stream in streams)
+            work = self._ahead if self._may_go_ahead(each.index) else self._stream
+            done.extend(self.env.process(work(each.index, stream, steps)) for stream in streams)
         everything = self.env.all_of(done)
         try:
             self.env.run(until=everything)
@@ -219,7 +239,8 @@ class Machine:
         return found
 
     def _stream(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
-        tasks = [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
+        """Carry out a stream's tasks as the clock goes on."""
+        tasks = self._tasks_of(index, stream)
         jitter, memory = self.devices[index].step_jitter_ratio, self.memory[index]
         for step in range(steps):
             if stream == "compute" and jitter:
@@ -235,12 +256,74 @@ class Machine:
                     yield from self._compute(index, task)
                 memory.end(stream)
                 if self.env.now > began_s:
-                    self._span(index, stream, task.label, task.phase, began_s)
+                    self._span(index, stream, task.label, task.phase, began_s, self.env.now)
                 finished = self.finished.get((index, step, task.label))
                 if finished is not None:
-                    finished.succeed()
+                    finished.succeed(self.env.now)
             if stream == "compute":
                 self.ends_s[index].append(self.env.now)
+
+    def _tasks_of(self, index: int, stream: str) -> list[Task]:
+        return [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
+
+    def _may_go_ahead(self, index: int) -> bool:
+        """Return whether a class's streams may go ahead of the clock; see [Note: ahead]."""
+        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
+        tasks = self.program.tasks[self.roles[index]]
+        beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
+        return alone and not beside and not any(task.cold for task in tasks)
+
+    def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
+        """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
+        tasks, env, now_s = self._tasks_of(index, stream), self.env, self.env.now
+        for step in range(steps):
+            for task in tasks:
+                if task.after:
+                    now_s = yield from self._await_ahead(index, stream, step, task, now_s)
+                began_s, now_s = now_s, now_s + task.duration_s
+                if task.communication is not None:
+                    yield from self._meet(began_s)
+                    yield from self._communicate(index, stream, step, task)
+                    now_s = env.now
+                if now_s > began_s:
+                    self._span(index, stream, task.label, task.phase, began_s, now_s)
+                finished = self.finished.get((index, step, task.label))
+                if finished is not None:
+                    finished.succeed(now_s)
+            if stream == "compute":
+                self.ends_s[index].append(now_s)
+        if stream == "compute":
+            self._hold(index, steps)
+        yield from self._meet(now_s)
+
+    def _meet(self, now_s: float) -> Generator[Any, Any, None]:
+        """Wait until the clock has come to a stream's own time."""
+        if self.env.now < now_s:
+            yield self.env.at(now_s)
+
+    def _await_ahead(self, index: int, stream: str, step: int, task: Task, now_s: float) -> Generator[Any, Any, float]:
+        """Wait until it is known when the tasks end that come before this one on other streams; return when it can."""
+        events = [self.finished[index, step, label] for label in task.after]
+        pending = [event for event in events if not event.triggered]
+        if pending:
+            self.waiting[index, stream] = (task, None)
+            yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
+            del self.waiting[index, stream]
+        ends_s: list[Any] = [event.value for event in events]
+        latest_s = max(ends_s)
+        if latest_s <= now_s:
+            return now_s
+        if stream == "compute":
+            late = [label for label, end_s in zip(task.after, ends_s, strict=True) if end_s > now_s]
+            self._waited(index, stream, task, late[-1], now_s, latest_s)
+        return float(latest_s)
+
+    def _hold(self, index: int, steps: int) -> None:
+        """Take and give back the memory of all tasks, in their order."""
+        memory = self.memory[index]
+        for task in self._tasks_of(index, "compute") * steps:
+            memory.begin("compute", task.need)
+            memory.end("compute")
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""
@@ -253,8 +336,12 @@ class Machine:
         yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
         del self.waiting[index, stream]
         if stream == "compute" and self.env.now > began_s:
-            label = task.label if task.label.startswith("wait") else f"wait {awaited[-1]}"
-            self._span(index, stream, label, "exposed_communication", began_s)
+            self._waited(index, stream, task, awaited[-1], began_s, self.env.now)
+
+    def _waited(self, index: int, stream: str, task: Task, awaited: str, began_s: float, end_s: float) -> None:
+        """Note that a task waited for another one."""
+        label = task.label if task.label.startswith("wait") else f"wait {awaited}"
+        self._span(index, stream, label, "exposed_communication", began_s, end_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
         alone_s = task.duration_s * (1 + self._cold_ratio(index, task)) * self._jitter(index)
@@ -321,5 +408,5 @@ class Machine:
         if before is not None and before.leaves_s <= self.env.now and not before.done.triggered:
             yield before.done
 
-    def _span(self, index: int, stream: str, label: str, phase: str, began_s: float) -> None:
-        self.spans.append(Span(self.classes[index].representative, stream, label, phase, began_s, self.env.now))
+    def _span(self, index: int, stream: str, label: str, phase: str, began_s: float, end_s: float) -> None:
+        self.spans.append(Span(self.classes[index].representative, stream, label, phase, began_s, end_s))

@@ -20,6 +20,7 @@ from gssim.machine.classes import Classes, Groups, RankClass, classes_of, famili
 from gssim.machine.schedule import Scheduled, Scheduler
 from gssim.network import Network, Router, codes
 from gssim.program import Program
+from gssim.shared import Same, Shared
 from gssim.units import Ints
 
 
@@ -59,6 +60,10 @@ class Arranged:
     network: Network
 
 
+MOST_CLUSTERS = 16
+"""Of which routes and members of groups are kept: those of many devices are large."""
+
+
 def arrange(
     env: simpy.Environment,
     cluster: Cluster,
@@ -66,17 +71,20 @@ def arrange(
     *,
     router: Router,
     conditions: Conditions,
+    shared: Shared,
     unfolded: bool = False,
 ) -> Arranged:
     """Return the classes, meetings and network of a program."""
-    scheduler = Scheduler(cluster, router, len(program.role_of))
+    ranks = len(program.role_of)
+    place = (Same(cluster), Same(router), ranks)
+    scheduler = shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks), most=MOST_CLUSTERS)
     kinds = {groups: scheduler.kinds(groups) for groups in families_of(program)}
     ways = _Ways(scheduler, Choice(router, conditions))
     while True:
         classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
         meetings = _meetings(program, classes, ways)
         stages = [stage for each in meetings.values() for meeting in each for stage in meeting.scheduled.stages]
-        network = Network(env, router, stages, conditions=conditions, unfolded=unfolded)
+        network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
         finer = {} if unfolded else _told_apart(kinds, meetings, network, router)
         if not finer:
             return Arranged(classes.ranks, meetings, network)

@@ -16,6 +16,7 @@ from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hop
 from gssim.collectives.algorithms import ring_hops
 from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
 from gssim.network import Network, Pace, Router
+from gssim.shared import Shared
 from gssim.units import Ints, UserError
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
@@ -75,6 +76,10 @@ class Scheduled:
         return sum(network.alone_s(stage, self.pace(stage, latency=latency)) for stage in self.stages)
 
 
+MOST_KEPT = 512
+"""Collectives, and families of groups, of which it is known how they are carried out."""
+
+
 class Scheduler:
     """Finds the ways of carrying out collectives on a cluster; what a group's members are is found once."""
 
@@ -88,6 +93,7 @@ class Scheduler:
         numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
         self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
         self._members: dict[tuple[Sequence[int], int], Members] = {}
+        self._kept = Shared(MOST_KEPT)
 
     def members(self, group: Sequence[int], root: int = 0) -> Members:
         """Return a group's members from the root on, and round: the same object for the same group and root."""
@@ -102,6 +108,7 @@ class Scheduler:
                 shape=tuple(shape) if prod(shape) == len(ranks) else (),
                 multirail=rails,
                 inside=self._packed(ranks) if rails and not root else None,  # of rings, which have no root
+                kept=self.router.kept,
             )
         return self._members[group, root]
 
@@ -208,6 +215,9 @@ class Scheduler:
 
         That hangs on how members are spread over hosts and, for NCCL's tuner, on how fast these are linked.
         """
+        return self._kept.once("kinds", tuple(groups), lambda: self._kinds(groups))
+
+    def _kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
         found = []
         for group in groups:
             members = self.members(group)
@@ -221,6 +231,11 @@ class Scheduler:
 
     def candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
         """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
+        if communication.pair_bytes:  # of thresholds: never the same again
+            return self._candidates(communication)
+        return self._kept.once("candidates", communication, lambda: self._candidates(communication))
+
+    def _candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
         if len(communication.group) == 1:
             return (Scheduled("none", (), 0.0),)
         members = self.members(communication.group, communication.root)
@@ -278,7 +293,7 @@ def _rounded(group: Group) -> Group:
 def _priced_as(communication: Communication) -> tuple[Kind, float]:
     """Return the kind and size as which NCCL's tuner prices a collective; uneven forms as even ones of their size."""
     if communication.kind == "all-to-all-v":
-        return "all-to-all", max(map(sum, communication.pair_bytes))
+        return "all-to-all", communication.most_sent_bytes
     kinds: dict[str, Kind] = {
         "all-reduce": "all-reduce",
         "all-gather": "all-gather",

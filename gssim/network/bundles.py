@@ -74,44 +74,96 @@ def is_worthwhile(wiring: Wiring, hops: Hops) -> bool:
     return len(hops.source) * PAIR_LINKS > len(np.unique(hops.target)) * wiring.links
 
 
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """The best paths of some hops of a group: what does not hang on how much they carry."""
+
+    group: int
+    hops: Ints
+    at: Ints
+    """Place where each of the hops begins."""
+    places: int
+    levels: tuple[_Steps, ...]
+    """Away from the targets."""
+    shares: tuple[Floats, ...]
+    """Of what is at a step's place, the part that takes the step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """The best paths of hops, however much each carries."""
+
+    ways: tuple[_Ways, ...]
+    latency_s: Floats
+    """Of each hop's path."""
+
+    @property
+    def steps(self) -> int:
+        """How many there are: what these paths take of memory."""
+        return len(self.latency_s) + sum(len(level.link) for ways in self.ways for level in ways.levels)
+
+
 def bundled(wiring: Wiring, into: Adjacency, hops: Hops) -> Bundle:
-    """Return what links carry of `hops`; `into`: the links by the node that they lead to.
+    """Return what links carry of `hops`; see `paths_of`."""
+    return carried(wiring, paths_of(wiring, into, hops), hops.weight)
+
+
+def paths_of(wiring: Wiring, into: Adjacency, hops: Hops) -> Paths:
+    """Return the best paths of `hops`; `into`: the links by the node that they lead to.
 
     Assumes that a target is in one group only. Raises UserError where no path leads from one end to the other.
     """
     group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
     order = np.lexsort((hops.target, group))
     latency_s = np.zeros(len(order))
-    found: list[tuple[Ints, Ints, Floats]] = []
+    found: list[_Ways] = []
     for number in range(int(group.max(initial=-1)) + 1):
         members = order[group[order] == number]
-        load = np.zeros(wiring.links)
         targets = np.unique(hops.target[members])
         for start in range(0, len(targets), TARGETS_AT_ONCE):
             some = targets[start : start + TARGETS_AT_ONCE]
             first, last = np.searchsorted(hops.target[members], [some[0], some[-1] + 1])
-            batch = members[first:last]
-            load += _toward(wiring, into, some, hops, batch, latency_s)
-        used = np.flatnonzero(load)
-        found.append((np.full(len(used), number), used, load[used]))
-    groups, links, loads = (np.concatenate(each) for each in zip(*found, strict=True))
-    return Bundle(groups, links, loads, latency_s)
+            found.append(_toward(wiring, into, some, hops, members[first:last], number, latency_s))
+    return Paths(tuple(found), latency_s)
 
 
-def _toward(wiring: Wiring, into: Adjacency, targets: Ints, hops: Hops, batch: Ints, latency_s: Floats) -> Floats:
-    """Return the load of every link by the hops of `batch`, all to some of `targets`; notes their latency."""
+def _toward(
+    wiring: Wiring, into: Adjacency, targets: Ints, hops: Hops, batch: Ints, group: int, latency_s: Floats
+) -> _Ways:
+    """Return the ways of the hops of `batch`, all to some of `targets`; notes their latency."""
     width = len(targets)
     at = hops.source[batch] * width + np.searchsorted(targets, hops.target[batch])
-    flow = summed(at, hops.weight[batch], wiring.nodes * width)
     levels, paths, took_s = _searched(wiring, into, targets, at)
     unreached = batch[np.isinf(took_s[at])]
     if len(unreached):
         source, target = (wiring.names[end[unreached[0]]] for end in (hops.source, hops.target))
         raise UserError(f"cluster: no path of links from {source} to {target}")
     latency_s[batch] = took_s[at]
+    shares = tuple(paths[steps.there] / paths[steps.here] for steps in levels)
+    return _Ways(group, batch, at, wiring.nodes * width, tuple(levels), shares)
+
+
+def carried(wiring: Wiring, paths: Paths, weight: Floats) -> Bundle:
+    """Return what links carry of hops of the given weights on their paths."""
+    loads: dict[int, Floats] = {}
+    for ways in paths.ways:
+        load = loads.setdefault(ways.group, np.zeros(wiring.links))
+        load += _load(wiring, ways, weight[ways.hops])
+    groups, links, found = [], [], []
+    for number, load in loads.items():
+        used = np.flatnonzero(load)
+        groups.append(np.full(len(used), number))
+        links.append(used)
+        found.append(load[used])
+    return Bundle(np.concatenate(groups), np.concatenate(links), np.concatenate(found), paths.latency_s)
+
+
+def _load(wiring: Wiring, ways: _Ways, weight: Floats) -> Floats:
+    """Return the load of every link by some hops of the given weights."""
+    flow = summed(ways.at, weight, ways.places)
     load = np.zeros(wiring.links)
-    for steps in reversed(levels):
-        through = flow[steps.here] * (paths[steps.there] / paths[steps.here])
+    for steps, share in zip(reversed(ways.levels), reversed(ways.shares), strict=True):
+        through = flow[steps.here] * share
         load += summed(steps.link, through, wiring.links)
         flow += summed(steps.there, through, len(flow))
     return load

@@ -13,8 +13,9 @@ from gssim.collectives import Hops, Stage
 from gssim.conditions import Conditions, ends_of
 from gssim.network.folding import Folded, Sessions, fold
 from gssim.network.routes import Router
-from gssim.network.sharing import max_min_rates
-from gssim.units import Floats
+from gssim.network.sharing import NOWHERE, limited_rates
+from gssim.shared import Shared
+from gssim.units import Floats, Ints
 
 NEGLIGIBLE_BYTES = 1e-9
 
@@ -40,11 +41,14 @@ class Pace:
 class _Transfer:
     """Sessions that began together: what remains of each, at which rate it goes, and the event that ends them all."""
 
-    __slots__ = ("done", "last_s", "links", "rate", "remaining", "sessions", "version")
+    __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "version")
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
         self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
         self.rate = np.zeros(len(remaining))
+        self.going = remaining > 0
+        self.limit = np.full(len(remaining), NOWHERE)
+        """The link that limits each session's rate."""
         self.links = frozenset(sessions.link.tolist())
         self.version = 0
 
@@ -55,11 +59,22 @@ class _Transfer:
             self.remaining[going] -= self.rate[going] * (now_s - self.last_s)
             self.last_s = now_s
 
-    def settle(self, now_s: float) -> bool:
-        """End what the clock cannot tell from ended; return whether nothing is left."""
+    def settle(self, now_s: float) -> Ints:
+        """End what the clock cannot tell from ended; return the links that this frees."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
-        self.remaining[self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES] = 0.0
+        ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
+        self.remaining[ended] = 0.0
+        self.going = self.going & ~ended
+        return self.sessions.link[ended[self.sessions.session]]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
         return not self.remaining.any()
+
+    def is_limited_by(self, links: Ints) -> bool:
+        """Return whether one of some links limits the rate of a session that still goes."""
+        return bool(np.isin(self.limit[self.remaining > 0], links).any())
 
 
 class Network:
@@ -76,12 +91,13 @@ class Network:
         *,
         conditions: Conditions | None = None,
         unfolded: bool = False,
+        shared: Shared | None = None,
     ) -> None:
         self.env = env
         conditions = conditions or Conditions()
         self.wiring = router.wiring
         streams = [Stage(Hops.of([(*ends, 1.0)]), 1.0) for ends in ends_of(self.wiring, conditions)]
-        self.folded: Folded = fold(router, [*stages, *streams], self.wiring.bandwidth_bytes_per_s, unfolded=unfolded)
+        self.folded: Folded = fold(router, [*stages, *streams], unfolded=unfolded, shared=shared or Shared())
         self.capacity = self.folded.capacity
         self.carried = np.zeros(len(self.capacity))
         self.active: list[_Transfer] = []
@@ -135,7 +151,7 @@ class Network:
         latency_s = group.latency_s + pace.message_s
         transfer_s = 0.0
         if stage.hidden_ratio and len(group.link):
-            transfer_s = max(pace.processor_s, float((sizes / self._rates([group])).max()))
+            transfer_s = max(pace.processor_s, float((sizes / self._rates([group])[0]).max()))
         notice_s = latency_s if pace.notices else 0.0
         return stage.wait_s(latency_s, notice_s=notice_s, lead_s=pace.lead_s, transfer_s=transfer_s)
 
@@ -170,11 +186,13 @@ class Network:
                 links |= other.links
         return found
 
-    def _rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None = None) -> Floats:
-        """Return the fair rates of all sessions of the groups, one after another."""
+    def _rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None = None) -> tuple[Floats, Ints]:
+        """Return the fair rates of all sessions of the groups, one after another, and the links that limit them."""
         if len(groups) == 1 and len(groups[0].unit_bytes) == 1:
             only = groups[0]
-            return np.array([float((self.capacity[only.link] / only.load).min())])
+            shares = self.capacity[only.link] / only.load
+            fullest = int(shares.argmin())
+            return np.array([float(shares[fullest])]), only.link[fullest : fullest + 1]
         starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])
         session = np.concatenate([g.session + start for g, start in zip(groups, starts, strict=False)])
         link = np.concatenate([group.link for group in groups])
@@ -183,18 +201,19 @@ class Network:
             kept = np.concatenate(going)[session]
             session, link, load = session[kept], link[kept], load[kept]
         places, link = np.unique(link, return_inverse=True)
-        return max_min_rates(session, link, load, self.capacity[places], sessions=int(starts[-1]))
+        rates, limit = limited_rates(session, link, load, self.capacity[places], sessions=int(starts[-1]))
+        return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
 
     def _share(self, transfers: Sequence[_Transfer]) -> None:
         """Give every session its fair rate and plan when the first of each transfer ends."""
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
-        rates = self._rates([t.sessions for t in transfers], [t.remaining > 0 for t in transfers])
+        rates, limit = self._rates([t.sessions for t in transfers], [t.remaining > 0 for t in transfers])
         start = 0
         for transfer in transfers:
             end = start + len(transfer.remaining)
-            transfer.rate = rates[start:end]
+            transfer.rate, transfer.limit = rates[start:end], limit[start:end]
             start = end
             self._plan(transfer)
 
@@ -213,15 +232,17 @@ class Network:
         if version != transfer.version:
             return  # planned before the flows changed
         touched = self._touching(transfer)
-        ended = []
         for each in touched:
             each.advance(self.env.now)
-            if each.settle(self.env.now):
-                ended.append(each)
+        freed = np.concatenate([each.settle(self.env.now) for each in touched])
+        ended = [each for each in touched if each.is_over]
         for each in ended:
             each.version += 1
             self.active.remove(each)
             each.done.succeed()
-        left = [each for each in touched if each not in ended]
-        if left:
+        left = [each for each in touched if not each.is_over]
+        if any(each.is_limited_by(freed) for each in left):
             self._share(left)
+        else:  # all that still go are as fast as before: what limits them is as full as it was
+            for each in left:
+                self._plan(each)

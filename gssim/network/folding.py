@@ -6,7 +6,7 @@ Such a partition is equitable, so that all members of a class have the same max-
 Source: Berkholz, Bonsma, Grohe 2017, "Tight lower and upper bounds for the complexity of canonical colour refinement".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gssim.collectives import Hops, Stage, summed
 from gssim.network.routes import Router
+from gssim.shared import Same, Shared
 from gssim.units import Floats, Ints
 
 Marks = NDArray[np.uint64]
@@ -72,11 +73,26 @@ class _Pattern:
     colour: Ints
 
 
-def fold(router: Router, stages: Sequence[Stage], capacity: Floats, *, unfolded: bool = False) -> Folded:
+MOST_SESSIONS = 2**16
+"""Of hops that are kept with what is known of them."""
+
+
+MOST_FOLDS = 32
+
+
+def fold(router: Router, stages: Sequence[Stage], *, unfolded: bool, shared: Shared) -> Folded:
     """Return the classes of links and sessions of all stages; `unfolded`: every one is a class of its own."""
     found: dict[tuple[int, bool], tuple[Hops, bool]] = {}
     for stage in stages:
         found[id(stage.hops), stage.coupled] = (stage.hops, stage.coupled)
+    if sum(len(hops.source) for hops, _ in found.values()) > MOST_SESSIONS:
+        return _folded(router, found, unfolded)
+    key = (Same(router), unfolded, *((Same(hops), coupled) for hops, coupled in found.values()))
+    return shared.once("fold", key, lambda: _folded(router, found, unfolded), most=MOST_FOLDS)
+
+
+def _folded(router: Router, found: Mapping[tuple[int, bool], tuple[Hops, bool]], unfolded: bool) -> Folded:
+    capacity = router.wiring.bandwidth_bytes_per_s
     patterns = {key: _pattern(router, hops, coupled) for key, (hops, coupled) in found.items()}
     if unfolded:
         links = np.arange(len(capacity))

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gssim.collectives import Hops, summed
-from gssim.network.bundles import Adjacency, Bundle, adjacency, bundled, is_worthwhile, runs
+from gssim.network.bundles import Adjacency, Bundle, adjacency, carried, is_worthwhile, paths_of, runs
+from gssim.shared import MOST_LARGE, Recent, Same
 from gssim.topology import Wiring
 from gssim.units import Floats, Ints, UserError
 
@@ -45,30 +46,38 @@ PAIRS_AT_ONCE = 2**16
 class Router:
     """Routes over a wiring, found for many pairs at once by searching from both ends."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        self.wiring = wiring
+    def __init__(self, wiring: Wiring, kept: Recent | None = None) -> None:
+        self.wiring, self.kept = wiring, kept or Recent(MOST_LARGE)
         self.nodes = len(wiring.names)
         self._out = adjacency(wiring.source, self.nodes)
         self._into = adjacency(wiring.target, self.nodes)
-        self._known: dict[int, tuple[Hops, Incidence]] = {}
-        self._searched: dict[tuple[bytes, bytes], Incidence] = {}
-        self._bundles: dict[int, tuple[Hops, Bundle]] = {}
 
     def of(self, hops: Hops) -> Incidence:
         """Return the links of all hops, found once for hops between the same ends."""
-        if id(hops) not in self._known:
-            ends = (hops.source.tobytes(), hops.target.tobytes())
-            if ends not in self._searched:
-                self._searched[ends] = self.incidence(hops.source, hops.target)
-            self._known[id(hops)] = (hops, self._searched[ends])
-        return self._known[id(hops)][1]
+        key = ("hops", Same(self), Same(hops))
+        return self.kept.once(key, lambda: self._between(hops), weight=lambda _: len(hops.source))
+
+    def _between(self, hops: Hops) -> Incidence:
+        key = ("ends", Same(self), hops.source.tobytes(), hops.target.tobytes())
+        return self.kept.once(
+            key, lambda: self.incidence(hops.source, hops.target), weight=lambda found: len(found.flow)
+        )
 
     def bundle(self, hops: Hops) -> Bundle:
         """Return what links carry of hops that keep pace, found in whichever way is less work."""
-        if id(hops) not in self._bundles:
-            found = bundled(self.wiring, self._into, hops) if is_worthwhile(self.wiring, hops) else self._summed(hops)
-            self._bundles[id(hops)] = (hops, found)
-        return self._bundles[id(hops)][1]
+        key = ("bundle", Same(self), Same(hops))
+        return self.kept.once(key, lambda: self._bundle(hops), weight=lambda found: len(found.load))
+
+    def _bundle(self, hops: Hops) -> Bundle:
+        if not is_worthwhile(self.wiring, hops):
+            return self._summed(hops)
+        ends = (Same(hops.source), Same(hops.target), Same(hops.group))  # exchanges of other proportions have them too
+        key = ("paths", Same(self), *ends)
+        most = MOST_LARGE // 2  # however many steps there are, the hops themselves stay
+        paths = self.kept.once(
+            key, lambda: paths_of(self.wiring, self._into, hops), weight=lambda found: min(found.steps, most)
+        )
+        return carried(self.wiring, paths, hops.weight)
 
     def _summed(self, hops: Hops) -> Bundle:
         """Return the same from every hop's own path."""

@@ -5,8 +5,9 @@ stream runs after the one before it; `after` names tasks of other streams that i
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from gssim.collectives import Communication
 from gssim.gradients import GradientStatistics
 from gssim.mesh import DATA_AXES
 from gssim.program.borders import stages_of
+from gssim.program.bucket import Bucket, MicroBatch
 from gssim.program.compute import compute
 from gssim.program.flat import gather_flat_parameters, gather_flat_parameters_twice, push_units
-from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.messages import mean_density
+from gssim.program.neighbours import neighbours
 from gssim.program.optimizer import optimize, persistent
 from gssim.program.paces import share_compute_times, slowed_down
 from gssim.program.pipeline import held_by_stages, pipeline
@@ -34,10 +37,11 @@ from gssim.program.task import Program, Task
 from gssim.program.tensors import Tensors, persistent_tensors
 from gssim.program.units import Unit, units
 from gssim.scenario import Scenario
+from gssim.shared import Shared
 from gssim.slices import held_model, units_held
 from gssim.workload import LayerInstance, unrolled
 
-__all__ = ["Bucket", "Lowering", "Program", "Task", "Unit", "lower", "units"]
+__all__ = ["Bucket", "Lowering", "Program", "Sent", "Steps", "Task", "Unit", "lower", "units"]
 
 
 Pass = Callable[[Lowering, int, list[Task], MicroBatch], list[Task]]
@@ -60,6 +64,121 @@ HOLD: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] 
 """By how parameters are held, and whether gradients are pushed."""
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a step sends, where it may depend on the data."""
+
+    payload_bytes: Mapping[str, float]
+    """By collective, of those that are uneven."""
+    whole_bytes: float
+    """Of those that depend on the data, all together."""
+    push_density: float | None
+    publish_density: float | None
+
+
+class Steps:
+    """The programs of a run's steps, each made when it is first asked for: what is the same in all of them, once.
+
+    `unfolded`: every rank has a role of its own. `slowed`: by rank, how much longer it computes and updates. `shared`:
+    what other scenarios have in common with this one.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        statistics: GradientStatistics | None = None,
+        *,
+        unfolded: bool = False,
+        slowed: Mapping[int, float] | None = None,
+        shared: Shared | None = None,
+    ) -> None:
+        self.scenario, self.unfolded, slowed = scenario, unfolded, slowed or {}
+        alike = not unfolded and not slowed and _slices_are_alike(scenario)
+        self._copies = scenario.policies.tp if alike else 1
+        """How many slices of the model do the same."""
+        every_step: dict[object, Any] = {}
+        self._parts = [
+            replace(low, shared=shared or Shared(), every_step=every_step)
+            for low in _parts_of_the_model(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed)
+        ]
+        self._programs: dict[int, Program] = {}
+        self._sent: dict[int, Sent] = {}
+
+    def program(self, step: int) -> Program:
+        """Return the program of a step (from the first); which one matters where push or publish are thresholded."""
+        if step not in self._programs:
+            self._programs[step] = self._program([low.at_step(step) for low in self._parts])
+        return self._programs[step]
+
+    def sent(self, step: int) -> Sent:
+        """Return what a step sends, without its program: the first rank of each place in a node takes part in all."""
+        if step not in self._sent:
+            parts = [low.at_step(step) for low in self._parts]
+            communications: dict[str, Communication] = {}
+            if step in self._programs:
+                communications = self._programs[step].communications
+            else:
+                for low in parts:
+                    self._tasks(low, low.group[: low.places], communications)
+            self._sent[step] = _sent(parts[0], communications)
+        return self._sent[step]
+
+    def _program(self, parts: Sequence[Lowering]) -> Program:
+        communications: dict[str, Communication] = {}
+        tasks: list[tuple[Task, ...]] = []
+        held: list[dict[str, float]] = []
+        tensors: list[Callable[[], Tensors]] = []
+        roles = np.zeros(self.scenario.ranks, np.int64)
+        for low in parts:
+            by_data = neighbours(low) if low.sends_by_data and not self.unfolded else None
+            found, representatives = low.roles(unfolded=self.unfolded, by_data=by_data)
+            for copy in range(self._copies):
+                roles[np.array(low.group) + copy] = found + len(tasks)
+            tasks += self._tasks(low, representatives, communications)
+            for rank in representatives:
+                held.append(persistent(low, rank) | (held_by_stages(low, rank) if low.stages else {}))
+                tensors.append(partial(persistent_tensors, low, rank, held[-1]))
+        return Program(
+            tasks=tuple(tasks),
+            communications=communications,
+            persistent=tuple(held),
+            push_density=_push_density(parts[0]),
+            publish_density=_publish_density(parts[0]),
+            roles=tuple(roles.tolist()),
+            tensors=tuple(tensors),
+        )
+
+    def _tasks(
+        self, low: Lowering, ranks: Sequence[int], communications: dict[str, Communication]
+    ) -> list[tuple[Task, ...]]:
+        """Return the tasks of some ranks, and note the collectives that they name."""
+        alike: dict[tuple[object, ...], list[Task]] = {}
+        alone = len(self._parts) == 1
+        return [
+            tuple(_named(low, _tasks(low, rank, alike), communications, alone=alone, copies=self._copies))
+            for rank in ranks
+        ]
+
+
+def _sent(low: Lowering, communications: Mapping[str, Communication]) -> Sent:
+    uneven = {name: each for name, each in communications.items() if each.pair_bytes or each.part_bytes}
+    payloads = {name: each.payload_bytes for name, each in uneven.items()}
+    return Sent(
+        payloads,
+        sum(payloads[name] for name, each in uneven.items() if each.data_dependent),
+        _push_density(low),
+        _publish_density(low),
+    )
+
+
+def _push_density(low: Lowering) -> float | None:
+    return mean_density(low) if low.scenario.plan.push.threshold is not None else None
+
+
+def _publish_density(low: Lowering) -> float | None:
+    return published_density(low) if low.thresholds_publish else None
+
+
 def lower(
     scenario: Scenario,
     statistics: GradientStatistics | None = None,
@@ -68,37 +187,8 @@ def lower(
     unfolded: bool = False,
     slowed: Mapping[int, float] | None = None,
 ) -> Program:
-    """Return the program of one training step; `step` (from the first) matters where push or publish are thresholded.
-
-    `unfolded`: every rank has a role of its own. `slowed`: by rank, how much longer it computes and updates.
-    """
-    slowed = slowed or {}
-    communications: dict[str, Communication] = {}
-    tasks: list[tuple[Task, ...]] = []
-    held: list[dict[str, float]] = []
-    tensors: list[Callable[[], Tensors]] = []
-    roles = np.zeros(scenario.ranks, np.int64)
-    copies = scenario.policies.tp if not unfolded and not slowed and _slices_are_alike(scenario) else 1
-    parts = list(_parts_of_the_model(scenario, statistics, step, scenario.policies.tp // copies, slowed))
-    for low in parts:
-        found, representatives = low.roles(unfolded=unfolded)
-        for copy in range(copies):
-            roles[np.array(low.group) + copy] = found + len(tasks)
-        alike: dict[tuple[object, ...], list[Task]] = {}
-        for rank in representatives:
-            found_tasks = _tasks(low, rank, alike)
-            tasks.append(tuple(_named(low, found_tasks, communications, alone=len(parts) == 1, copies=copies)))
-            held.append(persistent(low, rank) | (held_by_stages(low, rank) if low.stages else {}))
-            tensors.append(partial(persistent_tensors, low, rank, held[-1]))
-    return Program(
-        tasks=tuple(tasks),
-        communications=communications,
-        persistent=tuple(held),
-        push_density=mean_density(parts[0]) if scenario.plan.push.threshold is not None else None,
-        publish_density=published_density(parts[0]) if parts[0].thresholds_publish else None,
-        roles=tuple(roles.tolist()),
-        tensors=tuple(tensors),
-    )
+    """Return the program of one training step; see `Steps`."""
+    return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed).program(step)
 
 
 def _slices_are_alike(scenario: Scenario) -> bool:
@@ -168,11 +258,24 @@ def _micro_batch(
         alone = pushes and low.push.selects and micro_batch.index  # what is sent differs
         key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
         if key not in alike:
-            found = compute(low, rank, micro_batch)
+            found = _computed(low, rank, micro_batch)
             found = COMMUNICATE[policies.gradients, sharded](low, rank, found, micro_batch)
             alike[key] = HOLD[policies.parameters, pushes](low, rank, found)
         alike[whole] = _suffixed(low, alike[key], micro_batch.suffix)
     return alike[whole]
+
+
+def _computed(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
+    """Return forward and backward of a micro-batch; ranks that do the same share them, in all steps."""
+    if low.policies.tp > 1:  # the sums over ranks are noted as they are found
+        return compute(low, rank, micro_batch)
+    own = low.owned_ranges[rank] if low.deals_out_layers else ()
+    how = (low.samples(rank, micro_batch), micro_batch.accumulates, micro_batch.leaves)
+    stages = tuple(stage.number for stage in low.stages)
+    key = ("computed", low.scenario.cluster.devices[rank].type, own, stages, *how)
+    if key not in low.every_step:
+        low.every_step[key] = compute(low, rank, micro_batch)
+    return list(low.every_step[key])
 
 
 def _suffixed(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:

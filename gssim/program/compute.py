@@ -1,6 +1,6 @@
 """Forward and backward of every layer, with their memory: the first pass, which all others add to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,8 @@ from gssim.memory import (
     with_scratch,
 )
 from gssim.program.borders import stage_timeline
-from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.bucket import MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.scratch import scratch_events
 from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
 from gssim.program.task import Cold, Task
@@ -195,13 +196,24 @@ def part_at(low: Lowering, tasks: Sequence[Task], place: tuple[int, int]) -> int
     """Return the index of the task in which the backward reaches `place` (layer, position)."""
     layer, position = place
     instance = low.layers[layer]
-    cuts = {bucket.complete[1] for bucket in low.buckets if bucket.complete[0] == layer}
-    cuts |= set(cut_after(instance.layer, "b"))
+    if "complete" not in low.found:
+        low.found["complete"] = _completed(low)
+    complete: Mapping[int, set[int]] = low.found["complete"]
+    cuts = complete.get(layer, set()) | set(cut_after(instance.layer, "b"))
     part = sum(1 for cut in cuts if cut < position)
     labels = [task.label for task in tasks]
     while backward_label(instance, part) not in labels:
         part -= 1
     return labels.index(backward_label(instance, part))
+
+
+def _completed(low: Lowering) -> dict[int, set[int]]:
+    """Return where in each layer's backward buckets are complete."""
+    found: dict[int, set[int]] = {}
+    for bucket in low.buckets:
+        layer, position = bucket.complete
+        found.setdefault(layer, set()).add(position)
+    return found
 
 
 def insert_after(tasks: list[Task], index: int, new: Sequence[Task]) -> None:

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from gssim import costs
 from gssim.memory import Event, footprint
+from gssim.program.bucket import Bucket, MicroBatch
 from gssim.program.compute import backward_begin, backward_label
-from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.push import sent_off
 from gssim.program.sharded import inserted
 from gssim.program.task import Task

@@ -1,7 +1,8 @@
 """What every pass needs: the scenario unrolled, its gradient buckets, and the collectives found so far."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,76 +18,14 @@ from gssim.gradients import GradientStatistics
 from gssim.plan import Push
 from gssim.policies import Policies
 from gssim.program.borders import Stage
+from gssim.program.bucket import Bucket, MicroBatch
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.scenario import Scenario, has_master_copy, master_bytes, schedule_of, value_bytes
 from gssim.schedule import Action, schedule
+from gssim.shared import Shared
 from gssim.slices import held_model
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters whose gradients travel together, in the order in which they become ready."""
-
-    index: int
-    members: tuple[tuple[LayerInstance, Parameter], ...]
-
-    @property
-    def elements(self) -> int:
-        """Number of gradient elements."""
-        return sum(parameter.elements for _, parameter in self.members)
-
-    def place(self, member: int) -> tuple[int, int]:
-        """Return (layer, position) of the backward at which the given member is ready."""
-        instance, parameter = self.members[member]
-        return instance.index + parameter.ready.layer_offset, parameter.ready.position
-
-    @property
-    def complete(self) -> tuple[int, int]:
-        """Where in the backward the last member is ready: (layer, position)."""
-        return self.place(-1)
-
-    @property
-    def started(self) -> tuple[int, int]:
-        """Where in the backward the first member is ready."""
-        return self.place(0)
-
-    def inside(self, first: int, last: int) -> Iterator[tuple[LayerInstance, Parameter, int, int]]:
-        """Give each member that has elements in [first, last), with the half-open range of its own that are there."""
-        start = 0
-        for instance, parameter in self.members:
-            begin, end = max(start, first) - start, min(start + parameter.elements, last) - start
-            if begin < end:
-                yield instance, parameter, begin, end
-            start += parameter.elements
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One of the parts in which a rank's samples are taken."""
-
-    index: int = 0
-    count: int = 1
-    leaves: bool = True
-    """Whether gradients leave the device in it, where the plan lets them leave at all."""
-    left: bool = False
-    """Whether those of the micro-batches before have left in theirs."""
-
-    @property
-    def first(self) -> bool:
-        """Whether no other comes before it in the step."""
-        return self.index == 0
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether whole gradients of the micro-batches before are there, to which its own are added."""
-        return self.index > 0 and not self.left
-
-    @property
-    def suffix(self) -> str:
-        """What its labels end in."""
-        return f" micro-batch {self.index}" if self.count > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -110,8 +49,19 @@ class Lowering:
     """What passes work out once for all ranks."""
     tensor_part: int = 0
     """Which part of each block they hold: their coordinate on the axis tp."""
+    shared: Shared = field(default_factory=Shared)
+    """What other steps, and other scenarios, have in common with this."""
+    every_step: dict[object, Any] = field(default_factory=dict)
+    """What passes work out once for all steps of a run."""
     slowed: Mapping[int, float] = field(default_factory=dict)
     """By rank, where one is slower than its device: time of its forward, backward and update over the device's."""
+
+    def at_step(self, step: int) -> "Lowering":
+        """Return the same for another step: all that is worked out but for what is in `found` holds for every step."""
+        other = copy(self)
+        for name, value in (("step", step), ("communications", {}), ("found", {})):
+            object.__setattr__(other, name, value)
+        return other
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
@@ -159,7 +109,11 @@ class Lowering:
 
     def position(self, rank: int) -> int:
         """Return the position of a rank in the group."""
-        return self.group.index(rank)
+        return self._positions[rank]
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.group)}
 
     @cached_property
     def policies(self) -> Policies:
@@ -175,7 +129,7 @@ class Lowering:
         """Return the position of a rank among those that share the parameters with it: on the axis `dp_shard`."""
         return self.position(rank) % self.shards
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Number of ranks among which parameters are sharded, where they are."""
         return self.policies.dp_shard
@@ -185,32 +139,32 @@ class Lowering:
         """Whether there are several replicas of what is sharded, whose gradients are all-reduced (HSDP)."""
         return self.policies.gradients == "reduce-scatter" and self.policies.dp_replicate > 1
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether collectives run beside the compute; see [Note: streams] in `sharded`."""
         return self.scenario.plan.overlap and self.scenario.cluster.backend == "nccl" and len(self.group) > 1
 
-    @property
+    @cached_property
     def thresholds_publish(self) -> bool:
         """Whether owners publish only what has moved far enough; see [Note: thresholded publish] in `publish`."""
         return self.scenario.plan.publish.threshold is not None
 
-    @property
+    @cached_property
     def sends_by_data(self) -> bool:
         """Whether what each rank sends depends on the data: on whose range holds which tensors, and on the step."""
         return self.policies.gradients == "push" and self.scenario.plan.sends_by_data
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `division`."""
         return len(self.group) // self.places
 
-    @property
+    @cached_property
     def places(self) -> int:
         """Number of devices of a node among which gradients are reduce-scattered before they are pushed."""
         return self.policies.dp_shard if self.policies.push_axis == "dp_replicate" else 1
 
-    @property
+    @cached_property
     def push_groups(self) -> tuple[Sequence[int], ...]:
         """The ranks that push to one another: those of equal place, by place."""
         return self.along(self.policies.push_axis)
@@ -225,11 +179,11 @@ class Lowering:
 
     def division(self, bucket: Bucket) -> Division:
         """Return how a bucket's elements are divided among the ranks."""
-        key = ("division", bucket.elements)
-        if key not in self.found:
+        key = ("division", self.group, bucket.elements)
+        if key not in self.every_step:
             rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
-            self.found[key] = divide(bucket.elements, by_node=rows)
-        found: Division = self.found[key]
+            self.every_step[key] = divide(bucket.elements, by_node=rows)
+        found: Division = self.every_step[key]
         return found
 
     def pushed_elements(self, bucket: Bucket, rank: int) -> int:
@@ -351,16 +305,21 @@ class Lowering:
         owned = self.owned_parameters[self.position(rank)]
         return tuple(self.parameters[position][1].elements for position in owned)
 
-    def roles(self, *, unfolded: bool = False) -> tuple[Ints, list[int]]:
-        """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it."""
+    def roles(self, *, unfolded: bool = False, by_data: Ints | None = None) -> tuple[Ints, list[int]]:
+        """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it.
+
+        `by_data`: what tells ranks apart where messages depend on the data; absent: they are all apart then.
+        """
         positions = np.arange(len(self.group))
         policies = self.scenario.policies
-        if unfolded or self.sends_by_data:
+        if unfolded or (self.sends_by_data and by_data is None):
             return positions, list(self.group)
         devices = [self.scenario.cluster.devices[rank].type for rank in self.group]
         names = {name: i for i, name in enumerate(dict.fromkeys(devices))}
         sizes = self.batch_sizes
         columns = [np.array([names[device] for device in devices]), np.array([sizes[rank] for rank in self.group])]
+        if by_data is not None:
+            columns.append(by_data)
         if self.slowed:
             ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))

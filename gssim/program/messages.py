@@ -1,12 +1,13 @@
 """What a push sends: bytes and entries of every message of a bucket, and what a rank keeps for it all the time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gssim import density, encodings
-from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.collectives import Pairs
+from gssim.program.bucket import Bucket, MicroBatch
+from gssim.program.lowering import Lowering
+from gssim.shared import Same
 from gssim.units import PRECISION_BYTES
-
-Matrix = tuple[tuple[float, ...], ...]
 
 
 def is_thresholded(low: Lowering) -> bool:
@@ -21,70 +22,80 @@ def encoding_of(low: Lowering, elements: float, entries: float) -> str:
     return encodings.chosen(kind, entries=entries, elements=elements, value_bytes=low.value_bytes)
 
 
-def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
+def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
     """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
     unique = low.push.selects
     key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
     if key not in low.found:
         low.found[key] = _new_matrix(low, bucket, micro_batch, place)
-    found: tuple[Matrix, Matrix] = low.found[key]
+    found: tuple[Pairs, Pairs] = low.found[key]
     return found
 
 
-def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Matrix, Matrix]:
+def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
     division = low.division(bucket)
     if not is_thresholded(low):
         owned = division.owned[place]
         return to_everybody(owned, low.value_bytes), to_everybody(owned, 1)
-    sizes, entries = [], []
-    for sender in range(low.nodes):
-        row_sizes, row_entries = [], []
-        for owner, (first, last) in enumerate(division.ranges(place)):
-            elements = float(last - first) if owner != sender else 0.0
-            sent = _entries(low, bucket, micro_batch, sender, first, last) if elements else 0.0
-            encoding = encoding_of(low, elements, sent)
-            row_entries.append(sent)
-            row_sizes.append(
-                encodings.message_bytes(encoding, entries=sent, elements=elements, value_bytes=low.value_bytes)
-            )
-        sizes.append(tuple(row_sizes))
-        entries.append(tuple(row_entries))
-    return tuple(sizes), tuple(entries)
+    of_nodes = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(of_nodes))}
+    rows = [_row(low, bucket, place, *kind) for kind in kinds]
+    numbers = [kinds[kind] for kind in of_nodes]
+    return Pairs([sizes for sizes, _ in rows], numbers), Pairs([entries for _, entries in rows], numbers)
 
 
-def to_everybody(owned: Sequence[float], factor: int) -> Matrix:
+def _row(
+    low: Lowering, bucket: Bucket, place: int, samples: int, part: float
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Return bytes and entries that go to each owner from those whose gradient is such a mean; see `_samples`."""
+    entries = [_entries(low, bucket, samples, part, *owned) for owned in low.division(bucket).ranges(place)]
+    messages = [*zip(map(float, low.division(bucket).owned[place]), entries, strict=True)]
+    sizes = {each: _bytes(low, *each) for each in dict.fromkeys(messages)}  # neighbours' are often equal
+    return tuple(sizes[each] for each in messages), tuple(entries)
+
+
+def _bytes(low: Lowering, elements: float, entries: float) -> float:
+    """Return the bytes of a thresholded message."""
+    encoding = encoding_of(low, elements, entries)
+    return encodings.message_bytes(encoding, entries=entries, elements=elements, value_bytes=low.value_bytes)
+
+
+def to_everybody(owned: Sequence[float], factor: int) -> Pairs:
     """Return what each rank sends where all send all: every owner's part, but nothing to itself."""
-    row = tuple(float(factor * elements) for elements in owned)
-    return tuple((*row[:rank], 0.0, *row[rank + 1 :]) for rank in range(len(row)))
+    return Pairs([tuple(float(factor * elements) for elements in owned)], (0,) * len(owned))
 
 
-def _entries(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, node: int, first: int, last: int) -> float:
-    """Return how many elements of the bucket's range [first, last) a node's rank sends; none without samples."""
-    push = low.push
-    samples, part = _samples(low, micro_batch, node)
+def _entries(low: Lowering, bucket: Bucket, samples: int, part: float, first: int, last: int) -> float:
+    """Return how many elements of the bucket's range [first, last) are sent to their owner; none without samples."""
     if not samples:
         return 0.0
-    if not push.selects:
+    if not low.push.selects:
         return float(last - first)
-    assert low.statistics is not None  # loading demands them
-    sent = 0.0
-    start = 0
-    for instance, parameter in bucket.members:
-        end = start + parameter.elements
-        inside = min(end, last) - max(start, first)
-        if inside > 0:
-            sent += inside * density.push_density(
-                low.statistics,
-                push,
-                samples=samples,
-                tensor=parameter.name.replace("{}", instance.module),
-                step=low.step,
-                part=part,
-                first=(max(start, first) - start) / parameter.elements,
-                last=(min(end, last) - start) / parameter.elements,
-            )
-        start = end
+    ratios, sent = _ratios(low, samples, part), 0.0
+    for instance, parameter, begin, end in bucket.inside(first, last):
+        found = ratios[parameter.name.replace("{}", instance.module)]
+        sent += (end - begin) * found.over(begin / parameter.elements, end / parameter.elements)
     return sent
+
+
+def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, density.Ratios]:
+    """Return what is sent of each tensor in this step, by ranks whose gradient is such a mean."""
+    statistics = low.statistics
+    assert statistics is not None  # loading demands them
+
+    def found() -> Mapping[str, density.Ratios]:
+        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
+        return {
+            name: density.push_ratios(statistics, low.push, samples=samples, tensor=name, step=low.step, part=part)
+            for name in names
+        }
+
+    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step)
+    return low.shared.once("densities of pushes", key, found, most=MOST_DENSITIES)
+
+
+MOST_DENSITIES = 2048
+"""Of steps, thresholds and numbers of samples: a sweep of thresholds has as many as steps, for each of them."""
 
 
 def _samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[int, float]:
@@ -104,7 +115,7 @@ def mean_density(low: Lowering) -> float:
     for micro_batch in (each for each in low.micro_batches if each.leaves):
         for bucket in low.buckets:
             entries = [push_matrix(low, bucket, micro_batch, place)[1] for place in range(low.places)]
-            sent += sum(sum(map(sum, each)) for each in entries)
+            sent += sum(each.total for each in entries)
             offered += (low.nodes - 1) * bucket.elements
     return sent / offered if offered else 0.0
 

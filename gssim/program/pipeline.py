@@ -7,7 +7,8 @@ from gssim import collectives
 from gssim.collectives import Communication
 from gssim.memory import input_bytes, let_go
 from gssim.program.borders import Stage
-from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.bucket import MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.task import Task
 from gssim.schedule import Action, Message
 

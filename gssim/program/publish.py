@@ -15,7 +15,8 @@ from typing import Any
 from gssim import collectives
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint
-from gssim.program.lowering import Bucket, Lowering
+from gssim.program.bucket import Bucket
+from gssim.program.lowering import Lowering
 from gssim.program.messages import to_everybody
 from gssim.program.published import message_bytes, prepared, put, received_bytes
 from gssim.program.push import across

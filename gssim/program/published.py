@@ -10,16 +10,23 @@ everything goes densely, as links there are fast.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from gssim import costs, density, encodings
+from gssim.cluster import DeviceType
+from gssim.collectives import summed_without
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold
-from gssim.program.lowering import Bucket, Lowering
+from gssim.program.bucket import Bucket
+from gssim.program.lowering import Lowering
+from gssim.program.messages import MOST_DENSITIES
 from gssim.program.push import COUNT_BYTES
 from gssim.program.task import Task
+from gssim.shared import Same
 from gssim.workload import LayerInstance, Parameter
 
 PLACE_BYTES = 8
@@ -43,7 +50,7 @@ class Message:
         return 0.0 if self.encoding == "dense" else self.size_bytes
 
 
-def _messages(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
+def messages_of(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
     """Return the message of the owner on every node, at a place."""
     key = ("messages", bucket.index, place)
     if key not in low.found:
@@ -54,7 +61,7 @@ def _messages(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
 
 def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]:
     """Return the bytes of the message of every owner in a rank's push group."""
-    return tuple(message.size_bytes for message in _messages(low, bucket, low.place(rank)))
+    return tuple(message.size_bytes for message in messages_of(low, bucket, low.place(rank)))
 
 
 def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
@@ -68,20 +75,25 @@ def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
 
 def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first: int, last: int) -> float:
     """Return how many elements of a range of a parameter are published in this step."""
-    rules, workload = low.scenario.plan.publish, low.scenario.workload
-    if not rules.selects:
+    if not low.scenario.plan.publish.selects:
         return last - first
-    threshold = absolute_threshold(rules, workload.learning_rate)
-    assert low.statistics is not None  # loading demands them
-    part = density.publish_density(
-        low.statistics,
-        replace(rules, kind="absolute", threshold=threshold),
-        tensor=parameter.name.replace("{}", instance.module),
-        step=low.step,
-        first=first / parameter.elements,
-        last=last / parameter.elements,
-    )
-    return part * (last - first)
+    name = parameter.name.replace("{}", instance.module)
+    return _ratios(low)[name].over(first / parameter.elements, last / parameter.elements) * (last - first)
+
+
+def _ratios(low: Lowering) -> Mapping[str, density.Ratios]:
+    """Return what is published of each tensor in this step."""
+    statistics, workload = low.statistics, low.scenario.workload
+    assert statistics is not None  # loading demands them
+    threshold = absolute_threshold(low.scenario.plan.publish, workload.learning_rate)
+    rules = replace(low.scenario.plan.publish, kind="absolute", threshold=threshold)
+
+    def found() -> Mapping[str, density.Ratios]:
+        names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
+        return {name: density.publish_ratios(statistics, rules, tensor=name, step=low.step) for name in names}
+
+    key = (Same(statistics), Same(workload.model), rules, low.step)
+    return low.shared.once("densities of publications", key, found, most=MOST_DENSITIES)
 
 
 def prepared(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
@@ -99,7 +111,7 @@ def _prepare(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
     Distances are found in scratch; what is published is read from the master, and written to the replica.
     """
-    device, message = low.device(rank), _messages(low, bucket, low.place(rank))[low.node(rank)]
+    device, message = low.device(rank), messages_of(low, bucket, low.place(rank))[low.node(rank)]
     duration_s = costs.copy_time_s(device, message.elements * (low.value_bytes + low.master_bytes))
     duration_s += costs.select_time_s(device, elements=message.elements, parts=1, value=low.value_bytes)
     if message.encoding != "dense":
@@ -117,7 +129,10 @@ def _prepare(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
 def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
     """Return the bytes of the buffers that others' messages come in."""
-    return sum(message.buffer_bytes for message in _others(low, bucket, rank))
+    key = ("received", bucket.index, low.place(rank))
+    if key not in low.found:
+        low.found[key] = np.array([each.buffer_bytes for each in messages_of(low, bucket, low.place(rank))])
+    return summed_without(low.found[key], low.node(rank))
 
 
 def put(low: Lowering, rank: int, bucket: Bucket) -> Task:
@@ -125,28 +140,36 @@ def put(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
     torch writes at places that are int64: those of COO are cast, on a CPU in chunks.
     """
-    device, value = low.device(rank), low.value_bytes
-    others, own = _others(low, bucket, rank), _messages(low, bucket, low.place(rank))[low.node(rank)]
+    device, own = low.device(rank), low.node(rank)
+    messages = messages_of(low, bucket, low.place(rank))
     most = encodings.CHUNK_ELEMENTS if device.kind == "cpu" else math.inf
+    others = (*messages[:own], *messages[own + 1 :])
     places = max((min(each.entries, most) for each in others if each.encoding == "coo"), default=0.0)
-    given_back = received_bytes(low, bucket, rank) + own.buffer_bytes
+    given_back = received_bytes(low, bucket, rank) + messages[own].buffer_bytes
     cast = [Event(0, PLACE_BYTES * places, "temporaries"), Event(1, -PLACE_BYTES * places, "temporaries")]
     need = footprint([*cast, Event(2, -given_back, "communication")])
-    put_s = sum(
-        costs.unpack_time_s(device, encoding=e.encoding, elements=e.elements, entries=e.entries, value=value)
-        for e in others
-        if e.encoding != "dense"
-    )
+    key = ("put", bucket.index, low.place(rank), low.scenario.cluster.devices[rank].type)
+    if key not in low.found:
+        low.found[key] = np.array([_put_s(low, device, each) for each in messages])
+    put_s = summed_without(low.found[key], own)
     return Task(f"put publish bucket {bucket.index}", "compression", duration_s=put_s, need=need)
 
 
-def _others(low: Lowering, bucket: Bucket, rank: int) -> list[Message]:
-    own = low.node(rank)
-    return [each for node, each in enumerate(_messages(low, bucket, low.place(rank))) if node != own]
+def _put_s(low: Lowering, device: DeviceType, message: Message) -> float:
+    """Return the time to bring one message to the replica; what goes densely is received there."""
+    if message.encoding == "dense":
+        return 0.0
+    return costs.unpack_time_s(
+        device,
+        encoding=message.encoding,
+        elements=message.elements,
+        entries=message.entries,
+        value=low.value_bytes,
+    )
 
 
 def published_density(low: Lowering) -> float:
     """Return the fraction of their elements that all owners publish in this step."""
-    found = [m for bucket in low.buckets for place in range(low.places) for m in _messages(low, bucket, place)]
+    found = [m for bucket in low.buckets for place in range(low.places) for m in messages_of(low, bucket, place)]
     elements = sum(message.elements for message in found)
     return sum(message.entries for message in found) / elements if elements else 0.0

@@ -4,15 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gssim import collectives, costs, encodings
-from gssim.collectives import Communication
+from gssim.cluster import DeviceType
+from gssim.collectives import Communication, Pairs, summed_without
 from gssim.memory import (
     Event,
     Footprint,
     footprint,
 )
+from gssim.program.bucket import Bucket, MicroBatch
 from gssim.program.compute import insert_after, part_at
-from gssim.program.lowering import Bucket, Lowering, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.messages import (
     accumulates_in_kept,
     encoding_of,
@@ -20,8 +24,10 @@ from gssim.program.messages import (
     kept_bytes,
     kept_elements,
     push_matrix,
+    to_everybody,
 )
 from gssim.program.task import Task
+from gssim.shared import Same
 
 COUNT_BYTES = 8
 """A thresholded push first tells each owner how many entries come, as one int64."""
@@ -110,7 +116,7 @@ def _push_bucket(
         data_dependent=thresholded,
         carried_as=carried_as,
     )
-    sent_bytes, received_bytes = sum(matrix[own]), sum(row[own] for row in matrix)
+    sent_bytes, received_bytes = matrix.sent[own], matrix.received[own]
     if thresholded:
         tasks.append(_count_exchange(low, bucket))
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
@@ -124,23 +130,28 @@ def _push_bucket(
         tasks.append(Task(label, "exposed_communication", "communication", communication=name, after=after))
     else:
         tasks.append(Task(label, "exposed_communication", communication=name, after=(tasks[-1].label,)))
-    add_s = _add_s(low, bucket, rank, [row[own] for row in entries], received_bytes)
+    add_s = _add_s(low, bucket, rank, entries, received_bytes)
     add = f"add bucket {bucket.index}"
     return tasks, [Task(add, "compression", duration_s=add_s, after=(label,), need=footprint(released))]
 
 
-def _add_s(low: Lowering, bucket: Bucket, rank: int, entries: Sequence[float], received_bytes: float) -> float:
-    """Return the time to add what came, `entries` from each node, and to divide it where the plan says so."""
+def _add_s(low: Lowering, bucket: Bucket, rank: int, entries: Pairs, received_bytes: float) -> float:
+    """Return the time to add what came from each node, and to divide it where the plan says so."""
     device, own = low.device(rank), low.pushed_elements(bucket, rank)
     add_s = 0.0 if low.policies.point_to_point else costs.copy_time_s(device, received_bytes)
     if not is_thresholded(low):
         return add_s + costs.copy_time_s(device, 1.5 * received_bytes)  # read both, write one
-    for sender, came in enumerate(entries):
-        if sender != low.node(rank):
-            encoding = encoding_of(low, own, came)
-            add_s += costs.unpack_time_s(device, encoding=encoding, elements=own, entries=came, value=low.value_bytes)
-            add_s += costs.weight_time_s(device, encoding=encoding, elements=own, entries=came) * _divides(low)
+    node = low.node(rank)
+    by_kind = np.array([_unpacked_s(low, device, own, row[node]) for row in entries.rows])
+    add_s = summed_without(by_kind[np.array(entries.kinds)].ravel(), node, width=2, first=add_s)
     return add_s + costs.division_time_s(device, size_bytes=own * low.master_bytes) * _divides(low)
+
+
+def _unpacked_s(low: Lowering, device: DeviceType, own: int, came: float) -> tuple[float, float]:
+    """Return the times to add a message to an owner's gradient, and to note its weight."""
+    encoding = encoding_of(low, own, came)
+    added_s = costs.unpack_time_s(device, encoding=encoding, elements=own, entries=came, value=low.value_bytes)
+    return added_s, costs.weight_time_s(device, encoding=encoding, elements=own, entries=came) * _divides(low)
 
 
 def _divides(low: Lowering) -> bool:
@@ -212,18 +223,17 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
 def _prepare(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]) -> Task:
     """Return the task that takes the own gradient and thresholds and packs the rest."""
     duration_s = costs.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
-    messages: list[tuple[float, float]] = []
+    message_bytes: Sequence[float] = ()
     if is_thresholded(low):
         matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
-        own = low.node(rank)
-        messages = [pair for i, pair in enumerate(zip(matrix[own], entries[own], strict=True)) if i != own]
-        duration_s += _threshold_s(low, rank, bucket, [sent for _, sent in messages])
-    need = _prepare_need(low, rank, bucket, micro_batch, [size for size, _ in messages])
+        message_bytes = matrix[low.node(rank)]
+        duration_s += _threshold_s(low, rank, bucket, entries)
+    need = _prepare_need(low, rank, bucket, micro_batch, message_bytes)
     return Task(f"threshold bucket {bucket.index}", "compression", duration_s=duration_s, after=after, need=need)
 
 
-def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Sequence[float]) -> float:
-    """Return the time to add what was kept, to find thresholds, and to find and pack `entries` for every owner."""
+def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Pairs) -> float:
+    """Return the time to add what was kept, to find thresholds, and to find and pack entries for every other owner."""
     device, push = low.device(rank), low.push
     sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
     kept = kept_elements(low, bucket, rank)
@@ -233,21 +243,30 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Sequence[flo
     elif push.kind == "target-density" and (low.step - push.warmup_steps) % push.reestimate_steps == 0:
         samples = [min(parameter.elements, encodings.SAMPLE_ELEMENTS) for _, parameter in bucket.members]
         found_s += costs.estimate_time_s(device, samples=sum(samples), tensors=len(samples))
-    others = [elements for owner, elements in enumerate(sizes) if owner != own]
-    parts = len(bucket.members) if push.kind != "absolute" else 1
-    for elements, sent in zip(others, entries, strict=True):
-        encoding = encoding_of(low, elements, sent)
-        found_s += costs.select_time_s(device, elements=elements, parts=parts, value=low.value_bytes)
-        found_s += costs.pack_time_s(
-            device, encoding=encoding, elements=elements, entries=sent, value=low.value_bytes, clears=bool(kept)
-        )
-    return found_s
+    kind, clears = entries.kinds[own], bool(kept)
+    key = ("packed", Same(entries), kind, low.scenario.cluster.devices[rank].type, clears)
+    if key not in low.found:
+        each = zip(sizes, entries.rows[kind], strict=True)
+        low.found[key] = np.array([_packed_s(low, rank, bucket, *to, clears=clears) for to in each]).ravel()
+    return summed_without(low.found[key], own, width=2, first=found_s)
+
+
+def _packed_s(
+    low: Lowering, rank: int, bucket: Bucket, elements: int, sent: float, *, clears: bool
+) -> tuple[float, float]:
+    """Return the times to find what is sent to an owner of so many elements, and to pack it."""
+    device, value, encoding = low.device(rank), low.value_bytes, encoding_of(low, elements, sent)
+    parts = len(bucket.members) if low.push.kind != "absolute" else 1
+    found_s = costs.select_time_s(device, elements=elements, parts=parts, value=value)
+    return found_s, costs.pack_time_s(
+        device, encoding=encoding, elements=elements, entries=sent, value=value, clears=clears
+    )
 
 
 def _prepare_need(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, message_bytes: Sequence[float]
 ) -> Footprint:
-    """Return the memory of taking the own gradient and, owner by owner, thresholding and packing what is sent.
+    """Return the memory of taking the own gradient and, owner by owner, thresholding and packing `message_bytes`.
 
     Entries are found in scratch that is always there; what is new are the messages. The bucket is given back when all
     are packed, or before, if what others own of it was added to what was kept. Where the bucket was reduced beside the
@@ -266,9 +285,10 @@ def _prepare_need(
         events.insert(0, Event(-1, -whole, "buckets"))
     if not is_thresholded(low):
         return footprint(events)
-    last = 1 + len(message_bytes)
-    events += [Event(2 + i, size, "communication") for i, size in enumerate(message_bytes)]
-    released = 1 if accumulates_in_kept(low) and _has_samples(low, rank) else 1 + last
+    own = low.node(rank)
+    messages = (*message_bytes[:own], *message_bytes[own + 1 :])
+    events.append(Event(2, sum(messages), "communication", messages))
+    released = 1 if accumulates_in_kept(low) and _has_samples(low, rank) else 3
     events.append(Event(released, -float(sum(sizes) * low.value_bytes), "buckets"))
     return footprint(events)
 
@@ -285,8 +305,7 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
     """Return the task that tells every owner how many entries come: posted, and waited for."""
     name = f"counts bucket {bucket.index}"
     members = low.nodes
-    row = (float(COUNT_BYTES),) * members
-    matrix = tuple(tuple(0.0 if i == j else size for j, size in enumerate(row)) for i in range(members))
+    matrix = to_everybody((COUNT_BYTES,) * members, 1)
     size = members * (members - 1) * COUNT_BYTES
     axis, carried_as = low.policies.push_axis, _carried_as(low)
     low.communications[name] = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from gssim import costs
 from gssim.collectives import Communication
+from gssim.program.bucket import MicroBatch
 from gssim.program.compute import insert_after, part_at
-from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.task import Task
 
 

@@ -28,8 +28,9 @@ from functools import lru_cache
 from gssim import collectives, costs
 from gssim.collectives import Communication
 from gssim.memory import NOTHING, Event, Footprint, footprint
+from gssim.program.bucket import MicroBatch
 from gssim.program.compute import backward_begin, backward_label
-from gssim.program.lowering import Lowering, MicroBatch
+from gssim.program.lowering import Lowering
 from gssim.program.task import Task
 from gssim.program.units import Unit, units
 

@@ -172,13 +172,24 @@ def _part(
     """
     value = data.get(part.rpartition(".")[2])
     if isinstance(value, dict):
-        return _changed(value, part, changes[part])
+        return _inline(Cluster if part == "cluster" else Model, _changed(value, part, changes[part]), shared)
     if value is None:
         raise UserError(f"{file}: {part}: missing; name a file or give the table")
     if not isinstance(value, str):
         return value
     found = _find(value, part, file, folders)
     return (_cluster if part == "cluster" else _model)(found, changes[part], shared)
+
+
+def _inline(cls: type[object], table: object, shared: Shared) -> object:
+    """Return a table that is given inline as a `cls`, the same for equal tables; one that is none as it is.
+
+    What is wrong with that is said together with all else.
+    """
+    try:
+        return shared.once(f"inline {cls.__name__}", repr(table), lambda: validated(cls, table, file=""))
+    except UserError:
+        return table
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:

@@ -1,39 +1,26 @@
 """The question, with who it is: Cluster x Workload x Plan and a run's length."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import field, replace
-from functools import cache
+from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, Field
 
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
-from gssim.plan import Plan, Publish, Push, Replanning, resolved_push
+from gssim.plan import Plan, Push, resolved_push
 from gssim.policies import TWO_LEVELS, Policies, resolve
+from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
 from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
+from gssim.shared import Shared
 from gssim.space import SearchSpace
-from gssim.topology import structure_of
-from gssim.units import Count, PositiveInt, spec
+from gssim.units import Count, PositiveInt, spec, spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
-
-FOLLOWS_FROM_THE_MODULE = (
-    "units",
-    "reductions",
-    "linear",
-    "untrained_buffers",
-    "frozen",
-    "deepest",
-    "forward_streamed_bytes",
-    "backward_streamed_bytes",
-)
-"""Of a layer: files traced before these were kept ask the same question."""
 
 
 @spec
@@ -81,7 +68,7 @@ def _for_files(name: str) -> str:
     return name
 
 
-@spec
+@spec_with_memory
 class Scenario:
     """A question: this workload, divided by this plan, on this cluster."""
 
@@ -97,30 +84,30 @@ class Scenario:
     search: SearchSpace = field(default_factory=SearchSpace)
     """Which other plans `gssim search` looks through; it makes no other question."""
 
-    @property
+    @cached_property
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
         devices, backend = self.cluster.devices, self.cluster.backend
         hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
         return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
 
-    @property
+    @cached_property
     def push(self) -> Push:
         """How gradients are pushed, with what follows from the optimizer filled in."""
         return resolved_push(self.plan.push, sgd=self.workload.optimizer.startswith("sgd"))
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Number of ranks; rank i runs on the cluster's i-th device."""
         return self.policies.ranks
 
-    @property
+    @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
         """Samples of each rank in one step; the ranks that share a replica, or its gradients, take the same ones."""
         policies, parts = self.policies, self.data_batch_sizes
         return parts if policies.ranks == len(parts) else tuple(parts[policies.data_rank(r)] for r in range(self.ranks))
 
-    @property
+    @cached_property
     def data_batch_sizes(self) -> tuple[int, ...]:
         """Samples of each part into which the data axes divide a step's batch."""
         wanted, total, policies = self.plan.shares.batch, self.workload.global_batch_size, self.policies
@@ -160,14 +147,14 @@ class Scenario:
             steps=steps,
         )
 
-    @property
+    @cached_property
     def most_samples(self) -> tuple[int, ...]:
         """How many samples each rank may be given at run time: as its memory allows, and no fewer than it has."""
         sizes = self.batch_sizes
         room = sample_room(self.cluster, self.workload, self.plan, self.policies, self.shard_shares)
         return tuple(map(max, sizes, room))
 
-    @property
+    @cached_property
     def shard_shares(self) -> tuple[float, ...]:
         """Fraction of the sharded state that each rank owns, among those that hold the same part of the model.
 
@@ -183,7 +170,7 @@ class Scenario:
             return shares.even(mesh.data_ranks) * mesh.tp
         return self._wanted_shards
 
-    @property
+    @cached_property
     def owned_layers(self) -> tuple[tuple[int, int], ...]:
         """Half-open range of the layers whose weight gradients each rank makes, where these are dealt out.
 
@@ -202,7 +189,7 @@ class Scenario:
         found = shares.contiguous(sizes, tuple(wanted[rank] for rank in order))
         return tuple(layers for _, layers in sorted(zip(order, found, strict=True)))
 
-    @property
+    @cached_property
     def _wanted_shards(self) -> tuple[float, ...]:
         wanted, mesh = self.plan.shares.shards, self.policies.mesh
         if wanted == "compute":
@@ -215,7 +202,7 @@ class Scenario:
         found = shares.proportional(wanted)
         return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
 
-    @property
+    @cached_property
     def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:
         """The layers of each stage of the pipeline; stage i is on the ranks whose place on the axis pp is i, and round.
 
@@ -228,7 +215,7 @@ class Scenario:
         samples = max(1, max(self.data_batch_sizes) // self.plan.micro_batches)
         return cut_layers(self.plan, self.workload, types, samples=samples)
 
-    @property
+    @cached_property
     def slice_shares(self) -> tuple[float, ...]:
         """Share of each rank of a tensor group, by position, in the blocks that they cut among them."""
         wanted, policies = self.plan.shares.shards, self.policies
@@ -244,69 +231,21 @@ class Scenario:
         by_type = {name: sample_costs(self.cluster.device_types[name], self.workload) for name in set(types)}
         return [by_type[name] for name in types]
 
-    def resolved(self) -> dict[str, Any]:
-        """Return the whole scenario as plain data, as the Result keeps it."""
-        data: dict[str, Any] = _adapter(Scenario).dump_python(self, mode="json")
-        del data["search"]
-        if not self.network:
-            del data["network"]
-        if self.run.evaluate_every_steps is None:
-            del data["run"]["evaluate_every_steps"]
-        if not self.run.slowdowns:
-            del data["run"]["slowdowns"]
-        if not self.plan.shares.replan:
-            del data["plan"]["shares"]["replanning"]
-        return data
+    def resolved(self, shared: Shared | None = None) -> dict[str, Any]:
+        """Return the whole scenario as plain data, as the Result keeps it; nobody may change it."""
+        return resolved(self, shared or Shared())
 
-    @property
+    @cached_property
     def scenario_id(self) -> str:
         """Identity of the question: workload, resolved plan, structure of the cluster; no rates, files or names."""
-        workload = _adapter(Workload).dump_python(self.workload, mode="json")
-        for key in ("gradients", "data"):
-            del workload[key]
-        for key in ("source", "name"):
-            del workload["model"][key]
-        del workload["model"]["sliced_layers"]  # follows from the module too
-        source = workload["model"]["input"]
-        workload["model"]["input"] = {key: value for key, value in source.items() if value is not None}
-        if workload["optimizer_implementation"] == "default":
-            del workload["optimizer_implementation"]  # what earlier results mean by saying nothing
-        for layer in workload["model"]["layers"]:
-            dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
-            for key in [key for key in layer if key.startswith(dropped)]:
-                del layer[key]  # follows from the module; files traced before it was kept ask the same question
-        plan = _said(self.plan, publish_overlaps=self.policies.publish_overlaps)
-        plan["push"] = _adapter(Push).dump_python(self.push, mode="json")
-        if self.policies.pp > 1:
-            plan["stages"] = [len(stage) for stage in self.stages]
-        plan["shares"] = {"batch": self.batch_sizes, "shards": self.shard_shares, "replan": self.plan.shares.replan}
-        if self.policies.partition == "weight-gradient":
-            plan["shares"]["layers"] = self.owned_layers
-        question = {
-            "workload": workload,
-            "plan": plan,
-            "policies": repr(self.policies),
-            "cluster": _structure(self.cluster, self.ranks),
-            "run": self._run_identity(),
-        }
-        if self.policies.exchange != ("point-to-point" if self.policies.gradients == "push" else "backend"):
-            question["exchange"] = self.policies.exchange  # the only ways that there were keep their identity
-        if self.network:
-            question["network"] = _adapter(Conditions).dump_python(self.network, mode="json")
-        return _digest(question)
+        return self.identity(Shared())
 
-    def _run_identity(self) -> dict[str, Any]:
-        """Return the run, and what decides on shares in it; what is not there makes no other question."""
-        run: dict[str, Any] = _adapter(Run).dump_python(self.run, mode="json")
-        del run["evaluate_every_steps"]  # it changes neither the steps nor what they cost
-        if not self.run.slowdowns:
-            del run["slowdowns"]
-        if self.plan.shares.replan:
-            run["replanning"] = _adapter(Replanning).dump_python(self.plan.shares.replanning, mode="json")
-        return run
+    def identity(self, shared: Shared) -> str:
+        """Return the `scenario_id`; `shared`: what it has in common with that of others."""
+        return scenario_id(self, shared)
 
 
-@spec
+@spec_with_memory
 class Loaded:
     """A scenario with what its files said beside it."""
 
@@ -319,50 +258,14 @@ class Loaded:
         """Whether messages depend on the data, so that a prediction needs gradient statistics."""
         return self.scenario.plan.sends_by_data
 
-    @property
+    @cached_property
     def calibration_id(self) -> str:
         """Identity of the numbers that a prediction rests on: rates, profiles and statistics."""
-        cluster = _adapter(Cluster).dump_python(self.scenario.cluster, mode="json")
-        statistics = _adapter(GradientStatistics).dump_python(self.gradients, mode="json") if self.gradients else None
-        return _digest({"cluster": cluster, "gradients": statistics})
+        return self.calibration(Shared())
 
-
-def _said(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
-    """Return a plan as plain data, without what earlier results mean by saying nothing: that nothing overlaps, too."""
-    data: dict[str, Any] = _adapter(Plan).dump_python(plan, mode="json")
-    del data["exchange"]
-    usual: dict[str, Any] = _adapter(Publish).dump_python(Publish(), mode="json")
-    resolved = data["publish"] | {"overlap": publish_overlaps or None}
-    data["publish"] = {key: value for key, value in resolved.items() if key == "threshold" or value != usual[key]}
-    return data
-
-
-@cache
-def _adapter(cls: type) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
-
-
-def _digest(data: object) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """Return the cluster's wiring with every name replaced by its position; of a topology, what it says of wiring."""
-    if cluster.topology is not None:
-        used = dict.fromkeys(device.type for device in cluster.devices)
-        kinds = [cluster.device_types[name].kind for name in used]
-        topology = structure_of(cluster.topology)
-        return {"backend": cluster.backend, "kinds": kinds, "topology": topology, "ranks": ranks}
-    hosts = list(dict.fromkeys(device.host for device in cluster.devices))
-    types = list(dict.fromkeys(device.type for device in cluster.devices))
-    place = {name: i for i, name in enumerate([*(d.name for d in cluster.devices), *cluster.switches])}
-    devices = [
-        (types.index(device.type), cluster.device_types[device.type].kind, hosts.index(device.host))
-        for device in cluster.devices
-    ]
-    ends = [(tuple(place[end] for end in link.between), link.directed) for link in cluster.links]
-    edges = sorted((pair if directed else tuple(sorted(pair)), directed) for pair, directed in ends)
-    return {"backend": cluster.backend, "devices": devices, "edges": edges, "ranks": ranks}
+    def calibration(self, shared: Shared) -> str:
+        """Return the `calibration_id`; `shared`: what it has in common with that of others."""
+        return calibration_id(self.scenario.cluster, self.gradients, shared)
 
 
 def single_device(scenario: Scenario) -> Scenario:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
+import numpy as np
+
+from gssim.units import Floats
+
 
 def even(parts: int) -> tuple[float, ...]:
     """Return `parts` equal shares.
@@ -53,6 +57,10 @@ def ranges(total: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
+MANY_SAMPLES = 256
+"""Of more, most are given out at once."""
+
+
 def balance_batch(
     total: int,
     *,
@@ -70,8 +78,10 @@ def balance_batch(
     (4, 2)
     """
     samples = [least] * len(sample_s)
-    open_ranks = [rank for rank in range(len(samples)) if most is None or least < most[rank]]
-    heap = [(fixed_s[rank] + (least + 1) * sample_s[rank], rank) for rank in open_ranks]
+    if total > MANY_SAMPLES and min(sample_s) > 0:
+        samples = _certain_samples(total, np.array(sample_s), np.array(fixed_s), samples, most)
+    open_ranks = [rank for rank in range(len(samples)) if most is None or samples[rank] < most[rank]]
+    heap = [(fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank) for rank in open_ranks]
     heapq.heapify(heap)
     for _ in range(total - sum(samples)):
         _, rank = heapq.heappop(heap)
@@ -79,6 +89,32 @@ def balance_batch(
         if most is None or samples[rank] < most[rank]:
             heapq.heappush(heap, (fixed_s[rank] + (samples[rank] + 1) * sample_s[rank], rank))
     return tuple(samples)
+
+
+def _certain_samples(
+    total: int, sample_s: Floats, fixed_s: Floats, least: Sequence[int], most: Sequence[int] | None
+) -> list[int]:
+    """Return samples that each rank surely gets: all that end by a time by which no more than `total` do.
+
+    The time is searched until fewer than one for each rank are left, or none can be told apart.
+    """
+    found = lowest = np.array(least, dtype=np.int64)
+    limit = np.full(len(lowest), total, np.int64) if most is None else np.minimum(np.array(most, np.int64), total)
+    limit = np.maximum(limit, lowest)
+    early, late = 0.0, float((fixed_s + total * sample_s).max())
+    for _ in range(64):
+        middle = (early + late) / 2
+        by_then = np.floor((middle - fixed_s) / sample_s)
+        by_then -= fixed_s + by_then * sample_s > middle  # the quotient may have been rounded up, or down
+        by_then += fixed_s + (by_then + 1) * sample_s <= middle
+        counts = np.clip(by_then, lowest, limit).astype(np.int64)
+        if counts.sum() > total:
+            late = middle
+            continue
+        early, found = middle, counts
+        if total - counts.sum() < len(counts):
+            break
+    return [int(count) for count in found]
 
 
 def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:

@@ -7,6 +7,7 @@ import numpy as np
 from gssim.collectives.algorithms.members import Members, made_once
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage
+from gssim.shared import Same
 
 SINGLE_FLOWS = 2**14
 """Exchanges of more flows are one session, whose flows keep pace and end together: exact where one kind of link is the
@@ -40,11 +41,16 @@ def direct_uneven(members: Members, communication: Communication) -> tuple[Stage
     np.fill_diagonal(matrix, 0.0)
     most = float(matrix.max()) or 1.0
     matrix /= most
-    key = hashlib.sha256(matrix.tobytes()).digest()
-    if key not in members.exchanges:
+
+    def made() -> Hops:
         source, target = np.nonzero(matrix)
-        members.exchanges[key] = Hops(members.ranks[source], members.ranks[target], matrix[source, target])
-    hops = members.exchanges[key]
+        if len(source) == members.count * (members.count - 1):  # nobody is left out: all such have the same ends
+            every = _pairs(members)
+            return Hops(every.source, every.target, matrix[source, target])
+        return Hops(members.ranks[source], members.ranks[target], matrix[source, target])
+
+    key = ("exchange", Same(members), hashlib.sha256(matrix.tobytes()).digest())
+    hops = members.kept.once(key, made, weight=lambda hops: len(hops.source))
     return (Stage(hops, most, coupled=len(hops.source) > SINGLE_FLOWS),)
 
 

@@ -1,11 +1,12 @@
 """A group of ranks, and where they are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from gssim.collectives.stage import Hops
+from gssim.shared import MOST_LARGE, Recent
 from gssim.units import Ints
 
 made_once = lru_cache(maxsize=512)
@@ -27,15 +28,13 @@ class Members:
     """Rings inside the hosts, between positions, weights summing to 1 for each sender: where links between devices
     make some orders better than others. Absent: in order of rank."""
 
+    kept: Recent = field(default_factory=lambda: Recent(MOST_LARGE), repr=False)
+    """Holds the hops of the latest uneven exchanges."""
+
     @property
     def count(self) -> int:
         """How many members there are."""
         return len(self.ranks)
-
-    @cached_property
-    def exchanges(self) -> dict[bytes, Hops]:
-        """Hops of uneven exchanges made so far, by digest of their proportions."""
-        return {}
 
     @cached_property
     def blocks(self) -> tuple[Ints, Ints]:

@@ -1,0 +1,101 @@
+"""What ranks, links and collectives did in a step, as a Result tells it: those of equal outcomes together."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from gssim.machine import Machine, RankClass
+from gssim.occupancy import Occupancy
+from gssim.program import Program, Sent
+from gssim.result import CATEGORIES, Collective, LinkUse, merge_collectives
+from gssim.result import RankClass as RankOutcome
+from gssim.scenario import Scenario
+from gssim.units import Floats, Ints
+
+
+def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, ...]:
+    """Return one steady step's collectives; payloads of data-dependent ones are means over all steps."""
+    counts: dict[tuple[str, Any, int], int] = defaultdict(int)
+    payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
+    for name, communication in program.communications.items():
+        for group in communication.groups:
+            members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
+            key = (communication.kind, members, int(communication.size_bytes))
+            counts[key] += 1
+            if communication.data_dependent:
+                payloads[key] += fmean(each.payload_bytes[name] for each in sent)
+    return merge_collectives(
+        Collective(
+            kind=kind, group=tuple(group), bytes=size, count=count, payload_bytes=payloads.get((kind, group, size))
+        )
+        for (kind, group, size), count in counts.items()
+    )
+
+
+LISTED_LINKS = 256
+"""Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
+
+
+def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
+    """Return what each link, or class of links, carried in a step."""
+    network, wiring = machine.network, machine.network.wiring
+    of_link = network.folded.link_class
+    if len(of_link) <= LISTED_LINKS:
+        shown = [(link, int(of_link[link]), 1) for link in range(len(of_link))]
+    else:
+        used, first, count = np.unique(of_link, return_index=True, return_counts=True)
+        shown = [(int(i), int(c), int(n)) for c, i, n in zip(used, first, count, strict=True) if c >= 0]
+    return tuple(
+        LinkUse(
+            name=f"{wiring.names[wiring.source[link]]} -> {wiring.names[wiring.target[link]]}",
+            count=count,
+            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0),
+            utilisation_ratio=carried / float(wiring.bandwidth_bytes_per_s[link]) / step_time_s,
+        )
+        for link, kind, count in shown
+    )
+
+
+def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
+    """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
+    for each in machine.classes:
+        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
+        which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
+        for kind in dict.fromkeys(which.tolist()):
+            yield each, each.members[which == kind]
+
+
+def rank_classes(
+    scenario: Scenario, machine: Machine, phases: list[dict[str, float]], occupied: Sequence[Occupancy]
+) -> tuple[RankOutcome, ...]:
+    """Return ranks with equal outcomes together."""
+    classes: dict[str, dict[str, Any]] = {}
+    members: dict[str, list[Any]] = defaultdict(list)
+    total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
+    sent, received = machine.carried_by_rank()
+    for each, same in _alike(machine, sent, received):
+        needed, rank = occupied[each.index], int(same[0])
+        peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
+        allocated = sum(peak.values())
+        reserved = None if needed.excess_bytes else max(allocated, needed.reserved_bytes)
+        outcome = {
+            "device": scenario.cluster.devices[rank].type,
+            "peak_allocated_bytes": allocated,
+            "peak_reserved_bytes": reserved,
+            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
+            "outside_bytes": dict(needed.outside),
+            "peak_by_category_bytes": peak,
+            "phases_s": phases[each.index],
+            "bytes_sent": float(sent[rank]) / machine.steps,
+            "bytes_received": float(received[rank]) / machine.steps,
+            "batch_share": batch_sizes[rank] / total,
+            "shard_share": shard_shares[rank],
+        }
+        key = repr(outcome)
+        classes[key] = outcome
+        members[key].append(same)
+    ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
+    return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())

@@ -1,0 +1,69 @@
+"""What many send alike, by rows: the same matrix, and the same sums to the last digit, as pair by pair."""
+
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gssim.collectives import Communication, Pairs, summed_without
+
+SIZES = st.sampled_from([0.0, 0.1, 1 / 3, 7.0, 1e-9, 123456.789])
+
+
+def added(values: Iterable[float]) -> float:
+    """Return a sum taken from the first to the last; Python's own is more exact from 3.12 on."""
+    return reduce(add, values, 0.0)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pairs:
+    """Return matrices whose rows have neighbours that are equal, and others that are not."""
+    members = draw(st.integers(1, 12))
+    rows = draw(st.lists(st.tuples(*[SIZES] * members), min_size=1, max_size=3))
+    kinds = draw(st.lists(st.integers(0, len(rows) - 1), min_size=members, max_size=members))
+    return Pairs(rows, kinds)
+
+
+@given(pairs())
+def test_it_is_the_matrix_that_its_rows_say(found):
+    matrix = [[0.0 if i == j else found.rows[found.kinds[i]][j] for j in range(len(found))] for i in range(len(found))]
+    assert [list(row) for row in found] == matrix
+    assert np.asarray(found).tolist() == matrix
+    assert found == tuple(map(tuple, matrix))
+
+
+@given(pairs())
+def test_sums_are_those_of_the_rows_and_columns_to_the_last_digit(found):
+    matrix = [list(row) for row in found]
+    assert list(found.sent) == [added(row) for row in matrix]
+    assert list(found.received) == [added(column) for column in zip(*matrix, strict=True)]
+    assert found.total == pytest.approx(sum(map(sum, matrix)), rel=1e-12)
+
+
+@given(pairs())
+def test_a_collective_tells_the_same_of_both(found):
+    by_rows = Communication("all-to-all-v", range(len(found)), 1.0, pair_bytes=found)
+    by_pairs = Communication("all-to-all-v", range(len(found)), 1.0, pair_bytes=tuple(found))
+    assert by_rows.payload_bytes == pytest.approx(by_pairs.payload_bytes, rel=1e-12)
+    assert by_rows.most_sent_bytes == pytest.approx(by_pairs.most_sent_bytes, rel=1e-12)
+
+
+@given(st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=9), SIZES, st.data())
+def test_sums_leave_out_ones_own(terms, first, data):
+    own = data.draw(st.integers(0, len(terms) - 1))
+    total = first
+    for place, both in enumerate(terms):
+        for term in both if place != own else ():
+            total += term
+    assert summed_without(np.array(terms).ravel(), own, width=2, first=first) == total
+
+
+def test_rows_are_found_by_their_numbers_as_those_of_a_list():
+    found = Pairs([(1.0, 2.0)], (0, 0))
+    assert (found[0], found[-1], found[:1]) == ((0.0, 2.0), (1.0, 0.0), [(0.0, 2.0)])
+    with pytest.raises(IndexError):
+        found[2]
