@@ -88,7 +88,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV)" >&2
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[real,models,data,analysis,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[real,models,data,analysis,distributed,dev]'
 	@touch $@
 
 $(DEMO)/cluster.toml: | $(VENV)/.demo

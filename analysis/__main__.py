@@ -216,7 +216,7 @@ def published_command(
     """Predict what others measured, row by row: errors by source, beside a naive baseline."""
     from analysis.published import report
     from analysis.published.score import score
-    from gssim.predictions import usable_cores
+    from gssim.workers import usable_cores
 
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs}: must be at least 1")

@@ -3,23 +3,32 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gssim.console import print_result, print_results, progress_bar
+from gssim.console import print_result, print_results, print_table, progress_bar
 from gssim.ending import run_command_line
-from gssim.predictions import predict, usable_cores
+from gssim.parts import parts_folder
+from gssim.predictions import predict
 from gssim.remedies import with_remedies
 from gssim.result import file_name, write_text
 from gssim.scenario import load_scenario
-from gssim.search import Search, processes
+from gssim.search import Search, searchers
 from gssim.search.shown import print_found
 from gssim.simulate import simulate, traced
 from gssim.sweep import chosen, load_sweep, points_of
+from gssim.table import TABLES, check_table_place
+from gssim.tabulation import tabulate
 from gssim.trace import chrome_trace
-from gssim.units import UserError
+from gssim.units import RunFailedError, UserError
+from gssim.workers import dask_workers, processes, usable_cores
+
+if TYPE_CHECKING:
+    import polars
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -76,32 +85,84 @@ def sweep_command(
     sweep: Annotated[Path, typer.Argument(help="A sweep's file, such as scenarios/sweeps/lab.toml.")],
     overrides: Overrides = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Points at a time; as many as cores by default.")] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            "--dask",
+            metavar="ADDRESS",
+            help="Let the workers of this Dask scheduler do it (tcp://HOST:8786). They need the same gssim and "
+            "dask[distributed]; the files that points name are sent to them. Best with --nthreads 1.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Results, kept as they end.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE|FOLDER",
+            help="FILE.parquet or FILE.csv: a table, as both; each point is a row, also an invalid one. Else a folder "
+            "for the Results, of points that are all valid. What is finished is kept, and not done again.",
+        ),
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Predict also what is in --out already.")] = False,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
     ] = None,
 ) -> None:
     """Predict every point of a sweep."""
+    as_table = out is not None and out.suffix in TABLES
+    if dask is not None and jobs is not None:
+        raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
+    if as_table and as_json:
+        raise UserError(f"--json prints Results, which a table does not keep; leave it out, or --out {out}")
+    if dask is not None and not as_table:
+        raise UserError(f"--dask {dask}: makes a table: name it with --out FILE.parquet")
     count = usable_cores() if jobs is None else jobs
     if count < 1:
         raise UserError(f"--jobs {jobs}: must be at least 1")
     asked = load_sweep(sweep)
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
-    try:
-        with progress_bar("predicting") as told:
-            results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
-    except KeyboardInterrupt:
-        kept = (
-            f"what is finished is in {out}; the same command does the rest" if out else "nothing is kept without --out"
-        )
-        print(f"gssim: sweep: interrupted; {kept}", file=sys.stderr)
-        raise
+    if as_table and out is not None:
+        check_table_place(out)
+        workers = dask_workers(dask) if dask is not None else processes(min(count, len(points)))
+        with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
+            table = tabulate(
+                points,
+                sweep=asked,
+                file=sweep,
+                out=out,
+                workers=workers,
+                elsewhere=dask is not None,
+                again=again,
+                told=told,
+            )
+        print_table(table, asked.question)
+        _fail_where_some_did(table, out)
+        return
+    with _kept_in(out), progress_bar("predicting") as told:
+        results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
     if as_json:
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
         print_results(results, asked.question)
+
+
+@contextmanager
+def _kept_in(place: Path | None) -> Iterator[None]:
+    """Say after an interrupt what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"what is finished is in {place}; the same command does the rest"
+        print(f"gssim: sweep: interrupted; {kept if place else 'nothing is kept without --out'}", file=sys.stderr)
+        raise
+
+
+def _fail_where_some_did(table: "polars.DataFrame", out: Path) -> None:
+    """Raise RunFailedError where points failed: their rows say why."""
+    reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
+    if reasons:
+        raise RunFailedError(f"sweep: {len(reasons)} of {table.height} points failed (see {out}): {reasons[0]}")
 
 
 @app.command("search")
@@ -134,7 +195,7 @@ def search_command(
     loaded = load_scenario(scenario, given)
     search = Search(loaded, loaded.scenario.search, top)
     try:
-        with processes(count, scenario, given) as workers, progress_bar("searching") as told:
+        with searchers(count, scenario, given) as workers, progress_bar("searching") as told:
             search.run(workers, told)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, as_json=as_json)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -12,6 +13,9 @@ from rich.table import Table
 
 from gssim.result import Result
 from gssim.units import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    import polars
 
 PIPE_WIDTH = 140
 """Columns where the output goes to a file or pipe, which have no width of their own."""
@@ -75,6 +79,41 @@ def print_results(results: Sequence[Result], question: str) -> None:
             "yes" if result.fits else "no",
         )
     console.print(table)
+
+
+FASTEST = 12
+"""Rows of a large table that are shown."""
+
+
+def print_table(table: "polars.DataFrame", question: str) -> None:
+    """Print for people what a sweep's table says: all of a small one, the fastest points that fit of a large one."""
+    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    if question:
+        console.print(question, style="bold", highlight=False)
+    counts = {status: sum(each == status for each in table["status"]) for status in dict.fromkeys(table["status"])}
+    shown = table
+    if table.height > 4 * FASTEST:
+        shown = table.filter(table["status"] == "fits").sort("step_time_s", maintain_order=True).head(FASTEST)
+        told = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
+        console.print(f"{table.height:,} points: {told}; the fastest of those that fit:", highlight=False)
+    rows = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "status")
+    for row in shown.iter_rows(named=True):
+        rows.add_row(row["point"], *_row_words(row), row["status"])
+    console.print(rows)
+
+
+def _row_words(row: dict[str, Any]) -> list[str]:
+    """Return what a row says in the columns of a table for people; nothing where there is no prediction."""
+    if row["step_time_s"] is None:
+        return [""] * 6
+    return [
+        str(row["ranks"]),
+        human_seconds(row["step_time_s"]),
+        f"{row['exposed_communication_s'] / row['step_time_s'] if row['step_time_s'] else 0.0:.0%}",
+        f"{row['throughput_samples_per_s']:.4g}",
+        human_bytes(row["peak_allocated_bytes"]),
+        "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
+    ]
 
 
 @contextmanager

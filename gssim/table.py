@@ -1,7 +1,7 @@
 """A sweep's table: one row a point, in the order of the points, units in the names of columns.
 
 A row is known by its point, the axes' values and what its Result says, or by why there is none. The same rows give the
-same files, byte for byte. Parquet and CSV have the same columns; Parquet also says what the table is (`METADATA`).
+same files, byte for byte. Parquet and CSV have the same columns; Parquet also says what the table is (its metadata).
 """
 
 import io
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SCHEMA: Literal["gssim.table/1"] = "gssim.table/1"
 
+TABLES = (".parquet", ".csv")
+"""How the names of a table's two files end."""
 Status = Literal["fits", "does not fit", "invalid", "failed"]
 """`invalid`: plan, workload and cluster do not go together; `failed`: the simulation did not come to an end, a bug."""
 Row = dict[str, Any]
@@ -151,7 +153,8 @@ def table_of(rows: Iterable[Row], columns: Mapping[str, Kind]) -> "polars.DataFr
     for row in rows:
         for name, values in by_column.items():
             values.append(row.get(name))
-    return pl.DataFrame(by_column, schema={name: types[kind] for name, kind in columns.items()})
+    found: polars.DataFrame = pl.DataFrame(by_column, schema={name: types[kind] for name, kind in columns.items()})
+    return found
 
 
 def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str, str]) -> None:

@@ -66,6 +66,10 @@ class UserError(ValueError):
     """Something the user can mend: one line that names the file, the key, the value and what is allowed."""
 
 
+class MistakenNameError(UserError):
+    """A key or file that there is not: a slip of the pen, whatever else it is combined with."""
+
+
 class RunFailedError(RuntimeError):
     """A run that cannot end well through no fault of the user's: one line that names the rank or command, and why."""
 
@@ -96,6 +100,20 @@ def parse_quantity(value: object, kind: str) -> float:
         if unit in units:
             raise ValueError(f'is in {other}, but {kind} is needed, such as "{EXAMPLES[kind]}"')
     raise ValueError(f'has the unknown unit "{unit}"; {kind} is needed, such as "{EXAMPLES[kind]}"')
+
+
+UNIT_SUFFIXES = {"_flop_per_s": "FLOP/s", "_bytes_per_s": "bytes/s", "_bytes": "bytes", "_s": "seconds"}
+"""How keys end whose values are quantities."""
+
+
+def quantity_of(key: str) -> str | None:
+    """Return the kind of quantity (a key of `UNITS`) that a key's whole path asks for, if any.
+
+    >>> quantity_of("cluster.topology.link.bandwidth_bytes_per_s"), quantity_of("run.steps")
+    ('bytes/s', None)
+    """
+    names = key.rsplit(".", 2)[:0:-1]  # the table's too: `peak_flop_per_s.fp32`
+    return next((kind for name in names for suffix, kind in UNIT_SUFFIXES.items() if name.endswith(suffix)), None)
 
 
 def _finite(number: int | float | Fraction) -> float:
@@ -156,7 +174,9 @@ def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
     try:
         return TypeAdapter(cls).validate_python(data)
     except ValidationError as error:
-        raise UserError(explain(error, cls, file=file, under=under)) from None
+        unknown = any(fault["type"] == "unexpected_keyword_argument" for fault in error.errors())
+        kind = MistakenNameError if unknown else UserError
+        raise kind(explain(error, cls, file=file, under=under)) from None
 
 
 def explain(error: ValidationError, cls: type, *, file: str, under: str = "") -> str:

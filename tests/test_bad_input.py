@@ -249,8 +249,14 @@ def test_a_name_that_no_file_can_have(refusal, tmp_path, name):
     [
         ("plan.method", "--set plan.method: must be KEY=VALUE, such as plan.push.threshold=1e-3"),
         ("=3", "--set =3: must be KEY=VALUE"),
-        ("cluster.name=x", "--set cluster.name=x: cluster names a file or a value, not a table"),
-        ("workload.model.name=x", "--set workload.model.name=x: workload.model names a file or a value, not a table"),
+        ("run.steps.x=1", "--set run.steps.x: run.steps names a file or a value, not a table"),
+        ("cluster.backend.x=1", "--set cluster.backend.x: cluster.backend names a file or a value, not a table"),
+        (
+            "cluster.links.7.directed=true",
+            "--set cluster.links.7.directed: cluster.links has 1 entries, counted from 0",
+        ),
+        ("cluster.nam=x", "pair.toml: nam: unknown key; did you mean name?"),
+        ("workload.model.nam=x", "tiny.toml: nam: unknown key; did you mean name?"),
         ("plan.metod=ddp", "plan.metod: unknown key; did you mean method?"),
         ("plans.method=ddp", "plans: unknown key; did you mean plan?"),
         ("plan=ddp", "plan = 'ddp': "),

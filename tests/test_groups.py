@@ -382,6 +382,15 @@ def test_of_many_points_only_the_worst_have_labels_and_bars_show_the_noise() -> 
     assert {"within \u00b15 %", "within \u00b120 %", "range of the repeats"} <= set(names)
 
 
+def test_notes_of_a_large_matrix_stay_within_its_picture() -> None:
+    pairs = join(map(in_file, crowd(3, 10))).pairs
+    figure = predicted_vs_measured(compare(pairs))
+    figure.canvas.draw()
+    assert len(figure.axes) == 2
+    for text in figure.texts:
+        assert text.get_window_extent().x1 <= figure.bbox.x1, text.get_text()
+
+
 def test_naive_marks_that_are_outside_are_counted() -> None:
     comparison = compare(join(map(in_file, cells({"a": (1.0, 1.0), "b": (2.0, 2.0)}))).pairs)
     time_axes, _ = predicted_vs_measured(comparison).axes

@@ -17,7 +17,7 @@ from gssim.simulate import simulate
 from gssim.sweep import load_sweep, points_of
 from gssim.units import RunFailedError
 
-SWEEPS = sorted((Path(__file__).resolve().parents[1] / "scenarios" / "sweeps").glob("*.toml"))
+SWEEPS = sorted((Path(__file__).resolve().parents[1] / "scenarios" / "sweeps").glob("lab*.toml"))
 SWEEP_TOML = """# Which plan is faster?
 scenario = "scenario.toml"
 [variants]

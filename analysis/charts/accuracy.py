@@ -27,6 +27,7 @@ from analysis.charts.drawing import (
     plain,
     point_labels,
     unit_for,
+    wrapped,
 )
 
 TITLE = "How close does the simulator come to what was measured?"
@@ -107,7 +108,8 @@ def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
             + ", bold where it leaves the grey band."
         )
         figure.text(left_in / width_in, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
-        figure.text(left_in / width_in, 1 - 0.62 / height_in, note, color="0.25", va="center")
+        for i, line in enumerate(wrapped(note, width_in - left_in - 0.2)):
+            figure.text(left_in / width_in, 1 - (0.6 + 0.19 * i) / height_in, line, color="0.25", va="center")
         methods = in_order(comparison["method"].to_list())
         figure.legend(
             handles=[Line2D([], [], linestyle="", label=plain(method), **mark(method)) for method in methods],

@@ -3,7 +3,7 @@
 from gssim.scenario.checks import check
 from gssim.scenario.following import Following, after_step, begin
 from gssim.scenario.loading import first_comment, load_cluster, load_model, load_scenario, read_toml
-from gssim.scenario.overrides import as_overrides
+from gssim.scenario.overrides import as_overrides, parsed_override, toml
 from gssim.scenario.question import Loaded, Run, Scenario, single_device
 from gssim.scenario.rates import (
     has_master_copy,
@@ -33,6 +33,7 @@ __all__ = [
     "load_model",
     "load_scenario",
     "master_bytes",
+    "parsed_override",
     "pause_excess",
     "peak_flop_per_s",
     "read_toml",
@@ -41,5 +42,6 @@ __all__ = [
     "single_device",
     "stages_per_rank",
     "takes_tokens",
+    "toml",
     "value_bytes",
 ]

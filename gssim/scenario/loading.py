@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ from gssim.cluster import Cluster
 from gssim.data import PATHS
 from gssim.gradients import GradientStatistics, read_gradients
 from gssim.scenario.checks import check
+from gssim.scenario.overrides import parsed_override, put
 from gssim.scenario.question import Loaded, Scenario
 from gssim.shared import Same, Shared
-from gssim.units import UserError, validated
+from gssim.units import MistakenNameError, UserError, validated
 from gssim.workload import Model, unrolled
 
 
@@ -31,14 +32,12 @@ def load_scenario(
     data.setdefault("name", path.stem)
     data.setdefault("question", first_comment(text))
     folders = {"": path.parent}
-    for override in overrides:
-        key = _apply(data, override)
-        folders[key] = Path()
+    changes = _apply(data, overrides, folders)
     file = str(path)
-    data["cluster"] = _part(data, "cluster", Cluster, file, folders, shared)
+    data["cluster"] = _part(data, "cluster", changes, file, folders, shared)
     workload = data.get("workload")
     if isinstance(workload, dict):
-        workload["model"] = _part(workload, "model", Model, file, folders, shared, "workload.")
+        workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
         if isinstance(workload.get("data"), dict):
             workload["data"] = _with_paths(workload["data"], folders)
     scenario = validated(Scenario, data, file=file)
@@ -49,20 +48,27 @@ def load_scenario(
 
 def load_model(path: Path) -> Model:
     """Return the model in the TOML file `path`."""
-    return _model(path, Shared())
+    return _model(path, (), Shared())
 
 
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster in the TOML file `path`."""
-    return _cluster(path, Shared())
+    return _cluster(path, (), Shared())
 
 
-def _model(path: Path, shared: Shared) -> Model:
+Changes = tuple[tuple[str, Any], ...]
+"""What is overridden in a file that the scenario names: keys' paths in it, and values."""
+
+
+def _model(path: Path, changes: Changes, shared: Shared) -> Model:
     data = _content(path, shared)[1]
-    return shared.once("model", (path, Same(data)), lambda: validated(Model, data, file=str(path)))
+    key = (path, Same(data), repr(changes))
+    return shared.once(
+        "model", key, lambda: validated(Model, _changed(data, "workload.model", changes), file=str(path))
+    )
 
 
-def _cluster(path: Path, shared: Shared) -> Cluster:
+def _cluster(path: Path, changes: Changes, shared: Shared) -> Cluster:
     """Return the cluster in a file, with the tables that it names by their files."""
     data = _content(path, shared)[1]
     tables = {
@@ -70,8 +76,18 @@ def _cluster(path: Path, shared: Shared) -> Cluster:
         for key in IN_FILES
         if isinstance(data.get(key), str)
     }
-    key = (path, Same(data), *map(Same, tables.values()))
-    return shared.once("cluster", key, lambda: validated(Cluster, data | tables, file=str(path)))
+    key = (path, Same(data), *map(Same, tables.values()), repr(changes))
+    return shared.once(
+        "cluster", key, lambda: validated(Cluster, _changed(data | tables, "cluster", changes), file=str(path))
+    )
+
+
+def _changed(data: dict[str, Any], under: str, changes: Changes) -> dict[str, Any]:
+    """Return the content of a file with what is overridden in it."""
+    found: dict[str, Any] = _copied(data) if changes else data
+    for key, value in changes:
+        put(found, key, _copied(value), under=f"{under}.")
+    return found
 
 
 IN_FILES = ("device_types", "backend_cost")
@@ -92,9 +108,11 @@ def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
     return shared.once("file", _version(path), lambda: read_toml(path))
 
 
-def _copied(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table of which every table may be changed."""
-    return {key: _copied(value) if isinstance(value, dict) else value for key, value in table.items()}
+def _copied(value: Any) -> Any:
+    """Return a value of TOML of which every table and array may be changed."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
@@ -119,43 +137,48 @@ def first_comment(text: str) -> str:
     return first.lstrip("# ").strip() if first.startswith("#") else ""
 
 
-def _apply(data: dict[str, Any], override: str) -> str:
-    """Set `a.b.c=value` in `data`; return the key path. The value is TOML, or a bare string."""
-    key, separator, value = override.partition("=")
-    key = key.strip()
-    if not separator or not key:
-        raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):
-        parsed = value.strip()
-    table = data
-    *parents, last = key.split(".")
-    for i, part in enumerate(parents):
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise UserError(f"--set {override}: {'.'.join(parents[: i + 1])} names a file or a value, not a table")
-    table[last] = parsed
-    return key
+def _apply(data: dict[str, Any], overrides: Sequence[str], folders: dict[str, Path]) -> dict[str, Changes]:
+    """Set overrides in a scenario's tables; return those in its cluster and model, which may have files of their own.
+
+    They are made in whatever file is named in the end. `folders` is told where files are looked up that overrides name.
+    """
+    changes: dict[str, Changes] = dict.fromkeys(PARTS, ())
+    for override in overrides:
+        key, value = parsed_override(override)
+        part = next((part for part in PARTS if key.startswith(f"{part}.")), None)
+        if part is None:
+            put(data, key, value)
+            folders[key] = Path()
+        else:
+            changes[part] += ((key.removeprefix(f"{part}."), value),)
+    return changes
+
+
+PARTS = ("cluster", "workload.model")
+"""What may be in files of their own."""
 
 
 def _part(
     data: dict[str, Any],
-    key: str,
-    cls: type[object],
+    part: str,
+    changes: Mapping[str, Changes],
     file: str,
     folders: dict[str, Path],
     shared: Shared,
-    under: str = "",
 ) -> object:
-    """Return what is at `key`: the table given inline, or what is in the file that it names, checked as a `cls`."""
-    value = data.get(key)
+    """Return one of `PARTS`: the table given inline, or what is in the file that it names, checked.
+
+    What is overridden in it, is.
+    """
+    value = data.get(part.rpartition(".")[2])
+    if isinstance(value, dict):
+        return _inline(Cluster if part == "cluster" else Model, _changed(value, part, changes[part]), shared)
     if value is None:
-        raise UserError(f"{file}: {under}{key}: missing; name a file or give the table")
+        raise UserError(f"{file}: {part}: missing; name a file or give the table")
     if not isinstance(value, str):
-        return _inline(cls, value, shared)
-    found = _find(value, f"{under}{key}", file, folders)
-    return _cluster(found, shared) if cls is Cluster else _model(found, shared)
+        return value
+    found = _find(value, part, file, folders)
+    return (_cluster if part == "cluster" else _model)(found, changes[part], shared)
 
 
 def _inline(cls: type[object], table: object, shared: Shared) -> object:
@@ -180,7 +203,7 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
     known = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     close = difflib.get_close_matches(Path(name).name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise UserError(f"{file}: {key} = '{name}': no such file{hint}")
+    raise MistakenNameError(f"{file}: {key} = '{name}': no such file{hint}")
 
 
 def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:

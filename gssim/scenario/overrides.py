@@ -1,7 +1,11 @@
-"""Tables of TOML as overrides of a scenario's keys, as `--set` takes them."""
+"""Overrides of a scenario's keys, as `--set` takes them, from tables of TOML and into them."""
 
 import json
+import tomllib
 from typing import Any
+
+from gssim.presets import presets
+from gssim.units import UserError
 
 
 def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:
@@ -29,3 +33,48 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def parsed_override(override: str) -> tuple[str, Any]:
+    """Return the key and the value of an override; the value is TOML, or a bare text.
+
+    >>> parsed_override("plan.shares.batch=[0.5, 0.5]"), parsed_override("plan.method=gs")
+    (('plan.shares.batch', [0.5, 0.5]), ('plan.method', 'gs'))
+    """
+    key, separator, value = override.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise UserError(f"--set {override}: must be KEY=VALUE, such as plan.push.threshold=1e-3")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except (ValueError, RecursionError):
+        return key, value.strip()
+
+
+def put(data: dict[str, Any], key: str, value: Any, *, under: str = "") -> None:
+    """Set what is at a key path in tables of TOML; `under`: where they are, for messages.
+
+    Parts of the path name keys of tables, which are made where there are none, or count in arrays, from 0. What names a
+    preset becomes a table that says what differs from it.
+
+    >>> data = {"servers": [{"count": 8, "nic_link": "ib-hdr-200"}]}
+    >>> put(data, "servers.0.nic_link.latency_s", 1e-6)
+    >>> data["servers"][0]["nic_link"]
+    {'preset': 'ib-hdr-200', 'source': 'overridden', 'latency_s': 1e-06}
+    """
+    *parents, last = key.split(".")
+    table: Any = data
+    for i, part in enumerate([*parents, last]):
+        where = f"{under}{'.'.join(parents[:i])}"
+        if isinstance(table, list) and not (part.isdecimal() and int(part) < len(table)):
+            raise UserError(f"--set {under}{key}: {where} has {len(table)} entries, counted from 0; '{part}' is none")
+        if not isinstance(table, (dict, list)):
+            raise UserError(f"--set {under}{key}: {where} names a file or a value, not a table")
+        place: Any = int(part) if isinstance(table, list) else part
+        if i == len(parents):
+            table[place] = value
+        elif isinstance(table, dict) and part not in table:
+            table[part] = {}
+        elif isinstance(table[place], str) and any(table[place] in presets(kind) for kind in ("devices", "links")):
+            table[place] = {"preset": table[place], "source": "overridden"}
+        table = table[place]

@@ -18,11 +18,11 @@ from gssim.search.bounds import Bound, Bounds
 from gssim.search.candidates import Candidate, candidates
 from gssim.search.explore import Exploration, Outcome, Wanted, explore, front
 from gssim.search.reasons import full_ratio, reason
-from gssim.search.workers import Answer, Workers, processes
+from gssim.search.workers import Answer, Workers, searchers
 from gssim.space import SearchSpace
 from gssim.units import RunFailedError, UserError
 
-__all__ = ["Found", "Outcome", "Search", "processes"]
+__all__ = ["Found", "Outcome", "Search", "searchers"]
 
 RIVALS: dict[str, Callable[[Candidate], bool]] = {
     "the scenario's own plan": lambda each: each.index == 0,

@@ -53,7 +53,7 @@ class Workers:
 
 
 @contextmanager
-def processes(jobs: int, file: Path, overrides: Sequence[str]) -> Iterator[Workers]:
+def searchers(jobs: int, file: Path, overrides: Sequence[str]) -> Iterator[Workers]:
     """Give so many processes that simulate a scenario with other plans; they end with the block, whatever they do."""
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     connections, started = [], []

@@ -1,0 +1,162 @@
+"""Handing out points: in chunks, those that have much in common together, until all have ended or the user stops it."""
+
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from gssim.inputs import Packed, code_digest, unpacked
+from gssim.shared import Shared
+from gssim.sweep import Point
+from gssim.units import RunFailedError, UserError
+from gssim.workers import Workers
+
+CHUNK_S = 1.0
+"""How long a chunk shall take: long enough for its way to pay, short enough for an interrupt to be heard."""
+MOST_TOGETHER = 128
+"""Points of a chunk."""
+
+
+Made = TypeVar("Made")
+Work = Callable[[Point, Shared], Made]
+"""What is made of a point; UserError and RunFailedError are answers too."""
+Fault = UserError | RunFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[Made]):
+    """Points that are handed out together."""
+
+    points: tuple[Point, ...]
+    work: Work[Made]
+    files: Packed | None = None
+    """What they read, for who does not see it."""
+    code: str = ""
+    """Digest of the simulator that shall answer; empty: whichever is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[Made]):
+    """What was made of a chunk."""
+
+    made: tuple[Made | Fault, ...]
+    took_s: float
+
+
+def by_likeness(points: Sequence[Point]) -> list[int]:
+    """Return the places of points, those with more in common nearer to one another: clusters first, then models."""
+
+    def likeness(place: int) -> tuple[Any, ...]:
+        point = points[place]
+        ranked = sorted((_rank(override), override) for override in point.overrides if not override.startswith("name="))
+        return (str(point.file), ranked, place)
+
+    return sorted(range(len(points)), key=likeness)
+
+
+WEIGHTY = ("cluster", "workload.", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
+
+
+def _rank(override: str) -> int:
+    return next((i for i, begin in enumerate(WEIGHTY) if override.startswith(begin)), len(WEIGHTY))
+
+
+def answers(
+    points: Sequence[Point],
+    places: Sequence[int],
+    work: Work[Made],
+    workers: Workers,
+    *,
+    files: Packed | None = None,
+) -> Iterator[tuple[int, Made | Fault]]:
+    """Yield (place, what `work` makes of the point), as they end, for the points at `places`.
+
+    The user's interrupt: nothing more is handed out, what is under way is waited for and yielded, then
+    KeyboardInterrupt is raised; a second one does not wait.
+    """
+    code = code_digest() if files is not None else ""
+    waiting, pace_s = deque(places), 0.0
+    under_way: dict[Any, list[int]] = {}
+    with _interrupts() as interrupted:
+        while under_way or (waiting and not interrupted):
+            while waiting and not interrupted and len(under_way) < workers.at_a_time:
+                taken = [waiting.popleft() for _ in range(_size(workers, pace_s, len(waiting)))]
+                chunk = Chunk(tuple(points[place] for place in taken), work, files, code)
+                under_way[workers.submit(answer, chunk)] = taken
+            for ended in list(workers.ended(list(under_way))):
+                taken = under_way.pop(ended)
+                found: Answers[Made] = workers.answer(ended)
+                pace_s = found.took_s / len(taken)
+                yield from zip(taken, found.made, strict=True)
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+def _size(workers: Workers, pace_s: float, waiting: int) -> int:
+    """Return how many points are handed out together: by how long those before took; fewer, where few are left."""
+    if not workers.in_chunks or not pace_s:
+        return 1
+    return max(1, min(MOST_TOGETHER, int(CHUNK_S / pace_s), -(-waiting // workers.at_a_time)))
+
+
+class _OfThread(threading.local):
+    """What a thread's points have in common; it lives as long as the thread, and is seen by no other."""
+
+    def __init__(self) -> None:
+        self.shared = Shared()
+
+
+_OF_THREAD = _OfThread()
+
+
+def answer(chunk: Chunk[Made]) -> Answers[Made]:
+    """Return what is made of a chunk's points, in this process."""
+    if chunk.code and chunk.code != code_digest():
+        raise RunFailedError("dask: a worker has another version of gssim than this machine: install the same")
+    began_s, shared = time.perf_counter(), _OF_THREAD.shared
+    made = [_made(point, chunk.work, chunk.files, shared) for point in chunk.points]
+    return Answers(tuple(made), time.perf_counter() - began_s)
+
+
+def _made(point: Point, work: Work[Made], files: Packed | None, shared: Shared) -> Made | Fault:
+    """Return what is made of a point, or why nothing is, in the words of the machine that asked."""
+    here = unpacked(files, shared) if files is not None else None
+    try:
+        return work(here.here(point) if here is not None else point, shared)
+    except (UserError, RunFailedError) as error:
+        return type(error)(here.told(str(error)) if here is not None else str(error))
+
+
+class _Interrupted:
+    """Whether the user has interrupted."""
+
+    asked = False
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupted]:
+    """Note the first interrupt instead of raising KeyboardInterrupt; the second one raises it."""
+    interrupted = _Interrupted()
+    usual = signal.getsignal(signal.SIGINT)
+
+    def noted(*_: Any) -> None:
+        interrupted.asked = True
+        signal.signal(signal.SIGINT, usual)
+        print("gssim: waiting for points that are under way; interrupt again to leave them", file=sys.stderr)
+
+    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    signal.signal(signal.SIGINT, noted)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, usual)

@@ -1,0 +1,179 @@
+"""What points are predicted from: the files that they name, and what tells whether these are as they were."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import tomllib
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from gssim.scenario import parsed_override
+from gssim.shared import Shared
+from gssim.sweep import Point
+
+SUFFIXES = (".toml", ".json")
+"""Of files that predictions read."""
+
+
+class Fingerprints:
+    """Digests of points: equal ones have the same prediction, for all that it is made from is equal."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, str] = {}
+        self._overrides: dict[tuple[str, Path], str] = {}
+        self._code = code_digest()
+
+    def of_point(self, point: Point) -> str:
+        """Return the digest of a point's name, its overrides, the files that are read, and of this simulator."""
+        overrides = [self._override(each, point.file.parent) for each in point.overrides if not _names(each)]
+        return _digest([self._code, point.name, point.variant, point.values, overrides, self.of_file(point.file)])
+
+    def of_file(self, file: Path) -> str:
+        """Return the digest of a file and, of TOML, all that it names; of one that is not there, of nothing."""
+        if file not in self._kept:
+            self._kept[file] = ""  # a file that names itself
+            named = [(name, self.of_file(place)) for name, place in sorted(named_in(file))]
+            content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+            self._kept[file] = _digest([content, named])
+        return self._kept[file]
+
+    def _override(self, override: str, folder: Path) -> str:
+        """Return an override with the file that it names, if any, told by its content, not by its place."""
+        if (override, folder) not in self._overrides:
+            key, value = parsed_override(override)
+            found = named_by(value, Path(), folder)
+            told = override if found is None else f"{key}={found.name} {self.of_file(found)}"
+            self._overrides[override, folder] = told
+        return self._overrides[override, folder]
+
+
+def _names(override: str) -> bool:
+    """Return whether an override is but the point's name."""
+    return override.startswith("name=")
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """Return the digest of this package: its code and presets."""
+    found = hashlib.sha256()
+    root = Path(str(files("gssim")))
+    for file in sorted(root.rglob("*")):
+        if file.suffix in (".py", ".toml"):
+            found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def named_by(value: Any, *folders: Path) -> Path | None:
+    """Return the file that a value names, looked up in these folders, if it names one."""
+    if not isinstance(value, str) or not value.endswith(SUFFIXES):
+        return None
+    return next((folder / value for folder in folders if (folder / value).is_file()), None)
+
+
+def named_in(file: Path) -> Iterator[tuple[str, Path]]:
+    """Yield all files that a TOML file names beside it, with their names there."""
+    if file.suffix != ".toml" or not file.is_file():
+        return
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):  # whoever loads it is told
+        return
+    for text in set(_texts(data)):
+        found = named_by(text, file.parent)
+        if found is not None:
+            yield text, found
+
+
+def _texts(data: Any) -> Iterator[str]:
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, (dict, list)):
+        for each in data.values() if isinstance(data, dict) else data:
+            yield from _texts(each)
+
+
+# On other machines ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Files by their absolute paths, for a machine that does not see them."""
+
+    content: bytes
+    """Compressed."""
+    digest: str
+    folder: str
+    """The working directory, from which points name files."""
+
+
+def packed(points: Iterable[Point]) -> Packed:
+    """Return all files that points read."""
+    found: dict[str, str] = {}
+    seen: set[tuple[Path, str]] = set()
+    for point in points:
+        for file, override in ((point.file, ""), *((point.file, each) for each in point.overrides)):
+            if (file, override) in seen or _names(override):
+                continue
+            seen.add((file, override))
+            place = named_by(parsed_override(override)[1], Path(), file.parent) if override else file
+            if place is not None:
+                _gather(place, found)
+    content = zlib.compress(json.dumps(found, sort_keys=True).encode())
+    return Packed(content, hashlib.sha256(content).hexdigest(), os.getcwd())
+
+
+def _gather(file: Path, found: dict[str, str]) -> None:
+    place = os.path.abspath(file)
+    if place not in found and file.is_file():
+        found[place] = file.read_text(encoding="utf-8")
+        for _, named in named_in(file):
+            _gather(named, found)
+
+
+class Unpacked:
+    """Files of another machine in a folder of this one, as long as this object lives."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.root, self.there = tempfile.mkdtemp(prefix="gssim-"), packed.folder
+        weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+        for path, text in json.loads(zlib.decompress(packed.content)).items():
+            place = Path(self.root + path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="utf-8")
+        Path(self.root + self.there).mkdir(parents=True, exist_ok=True)
+
+    def here(self, point: Point) -> Point:
+        """Return a point that names these files."""
+        file = Path(self._here(str(point.file)))
+        overrides = tuple(self._override(each) for each in point.overrides)
+        return Point(point.name, file, overrides, point.variant, point.values)
+
+    def told(self, text: str) -> str:
+        """Return a message as the other machine would have said it."""
+        return text.replace(f"{self.root}{self.there}{os.sep}", "").replace(self.root, "")
+
+    def _here(self, path: str) -> str:
+        return self.root + (path if os.path.isabs(path) else os.path.join(self.there, path))
+
+    def _override(self, override: str) -> str:
+        key, value = parsed_override(override)
+        if isinstance(value, str) and named_by(self._here(value), Path()) is not None:
+            return f"{key}={json.dumps(self._here(value), ensure_ascii=False)}"
+        return override
+
+
+def unpacked(files_of_points: Packed, shared: Shared) -> Unpacked:
+    """Return files of another machine, in a folder of this one that is made once."""
+    return shared.once("unpacked", files_of_points.digest, lambda: Unpacked(files_of_points), most=2)

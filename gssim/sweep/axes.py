@@ -1,0 +1,147 @@
+"""Axes: the values that a key takes, one after another, listed or as a range; and keys that change together."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gssim.data import PATHS
+from gssim.scenario import toml
+from gssim.units import UserError, parse_quantity, quantity_of
+
+FILES = ("cluster", "workload.model", "workload.gradients", *(f"workload.data.{key}" for key in PATHS))
+"""Keys whose values may name files."""
+Place = dict[str, Any]
+"""Values by their keys' whole paths: one place on an axis, or on several that are linked."""
+RANGE_KEYS = ("from", "to", "count", "scale")
+MOST_VALUES = 1_000_000
+DIGITS = 6
+"""Significant ones of the values inside a range: nobody asks for 3.1622776601683795e-05."""
+
+
+def axes_of(table: Mapping[str, Any], where: str = "axes") -> dict[str, list[Any]]:
+    """Return lists of values by their keys' whole paths; raise UserError for what is no list or range, or empty.
+
+    >>> axes_of({"plan": {"push": {"threshold": [1e-4, 1e-3]}}, "plan.method": ["gs"]})
+    {'plan.push.threshold': [0.0001, 0.001], 'plan.method': ['gs']}
+    >>> axes_of({"workload.global_batch_size": {"from": 8, "to": 64, "count": 4, "scale": "log"}})
+    {'workload.global_batch_size': [8, 16, 32, 64]}
+    """
+    found: dict[str, list[Any]] = {}
+    for key, value in flat(table):
+        if isinstance(value, dict):
+            found[key] = values_between(key, value, f"{where}: {key}")
+        elif isinstance(value, list) and value:
+            found[key] = value
+        else:
+            raise UserError(
+                f"{where}: {key} = {value!r}: must be a list of values, one at least, or a range such as "
+                '{ from = 1, to = 64, count = 7, scale = "log" }'
+            )
+    return found
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested tables by whole keys; a range is a value."""
+    for key, value in table.items():
+        if isinstance(value, dict) and "from" not in value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def dimensions(axes: Mapping[str, Any], linked: Sequence[Mapping[str, Any]], where: str = "") -> list[list[Place]]:
+    """Return what is multiplied: for each axis, and for each table of linked ones, its places.
+
+    >>> dimensions({"run.seed": [0, 1]}, [{"plan.dp_replicate": [2, 4], "plan.dp_shard": [4, 2]}])[1]
+    [{'plan.dp_replicate': 2, 'plan.dp_shard': 4}, {'plan.dp_replicate': 4, 'plan.dp_shard': 2}]
+    """
+    found = [[{key: value} for value in values] for key, values in axes_of(axes, f"{where}axes").items()]
+    for i, table in enumerate(linked):
+        lists = axes_of(table, f"{where}linked[{i}]")
+        sizes = {key: len(values) for key, values in lists.items()}
+        if len(set(sizes.values())) != 1:
+            told = ", ".join(f"{key} has {size}" for key, size in sizes.items()) or "there is none"
+            raise UserError(f"{where}linked[{i}]: lists of equally many values are needed; {told}")
+        found.append([dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)])
+    keys = [key for places in found for key in places[0]]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"{where}linked: {key} is an axis already")
+    return found
+
+
+def values_between(key: str, table: Mapping[str, Any], where: str) -> list[float]:
+    """Return the values of a range: `count` of them from `from` to `to`, evenly or, by `scale`, in equal ratios.
+
+    Quantities are numbers in the key's unit. What falls between has six significant digits; where all are whole numbers
+    up to that, they are whole numbers.
+
+    >>> values_between("plan.push.threshold", {"from": 1e-4, "to": 1e-2, "count": 5, "scale": "log"}, "")
+    [0.0001, 0.000316228, 0.001, 0.00316228, 0.01]
+    >>> values_between("cluster.topology.link.latency_s", {"from": "0 us", "to": "10 us", "count": 3}, "")
+    [0.0, 5e-06, 1e-05]
+    """
+    for name in table:
+        if name not in RANGE_KEYS:
+            raise UserError(f"{where}.{name}: unknown key; allowed in a range: {', '.join(RANGE_KEYS)}")
+    first, last = (_end(key, table, name, where) for name in ("from", "to"))
+    count, scale = table.get("count"), table.get("scale", "linear")
+    if type(count) is not int or not 2 <= count <= MOST_VALUES:
+        raise UserError(f"{where}.count = {count!r}: must be a number of values, from 2 to {MOST_VALUES:,}")
+    if scale not in ("linear", "log"):
+        raise UserError(f"{where}.scale = {scale!r}: allowed: 'linear', 'log'")
+    if scale == "log" and not (first > 0 and last > 0):
+        raise UserError(f"{where}: a logarithmic range begins and ends above 0")
+    if not first < last:
+        raise UserError(f"{where}: from = {table['from']!r} must be less than to = {table['to']!r}")
+    found = [first, *(_between(first, last, i / (count - 1), scale) for i in range(1, count - 1)), last]
+    whole = all(type(each) is int for each in (first, last)) and all(each == round(each) for each in found)
+    return [round(each) for each in found] if whole else [float(each) for each in found]
+
+
+def _end(key: str, table: Mapping[str, Any], name: str, where: str) -> float:
+    value, kind = table.get(name), quantity_of(key)
+    if isinstance(value, str) and kind is not None:
+        try:
+            return parse_quantity(value, kind)
+        except ValueError as error:
+            raise UserError(f"{where}.{name} = {value!r}: {error}") from None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise UserError(f"{where}.{name} = {value!r}: must be a number{f', or a quantity in {kind}' if kind else ''}")
+    return value
+
+
+def _between(first: float, last: float, part: float, scale: str) -> float:
+    value = first * (last / first) ** part if scale == "log" else first + (last - first) * part
+    whole = round(value)
+    return float(whole) if math.isclose(value, whole, rel_tol=1e-9) else float(f"{value:.{DIGITS}g}")
+
+
+def label(key: str, value: Any) -> str:
+    """Return a value of an axis as part of a point's name.
+
+    >>> label("plan.push.threshold", 1e-3), label("cluster", "clusters/two-sites.toml"), label("plan.tp", 2)
+    ('threshold-0.001', 'two-sites', 'tp-2')
+    """
+    if isinstance(value, str):
+        words = Path(value).stem if key in FILES else value
+    else:
+        words = f"{key.rpartition('.')[2]}-{value}"
+    return "-".join(re.findall(r"[A-Za-z0-9._+]+", words)) or "none"
+
+
+def shown(key: str, value: Any) -> Any:
+    """Return a value as tables and conditions have it: quantities as numbers, files by their names, arrays as text.
+
+    >>> shown("cluster.topology.link.bandwidth_bytes_per_s", "1 Gb/s"), shown("cluster", "../clusters/two-sites.toml")
+    (125000000.0, 'two-sites')
+    """
+    if isinstance(value, str):
+        kind = quantity_of(key)
+        try:
+            return Path(value).stem if key in FILES else value if kind is None else parse_quantity(value, kind)
+        except ValueError:  # no quantity: the point is told so when it is loaded
+            return value
+    return value if value is None or isinstance(value, (bool, int, float)) else toml(value)

@@ -1,0 +1,329 @@
+"""Sweeps as tables: every point a row, the same bytes however they were made, nothing lost on the way."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import polars as pl
+import pytest
+from strategies import write_files
+
+from gssim import tabulation
+from gssim.cli import main
+from gssim.inputs import Fingerprints, Unpacked, packed
+from gssim.parts import Parts, parts_folder
+from gssim.sweep import load_sweep, points_of
+from gssim.table import files_of
+from gssim.units import RunFailedError
+
+SWEEP_TOML = """# Which plan, and which threshold?
+scenario = "base/scenario.toml"
+
+[variants]
+ddp = { plan.method = "ddp" }
+cut = { plan.method = "ddp", plan.tp = 3 }
+gs = { plan.method = "gs", axes = { plan.push.threshold = [1e-3, 1e-2, inf] } }
+
+[axes]
+cluster = ["base/pair.toml", "base/small.toml"]
+run.seed = [0]
+"""
+"""Two points fit in each cluster or in one of them, one is none."""
+
+
+@pytest.fixture
+def gssim(monkeypatch, capsys):
+    """Return a function that runs the command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gssim", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a working directory with a sweep."""
+    (tmp_path / "base").mkdir()
+    write_files(tmp_path / "base")
+    cluster = (tmp_path / "base" / "pair.toml").read_text().replace('name = "pair"', 'name = "small"')
+    (tmp_path / "base" / "small.toml").write_text(cluster.replace('"1 GiB"', '"1 kB"'))
+    (tmp_path / "sweep.toml").write_text(SWEEP_TOML)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(out):
+    """Return the bytes of a table's two files."""
+    return tuple(file.read_bytes() for file in files_of(Path(out)))
+
+
+def command(*arguments):
+    return [sys.executable, "-c", "from gssim.cli import main; main()", "sweep", *map(str, arguments)]
+
+
+def many(folder, points=300):
+    """Make the sweep one of many points."""
+    path = folder / "sweep.toml"
+    path.write_text(
+        SWEEP_TOML.replace("run.seed = [0]", f"run.seed = {{ from = 1, to = {points // 10}, count = {points // 10} }}")
+    )
+    return path
+
+
+def points():
+    """Return the points of the sweep in this directory."""
+    path = Path("sweep.toml")
+    return points_of(load_sweep(path), file=path)
+
+
+def kept_rows(out):
+    return sum(file.read_bytes().count(b"\n") for file in parts_folder(Path(out)).glob("*.jsonl"))
+
+
+def test_every_point_is_a_row_with_its_axes_also_what_does_not_fit_or_is_no_scenario(folder, gssim):
+    code, said, err = gssim("sweep", "sweep.toml", "--out", "out/t.parquet", "--jobs", 1)
+    assert code == 0, err
+    table = pl.read_parquet("out/t.parquet")
+    assert table["point"].to_list() == [point.name for point in points()]
+    no_plan, fitting = ["fits", "does not fit", "invalid", "invalid"], ["fits"] * 3 + ["does not fit"] * 3
+    assert table["status"].to_list() == no_plan + fitting
+    assert table["plan.push.threshold"].to_list()[:4] == [None] * 4
+    assert set(table["plan.push.threshold"].to_list()[4:]) == {1e-3, 1e-2, float("inf")}
+    assert table["variant"].unique(maintain_order=True).to_list() == ["ddp", "cut", "gs"]
+    assert table["cluster"].to_list()[:2] == ["pair", "small"]
+    invalid = table.row(2, named=True)
+    assert "plan" in invalid["reason"]
+    assert "scenario.toml" not in invalid["reason"]
+    assert invalid["step_time_s"] is None
+    assert "lacks" in table["reason"][1]
+    assert all(word in said for word in ("Which plan", "does not fit", "invalid"))
+    assert sorted(os.listdir("out")) == ["t.csv", "t.parquet"]
+
+
+def test_the_table_is_the_same_byte_for_byte_however_many_work_at_it(folder, gssim):
+    for jobs in (1, 2):
+        assert gssim("sweep", "sweep.toml", "--out", f"{jobs}.csv", "--jobs", jobs)[0] == 0
+    assert written("1.csv") == written("2.csv")
+
+
+def test_kept_rows_are_taken_up_where_all_that_they_were_made_from_is_as_it_was(folder, gssim, monkeypatch):
+    gssim("sweep", "sweep.toml", "--out", "whole.parquet", "--jobs", 1)
+    made, usual = [], tabulation.row_of
+
+    def row_of(point, shared):
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append(point.name)
+        return usual(point, shared)
+
+    monkeypatch.setattr(tabulation, "row_of", row_of)
+    code, _, err = gssim("sweep", "sweep.toml", "--out", "t.parquet", "--jobs", 1)
+    assert code == 130
+    assert "interrupted; what is finished is in t.parquet.parts; the same command does the rest" in err
+    assert (len(made), kept_rows("t.parquet")) == (4, 4)
+    (part,) = parts_folder(Path("t.parquet")).iterdir()
+    part.write_bytes(part.read_bytes()[:-9])  # the last row was not finished
+
+    def told(point, shared):
+        made.append(point.name)
+        return usual(point, shared)
+
+    monkeypatch.setattr(tabulation, "row_of", told)
+    assert gssim("sweep", "sweep.toml", "--out", "t.parquet", "--jobs", 1)[0] == 0
+    assert len(made) == 4 + 10 - 3
+    assert written("t.parquet") == written("whole.parquet")
+    assert not parts_folder(Path("t.parquet")).exists()
+
+
+def test_fingerprints_tell_what_changes_a_prediction_and_nothing_else(folder):
+    def found():
+        return [Fingerprints().of_point(point) for point in points()]
+
+    before = found()
+    assert len(set(before)) == len(before)
+    Path("sweep.toml").write_text(SWEEP_TOML.replace("Which plan", "What plan"))
+    assert found() == before
+    small = Path("base/small.toml")
+    small.write_text(small.read_text().replace("1 MB/s", "2 MB/s"))
+    changed = [a != b for a, b in zip(before, found(), strict=True)]
+    assert changed == [
+        "small" in point.name for point in points_of(load_sweep(Path("sweep.toml")), file=Path("sweep.toml"))
+    ]
+    model = Path("base/tiny.toml")
+    model.write_text(model.read_text() + "\n")
+    assert not set(found()) & set(before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "plan.tp = 3",
+            "plan.tpp = 3",
+            r"sweep--cut--pair--seed-0: .*plan.tpp: unknown key; did you mean tp\?",
+        ),
+        ("run.seed", "run.sead", r"run.sead: unknown key; did you mean seed\?"),
+        ('"base/small.toml"', '"base/smal.toml"', r"cluster = 'base/smal.toml': no such file"),
+        ("[0]", "[]", r"axes: run.seed = \[\]: must be a list of values, one at least, or a range"),
+        (
+            "[0]",
+            "{ from = 1, to = 1e6, count = 1_000_000 }",
+            r"has 10,000,000 points; at most 1,000,000 are",
+        ),
+        (
+            "run.seed = [0]",
+            "plan.pp = [7]",
+            r"no point is valid: sweep--ddp--pair--pp-7: .* \(and 9 more points\)",
+        ),
+    ],
+)
+def test_bad_sweeps_are_refused_in_one_line(folder, gssim, old, new, message):
+    Path("sweep.toml").write_text(SWEEP_TOML.replace(old, new))
+    code, out, err = gssim("sweep", "sweep.toml", "--out", "t.parquet", "--jobs", 1)
+    assert (code, out) == (2, "")
+    told = [line for line in err.splitlines() if line.startswith("gssim: ")]
+    assert len(told) == 1
+    assert re.search(message, told[0]), err
+    assert not Path("t.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "t.parquet", "--json"], "--json prints Results, which a table does not keep"),
+        (["--out", "t.parquet", "--dask", "tcp://127.0.0.1:1", "--jobs", "2"], "its workers say how many points at a"),
+        (["--dask", "tcp://127.0.0.1:1"], "makes a table: name it with --out FILE.parquet"),
+        (["--out", "t.parquet", "--dask", "nowhere:what"], "--dask nowhere:what: no scheduler there"),
+        (["--out", "sweep.toml/t.parquet"], "sweep.toml is no folder"),
+    ],
+)
+def test_options_that_do_not_go_together(folder, gssim, arguments, message):
+    code, out, err = gssim("sweep", "sweep.toml", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_point_that_fails_is_a_row_and_the_command_fails(folder, gssim, monkeypatch):
+    usual = tabulation.predicted
+
+    def predicted(point, shared):
+        if "threshold-0.01" in point.name:
+            raise RunFailedError("deadlock: rank 0 waits")
+        return usual(point, shared)
+
+    monkeypatch.setattr(tabulation, "predicted", predicted)
+    code, _, err = gssim("sweep", "sweep.toml", "--out", "t.parquet", "--jobs", 1)
+    assert code == 1
+    assert "2 of 10 points failed (see t.parquet): deadlock: rank 0 waits" in err
+    failed = pl.read_parquet("t.parquet").filter(pl.col("status") == "failed")
+    assert failed["reason"].to_list() == ["deadlock: rank 0 waits"] * 2
+
+
+def test_an_interrupted_sweep_goes_on_to_the_same_table(folder):
+    many(folder)
+    subprocess.run(command("sweep.toml", "--out", "whole.parquet", "--jobs", 2), check=True, capture_output=True)
+    line = command("sweep.toml", "--out", "t.parquet", "--jobs", 2)
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 100
+    while kept_rows("t.parquet") < 20 and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 130, said
+    assert "waiting for points that are under way" in said
+    assert "interrupted; what is finished is in t.parquet.parts" in said
+    assert "Traceback" not in said
+    assert 20 <= kept_rows("t.parquet") < 300
+    subprocess.run(line, check=True, capture_output=True)
+    assert written("t.parquet") == written("whole.parquet")
+
+
+# Dask -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def dask_cluster(folder, workers):
+    """Give the address of a scheduler, and the processes of its workers, which see nothing of this directory."""
+    folder.mkdir()
+    address, running = f"tcp://127.0.0.1:{_free_port()}", []
+
+    def start(what, *arguments):
+        line = [sys.executable, "-W", "ignore", "-m", f"distributed.cli.dask_{what}", *arguments]
+        running.append(subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    try:
+        start("scheduler", "--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--no-dashboard")
+        for number in range(workers):
+            start("worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", str(number))
+        yield address, running[1:]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_dask_workers_make_the_same_table_and_a_killed_one_loses_nothing(folder):
+    many(folder)
+    subprocess.run(command("sweep.toml", "--out", "whole.parquet", "--jobs", 2), check=True, capture_output=True)
+    with dask_cluster(folder / "elsewhere", 2) as (address, workers):
+        line = command("sweep.toml", "--out", "t.parquet", "--dask", address)
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 100
+        while kept_rows("t.parquet") < 20 and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert kept_rows("t.parquet") < 300
+        workers[0].kill()
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+        assert workers[1].poll() is None
+    assert written("t.parquet") == written("whole.parquet")
+
+
+def test_what_points_read_goes_with_them_and_messages_come_back_as_said_at_home(folder):
+    there = Unpacked(packed(points()))
+    for point in points():
+        here = there.here(point)
+        assert here.file.is_relative_to(there.root)
+        if point.variant != "cut":
+            assert here.load().scenario == point.load().scenario
+    root = Path(there.root)
+    assert {file.name for file in root.rglob("*") if file.is_file()} == {
+        "scenario.toml",
+        "pair.toml",
+        "small.toml",
+        "tiny.toml",
+        "tiny.json",
+    }
+    assert there.told(f"{there.here(points()[0]).file}: plan") == "base/scenario.toml: plan"
+    del there
+    assert not root.exists()
+
+
+def test_a_part_of_another_run_is_read_beside_ones_own(tmp_path):
+    first = Parts(tmp_path / "t.parts", {"a", "b"})
+    first.keep("a", {"x": 1.5, "y": None, "z": float("inf")})
+    second = Parts(tmp_path / "t.parts", {"a", "b"})
+    second.keep("b", {"x": 2})
+    assert "a" in second
+    assert list(second.rows(["b", "a"])) == [{"x": 2}, {"x": 1.5, "z": float("inf")}]
+    first.close()
+    second.remove()
+    assert not (tmp_path / "t.parts").exists()
