@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,11 +10,14 @@ from hypothesis import strategies as st
 from strategies import write_files
 
 from gssim.scenario import load_scenario
+from gssim.shared import Shared
 from gssim.sweep import axis_keys, load_sweep, points_of
 from gssim.sweep.axes import values_between
+from gssim.sweep.choice import Facts
 from gssim.sweep.conditions import condition
 from gssim.units import UserError
 
+SCENARIOS = Path(__file__).resolve().parents[1] / "scenarios"
 BASE = '# Which?\nscenario = "scenario.toml"\n'
 
 
@@ -142,6 +146,15 @@ def test_conditions_choose_points(tmp_path):
         ("ddp", 4),
         ("gs", 3),
     ]
+
+
+def test_a_point_has_its_size_whatever_else_it_takes_to_be_a_scenario():
+    """On 1,024 devices, the base's batch is too small."""
+    cluster = (f"cluster={SCENARIOS / 'clusters' / 't4-hosts.toml'}", "cluster.topology.devices.0.count=1024")
+    words = (*cluster, "workload.global_batch_size=1024")
+    found = Facts("hosts", None, SCENARIOS / "demo.toml", words, Shared()).sizes()
+    assert found == {"ranks": 1024, "devices": 1024}
+    assert Facts("hosts", None, SCENARIOS / "demo.toml", cluster, Shared()).sizes() is None
 
 
 def test_a_point_that_is_no_scenario_is_not_left_out_by_what_it_does_not_have(tmp_path):

@@ -22,6 +22,7 @@ from gsreal.launch import _dead_rank, reason_of
 from gsreal.machine import device_name, usable_cores
 from gsreal.modelfile import Request, traced_model, write_model
 from gssim.result import PHASES, Result, read_result
+from gssim.trace import process_of
 from gssim.scenario import load_model
 from gssim.workload import Module
 
@@ -293,7 +294,7 @@ def test_the_density_of_a_run_is_the_predicted_one(measured: Result, predicted: 
 def test_a_trace_holds_one_step_of_every_rank(files, measured: Result):
     events = json.loads((files / "trace.json").read_text())
     spans = [e for e in (events["traceEvents"] if isinstance(events, dict) else events) if e.get("ph") == "X"]
-    assert {span["pid"] for span in spans} == {0, 1}
+    assert {span["pid"] for span in spans} == {process_of(rank) for rank in (0, 1)}
     assert {"forward", "backward", "optimizer"} <= {span["name"] for span in spans}
 
 

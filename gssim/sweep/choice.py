@@ -14,8 +14,8 @@ from gssim.units import UserError
 OF_THE_CLUSTER = ("ranks", "devices")
 """Facts for which a point's scenario must be loaded."""
 FACTS = ("group", "variant", *OF_THE_CLUSTER)
-DECIDING = ("cluster", "workload.model", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
-"""How the keys begin that decide how many ranks there are."""
+DECIDING = ("cluster", "workload.model", "workload.global_batch_size", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
+"""How the keys begin that decide how many ranks there are, in a scenario that is one without the others too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Facts:
     def sizes(self) -> dict[str, int] | None:
         """Return the point's ranks and devices; None where it is no scenario."""
         deciding = tuple(each for each in self.overrides if each.startswith(DECIDING))
-        return self.shared.once("sizes", (self.file, deciding), lambda: self._sizes(deciding), most=4096)
+        found = self.shared.once("sizes", (self.file, deciding), lambda: self._sizes(deciding), most=4096)
+        return found if found is not None else self._sizes(self.overrides)
 
     def _sizes(self, overrides: Sequence[str]) -> dict[str, int] | None:
         try:
