@@ -22,8 +22,8 @@ from gsreal.launch import _dead_rank, reason_of
 from gsreal.machine import device_name, usable_cores
 from gsreal.modelfile import Request, traced_model, write_model
 from gssim.result import PHASES, Result, read_result
-from gssim.trace import process_of
 from gssim.scenario import load_model
+from gssim.trace import process_of
 from gssim.workload import Module
 
 pytestmark = pytest.mark.real
