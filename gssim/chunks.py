@@ -18,6 +18,8 @@ from gssim.workers import Workers
 
 CHUNK_S = 1.0
 """How long a chunk shall take: long enough for its way to pay, short enough for an interrupt to be heard."""
+LONGEST_S = 2 * CHUNK_S
+"""How long a chunk may take; what is left of it by then is handed out again."""
 MOST_TOGETHER = 128
 """Points of a chunk."""
 
@@ -45,6 +47,7 @@ class Answers(Generic[Made]):
     """What was made of a chunk."""
 
     made: tuple[Made | Fault, ...]
+    """Of its first points: at least of one, of fewer than all where these took too long."""
     took_s: float
 
 
@@ -91,8 +94,9 @@ def answers(
             for ended in list(workers.ended(list(under_way))):
                 taken = under_way.pop(ended)
                 found: Answers[Made] = workers.answer(ended)
-                pace_s = found.took_s / len(taken)
-                yield from zip(taken, found.made, strict=True)
+                pace_s = found.took_s / len(found.made)
+                waiting.extendleft(reversed(taken[len(found.made) :]))
+                yield from zip(taken, found.made, strict=False)
         if interrupted:
             raise KeyboardInterrupt
 
@@ -115,11 +119,15 @@ _OF_THREAD = _OfThread()
 
 
 def answer(chunk: Chunk[Made]) -> Answers[Made]:
-    """Return what is made of a chunk's points, in this process."""
+    """Return what is made of a chunk's first points, in this process, until it has taken long enough."""
     if chunk.code and chunk.code != code_digest():
         raise RunFailedError("dask: a worker has another version of gssim than this machine: install the same")
     began_s, shared = time.perf_counter(), _OF_THREAD.shared
-    made = [_made(point, chunk.work, chunk.files, shared) for point in chunk.points]
+    made: list[Made | Fault] = []
+    for point in chunk.points:
+        made.append(_made(point, chunk.work, chunk.files, shared))
+        if time.perf_counter() - began_s > LONGEST_S:
+            break
     return Answers(tuple(made), time.perf_counter() - began_s)
 
 

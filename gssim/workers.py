@@ -2,11 +2,12 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, Protocol
 
 from gssim.units import RunFailedError, UserError
@@ -95,7 +96,7 @@ def processes(jobs: int) -> Iterator[Workers]:
         yield Alone()
         return
     # not forked: the progress bar has a thread
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin) as pool:
         try:
             yield Processes(pool, jobs)
         except BaseException:
@@ -103,9 +104,17 @@ def processes(jobs: int) -> Iterator[Workers]:
             raise
 
 
-def _ignore_interrupts() -> None:
-    """Leave the user's interrupt to the process that hands out the points."""
+def _begin() -> None:
+    """Leave the user's interrupt to the process that hands out the points, and end when that one does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 class DaskWorkers:

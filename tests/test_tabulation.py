@@ -13,13 +13,15 @@ import polars as pl
 import pytest
 from strategies import write_files
 
-from gssim import tabulation
+from gssim import chunks, tabulation
+from gssim.chunks import answers, by_likeness
 from gssim.cli import main
 from gssim.inputs import Fingerprints, Unpacked, packed
 from gssim.parts import Parts, parts_folder
 from gssim.sweep import load_sweep, points_of
 from gssim.table import files_of
 from gssim.units import RunFailedError
+from gssim.workers import Alone
 
 SWEEP_TOML = """# Which plan, and which threshold?
 scenario = "base/scenario.toml"
@@ -246,6 +248,40 @@ def test_an_interrupted_sweep_goes_on_to_the_same_table(folder):
     assert 20 <= kept_rows("t.parquet") < 300
     subprocess.run(line, check=True, capture_output=True)
     assert written("t.parquet") == written("whole.parquet")
+
+
+def test_processes_end_with_the_one_that_was_killed(folder):
+    many(folder, 3000)
+    line = command("sweep.toml", "--out", "t.parquet", "--jobs", 2)
+    process = subprocess.Popen(line, stderr=subprocess.DEVNULL, start_new_session=True)
+    until = time.monotonic() + 100
+    while kept_rows("t.parquet") < 20 and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    while _alive(process.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _alive(process.pid)
+
+
+def _alive(group):
+    """Return whether a process group has any process."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_what_a_chunk_has_no_time_for_is_handed_out_again(folder, monkeypatch):
+    class Together(Alone):
+        in_chunks = True
+
+    monkeypatch.setattr(chunks, "LONGEST_S", 0.0)
+    asked = points()
+    order = by_likeness(asked)
+    found = list(answers(asked, order, lambda point, shared: point.name, Together()))
+    assert found == [(place, asked[place].name) for place in order]
 
 
 # Dask -----------------------------------------------------------------------------------------------------------------
