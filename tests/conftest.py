@@ -1,8 +1,10 @@
-"""Hypothesis draws the same examples on every machine; a slow machine is no failure."""
+"""What all tests share. Hypothesis draws the same examples on every machine; a slow machine is no failure."""
 
 import os
 import signal
+import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -16,3 +18,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell that starts tests in the background lets them, and what they start, ignore interrupts; some tests send them
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def gssim(monkeypatch, capsys):
+    """Return a function that runs the command line in this process: (exit code, stdout, stderr)."""
+    from gssim import cli  # not before the number of threads is set
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gssim", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run

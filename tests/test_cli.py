@@ -5,22 +5,7 @@ import sys
 import pytest
 from strategies import SCENARIO_TOML, write_files
 
-from gssim.cli import main
 from gssim.result import read_result
-
-
-@pytest.fixture
-def gssim(monkeypatch, capsys):
-    """Return a function that runs the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gssim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
 
 
 def test_check_says_what_it_understood(gssim, tmp_path):

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from strategies import write_files
 
-from gssim.cli import main
 from gssim.gradients import read_gradients
 from gssim.predictions import predict
 from gssim.result import read_result
@@ -41,20 +40,6 @@ name = "long"
 variants = ["gs"]
 axes = { plan.push.threshold = [1e-3, 0.1] }
 """
-
-
-@pytest.fixture
-def gssim(monkeypatch, capsys):
-    """Return a function that runs the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gssim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
 
 
 def written(folder, text=SWEEP_TOML):

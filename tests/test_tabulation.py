@@ -15,7 +15,6 @@ from strategies import write_files
 
 from gssim import chunks, tabulation
 from gssim.chunks import answers, by_likeness
-from gssim.cli import main
 from gssim.inputs import Fingerprints, Unpacked, packed
 from gssim.parts import Parts, parts_folder
 from gssim.sweep import load_sweep, points_of
@@ -36,20 +35,6 @@ cluster = ["base/pair.toml", "base/small.toml"]
 run.seed = [0]
 """
 """Two points fit in each cluster or in one of them, one is none."""
-
-
-@pytest.fixture
-def gssim(monkeypatch, capsys):
-    """Return a function that runs the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gssim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
 
 
 @pytest.fixture
