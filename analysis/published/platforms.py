@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gssim.cluster import Cluster
 from gssim.topology.kinds import CUBE_MESH_DEVICES
-from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, spec, validated
+from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, Seconds, spec, validated
 
 FILE = "platforms.toml"
 
@@ -40,11 +40,26 @@ class Platform:
     """The rows, by their id, that numbers of the device were fitted to."""
 
 
+@spec
+class Hosts:
+    """What the hosts of all platforms have in common that tell nothing else."""
+
+    operation_overhead_s: Seconds
+    """Of issuing one operation."""
+    calibrated_on: tuple[str, ...]
+    """The rows that it was set to."""
+
+
 @cache
+def _file() -> tuple[Hosts, dict[str, Platform]]:
+    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
+    hosts = validated(Hosts, data.pop("hosts"), file=FILE, under="hosts")
+    return hosts, {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}
+
+
 def platforms() -> dict[str, Platform]:
     """Return every platform by its key in the file."""
-    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
-    return {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}
+    return _file()[1]
 
 
 def platform_of(gpu: str) -> Platform | None:
@@ -75,7 +90,8 @@ def float8_ratio_of(gpu: str) -> float | None:
 
 def calibration_rows() -> frozenset[str]:
     """Return the ids of all rows that a device's numbers were fitted to."""
-    return frozenset(row for platform in platforms().values() for row in platform.calibrated_on)
+    hosts, every = _file()
+    return frozenset(row for each in (hosts, *every.values()) for row in each.calibrated_on)
 
 
 @cache
@@ -102,7 +118,7 @@ def cluster_of(gpu: str, ranks: int, per_node: int | None, tensor_float: bool = 
         "nic_link": platform.nic_link,
         "pcie_link": platform.pcie_link,
     }
-    device = platform.device
+    device = {"operation_overhead_s": _file()[0].operation_overhead_s, **platform.device}
     if tensor_float and platform.tensor_float_flop_per_s:
         device = {**device, "peak_flop_per_s": {"fp32": platform.tensor_float_flop_per_s}}
     data = {

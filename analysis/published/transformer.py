@@ -6,6 +6,7 @@ a mask of n; a softmax that is fused with scale and mask (Megatron-LM, fused_ker
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 from analysis.published.operations import INPUT, NOTHING, Chain, Cut, Operation, Weight, total
 from analysis.published.shape import Shape, Software
@@ -372,12 +373,16 @@ def layers_of(shape: Shape, software: Software, ranks: int, *, tied: bool) -> tu
     )
 
 
-def transformer(name: str, shape: Shape, software: Software, *, tp: int, tied: bool, source: str) -> Model:
-    """Return the model; `tp`: among how many ranks its blocks can be cut; `tied`: the head has no parameters."""
+@lru_cache(maxsize=16)
+def transformer(shape: Shape, software: Software, *, tp: int, tied: bool) -> Model:
+    """Return the model; `tp`: among how many ranks its blocks can be cut; `tied`: the head has no parameters.
+
+    The same one for the same arguments, so that what follows from it is worked out once.
+    """
     length = shape.sequence_length // software.context_ranks
     return Model(
-        name=name,
-        source=source,
+        name=f"{shape.kind} {shape.layers} x {shape.hidden}",
+        source="its hyper-parameters",
         module=Module(factory="none.whatever"),
         input=TokenInput(kind="tokens", vocabulary=shape.vocabulary, maximum_sequence_length=length),
         traced_precision=software.precision,

@@ -29,6 +29,7 @@ from gssim.machine.recorded import Recorded
 from gssim.machine.schedule import Scheduled
 from gssim.network import Router
 from gssim.program import Program, Task
+from gssim.program.task import Issue
 from gssim.result import Span
 from gssim.shared import Same, Shared
 from gssim.units import Floats, RunFailedError
@@ -159,6 +160,8 @@ class Machine:
         """How long each class has computed."""
         self._waited_s: dict[tuple[int, str], float] = {}
         """How long each class had not, when it last did a piece of compute."""
+        self._issued_s = [0.0 for _ in self.classes]
+        """When each class's host had issued the last piece that tells of it."""
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -283,6 +286,8 @@ class Machine:
                 if task.after:
                     now_s = yield from self._await_ahead(index, stream, step, task, now_s)
                 began_s, now_s = now_s, now_s + task.duration_s
+                if task.issue is not None:
+                    now_s = max(now_s, self._issue(index, task.issue, began_s))
                 if task.communication is not None:
                     yield from self._meet(began_s)
                     yield from self._communicate(index, stream, step, task)
@@ -349,7 +354,14 @@ class Machine:
         alone_s = task.duration_s * (1 + self._cold_ratio(index, task)) * self._jitter(index)
         began_s = self.env.now
         yield from self._taking(index, alone_s)
+        if task.issue is not None:
+            yield from self._meet(self._issue(index, task.issue, began_s))
         self._busy_s[index] += self.env.now - began_s
+
+    def _issue(self, index: int, issue: Issue, began_s: float) -> float:
+        """Return when the host has issued a piece that the device begins at a time."""
+        self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
+        return self._issued_s[index]
 
     def _taking(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
         """Take the time of a piece of compute, longer where others share its host."""

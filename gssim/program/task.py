@@ -24,6 +24,16 @@ class Task:
     after: tuple[str, ...] = ()
     need: Footprint = NOTHING
     cold: "Cold | None" = None
+    issue: "Issue | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """What a GPU's host takes to issue a piece of compute that is not done sooner, whatever the device waits for."""
+
+    host_s: float
+    goes_on: bool
+    """Whether the host came from issuing the piece before; else it begins when the device does."""
 
 
 @dataclass(frozen=True)

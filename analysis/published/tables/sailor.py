@@ -49,7 +49,7 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
             dropout=False,
             fused_softmax=False,
             early_stop=False,
-            partitioned=tp > 1 and pp > 1,
+            partitioned=False,
         ),
         method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single",
         dp=dp,
