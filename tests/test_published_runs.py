@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main
-from analysis.published.platforms import cluster_of, platforms
+from analysis.published.platforms import cluster_of, platforms, servers_of
 from analysis.published.predict import plan_of, predict, scenario_of
 from analysis.published.runs import Run, SkippedError
 from analysis.published.score import SourceScore, agreement_of, baseline_step_s, score
@@ -230,7 +230,7 @@ def test_agreement_counts_pairs_of_plans_that_differ():
 
 def test_every_platform_makes_a_cluster_and_says_its_sources():
     for platform in platforms().values():
-        cluster = cluster_of(platform.names[0], 16, None)
+        cluster = cluster_of(servers_of(platform.names[0], 16, None), "bf16")
         assert len(cluster.devices) == 16
         assert cluster.device_types["gpu"].source
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from analysis.published.platforms import cluster_of, platform_of
+from analysis.published.platforms import cluster_of, platform_of, servers_of
 from analysis.published.runs import Run, SkippedError
 from analysis.published.transformer import FLOAT, transformer
 from gssim.cluster import Cluster
@@ -90,14 +90,15 @@ def _counts(run: Run) -> tuple[int, int]:
 
 
 def cluster_of_run(run: Run) -> Cluster:
-    """Return the cluster that a run was on."""
-    return cluster_of(run.gpu, run.ranks, run.per_node, run.software.tensor_float)
+    """Return the cluster that a run was on; raise SkippedError for a GPU that is not known."""
+    if any(platform_of(gpu) is None for gpu in (dict(run.servers) or (run.gpu,))):
+        raise SkippedError("a GPU that platforms.toml does not know")
+    servers = run.servers or servers_of(run.gpu, run.ranks, run.per_node)
+    return cluster_of(servers, run.software.precision, run.software.tensor_float)
 
 
 def scenario_of(run: Run, micro_batches: int) -> Scenario:
     """Return the scenario of a run with so many micro-batches; raise SkippedError for a GPU that is not known."""
-    if platform_of(run.gpu) is None:
-        raise SkippedError("a GPU that platforms.toml does not know")
     context = run.software.context_ranks
     model = transformer(run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.ties)
     workload = Workload(

@@ -52,6 +52,20 @@ class Shape:
         return self.layers * (block + 2 * h) + ends + h
 
 
+def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int) -> Shape:
+    """Return a GPT whose blocks' first map is four times as wide as they are."""
+    return Shape(
+        kind="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocabulary=vocabulary,
+        sequence_length=sequence_length,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """What of the software that ran a model makes other operations of it."""
