@@ -38,6 +38,8 @@ class Platform:
     """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention over that of maps; see `Software`."""
+    ring_attention_ratio: PositiveFloat = 1.0
+    """Rate of flash attention to other ranks' parts of a sequence over that to a rank's own."""
     first_attention_ratio: PositiveFloat = 1.0
     """The same of FlashAttention's first version, as Triton has it."""
     calibrated_on: tuple[str, ...] = field(default=())
@@ -140,8 +142,7 @@ def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: 
             "kind": "servers",
             "fabric": {"kind": "switch"},
             "servers": [
-                _server(known[gpu], types[gpu], devices, len(list(alike)))
-                for (gpu, devices), alike in groupby(servers)
+                _server(known[gpu], types[gpu], devices, len(list(alike))) for (gpu, devices), alike in groupby(servers)
             ],
         },
     }

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from analysis.published.losses import FLOAT
 from analysis.published.platforms import cluster_of, platform_of, servers_of
 from analysis.published.runs import Run, SkippedError
-from analysis.published.transformer import FLOAT, transformer
+from analysis.published.transformer import transformer
 from gssim.cluster import Cluster
 from gssim.plan import Plan
 from gssim.result import RankClass, Result
@@ -36,7 +37,8 @@ MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
 def predict(run: Run, shared: Shared | None = None) -> Prediction:
     """Return the prediction for a run; raise SkippedError where the project cannot predict it.
 
-    `shared`: what runs before it have in common with it. Of many micro-batches not all are simulated: in its steady state, each more takes as long as the one before it.
+    `shared`: what runs before it have in common with it. Of many micro-batches not all are simulated: in its steady
+    state, each more takes as long as the one before it.
     """
     _refuse(run)
     few, more = _counts(run)

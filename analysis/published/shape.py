@@ -94,11 +94,15 @@ class Software:
     float8_casts: bool = False
     attention_ratio: float = 1.0
     """Rate of flash attention over that of maps."""
+    ring_attention_ratio: float = 1.0
+    """Rate of flash attention to other ranks' parts of a sequence over that to a rank's own."""
     gathers_inputs: bool = False
     """With sequence parallelism, what cut maps read is gathered into a tensor that they all keep; see
     `Writer.cut_input`."""
     fused_loss: bool = False
     """The loss is one kernel each way, without logits in float (torch.compile; flash-attention's cross-entropy)."""
+    in_place_loss: bool = False
+    """Of logits in float there is one tensor at a time (Megatron-LM, core/tensor_parallel/cross_entropy.py)."""
     pipelined_maps: bool = False
     """Gathering is cut into parts among those of the maps that read it, and keeps nothing whole (torch's asynchronous
     tensor parallelism). That parts hide behind each other is not modelled."""

@@ -256,7 +256,7 @@ class Machine:
                 memory.begin(stream, task.need)
                 if task.communication is not None:
                     yield from self._communicate(index, stream, step, task)
-                elif task.duration_s > 0:
+                elif task.duration_s > 0 or task.issue is not None:
                     yield from self._compute(index, task)
                 memory.end(stream)
                 if self.env.now > began_s:

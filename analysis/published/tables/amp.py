@@ -45,7 +45,7 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
             vocabulary=padded(VOCABULARY, tp),
             sequence_length=SEQUENCE,
         ),
-        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1),
+        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True),
         method=method_of(dp, tp, pp),
         dp=dp,
         tp=tp,

@@ -140,7 +140,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         full = said in ("tf32", "fp32")
         return Software(precision="fp32" if full else "bf16", tensor_float=said == "tf32", fused_softmax=False)
     if _is_early_megatron(record):
-        return Software(early_stop=False, partitioned=tp > 1 and pp > 1)
+        return Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True)
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
     platform, ratio = platform_of(record["gpu"]), float8_ratio_of(record["gpu"])
@@ -150,6 +150,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         flash_attention=True,
         dropout=False,
         attention_ratio=platform.attention_ratio if platform else 1.0,
+        ring_attention_ratio=platform.ring_attention_ratio if platform else 1.0,
         compiled=record["compile"] == "yes" or _is_bridge(record),
         sequence_parallel=tp > 1,
         gathers_inputs=_is_torchtitan(record) and tp > 1,

@@ -44,9 +44,7 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
         per_node=count(record, "gpus_per_node"),
         shape=shape,
         software=_software(record, tp, context),
-        method=method_of(
-            dp * context, tp, pp, "zero1" if record["use-distributed-optimizer"] == "True" else "ddp"
-        ),
+        method=method_of(dp * context, tp, pp, "zero1" if record["use-distributed-optimizer"] == "True" else "ddp"),
         dp=dp,
         tp=tp,
         pp=pp,
@@ -110,6 +108,7 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
         context_ranks=context,
         float_gradients=record["bf16"] == "True",
+        in_place_loss=True,
     )
 
 

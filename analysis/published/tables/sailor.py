@@ -1,4 +1,4 @@
-"""Sailor's validation table: plans whose stages and replicas tell their GPUs, such as OPT-350M on nodes of four GH200."""
+"""Sailor's validation table: plans whose stages and replicas tell their GPUs, such as OPT-350M on four GH200 a node."""
 
 import re
 from collections.abc import Mapping
@@ -47,6 +47,7 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
             dropout=False,
             fused_softmax=False,
             early_stop=False,
+            in_place_loss=True,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,

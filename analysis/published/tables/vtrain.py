@@ -35,7 +35,7 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
         gpu=GPU,
         per_node=8,
         shape=shape,
-        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1),
+        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True),
         method=method_of(dp, tp, pp),
         dp=dp,
         tp=tp,
