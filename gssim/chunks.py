@@ -52,7 +52,10 @@ class Answers(Generic[Made]):
 
 
 def by_likeness(points: Sequence[Point]) -> list[int]:
-    """Return the places of points, those with more in common nearer to one another: clusters first, then models."""
+    """Return the places of points, those with more in common nearer to one another: clusters first, then models.
+
+    What rates links have comes last: programs, and who meets whom, do not hang on it.
+    """
 
     def likeness(place: int) -> tuple[Any, ...]:
         point = points[place]
@@ -65,8 +68,15 @@ def by_likeness(points: Sequence[Point]) -> list[int]:
 WEIGHTY = ("cluster", "workload.", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
 
 
+RATES = ("_per_s", "latency_s", "oversubscription")
+"""How the keys of links' rates end."""
+
+
 def _rank(override: str) -> int:
-    return next((i for i, begin in enumerate(WEIGHTY) if override.startswith(begin)), len(WEIGHTY))
+    key = override.partition("=")[0]
+    if key.startswith("cluster.") and key.endswith(RATES):
+        return len(WEIGHTY) + 1
+    return next((i for i, begin in enumerate(WEIGHTY) if key.startswith(begin)), len(WEIGHTY))
 
 
 def answers(
