@@ -324,10 +324,12 @@ def _version(package: str) -> str:
 
 def _phases(step: _Steady) -> list[dict[str, float]]:
     """Return the phases of each class's typical step."""
+    ends_s, lockstep = step.ends_s, step.machine.lockstep
+    if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
+        return lockstep.phases(ends_s)
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in step.machine.spans:
         spans[span.rank].append(span)
-    ends_s = step.ends_s
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 

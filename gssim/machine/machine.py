@@ -8,10 +8,9 @@ soon as that is known. Memory is then added up in the order of the compute strea
 any.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Generator
-from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,13 @@ from gssim.conditions import Conditions, applied
 from gssim.machine.classes import is_coupled, is_jittery
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
+from gssim.machine.holding import Holding, holding_of
+from gssim.machine.families import Family, families_of_roles
 from gssim.machine.host import Host
+from gssim.machine.lockstep import Lockstep, Ranks
 from gssim.machine.meetings import MOST_CLUSTERS, Meeting, arrange
 from gssim.machine.recorded import Recorded
+from gssim.machine.rendezvous import Rendezvous, carry_out
 from gssim.machine.schedule import Scheduled
 from gssim.network import Router
 from gssim.program import Program, Task
@@ -36,70 +39,16 @@ from gssim.units import Floats, RunFailedError
 STREAMS = ("compute", "communication", "replication")
 """Of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of their own
 (FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
+LEAST_IN_LOCKSTEP = 3
+"""Classes from which on it pays to carry them out together."""
+MOST_PROGRAMS = 8
+"""Of which it is kept what their roles have in common, and what they hold."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
 
 class DeadlockError(RunFailedError):
     """The program can never end: it names the ranks that wait, and for what."""
-
-
-class Rendezvous:
-    """A collective that starts when its last member has come, and is done for all at once."""
-
-    def __init__(self, machine: "Machine", meeting: Meeting) -> None:
-        self.machine, self.meeting = machine, meeting
-        self.missing = {each.index for each in meeting.classes}
-        self.came_s: dict[int, float] = {}
-        self.leaves_s = math.inf
-        """When the first byte is on its way: the first receives' notices have come."""
-        self.done = machine.env.event()
-
-    def post(self, rank_class: int) -> None:
-        """Note when a member comes; its notice may have to wait, and it arrives only then."""
-        self.came_s[rank_class] = self.machine.env.now
-
-    def arrive(self, rank_class: int) -> simpy.Event:
-        """Return the event at which the collective is done; the last arrival starts it."""
-        self.missing.discard(rank_class)
-        self.came_s.setdefault(rank_class, self.machine.env.now)
-        if not self.missing:
-            self.leaves_s = self.machine.env.now + max(0.0, self._notice_s() - self._lead_s())
-            self.machine.env.process(self._run())
-        return self.done
-
-    def _notice_s(self) -> float:
-        """Return how long the notice of a message's receive is under way; 0 where there are none."""
-        scheduled = self.meeting.scheduled
-        if not scheduled.notices or not self.meeting.receivers:
-            return 0.0
-        empty = replace(scheduled.stages[0], size_bytes=0.0)
-        return self.machine.network.alone_s(empty, replace(scheduled.pace(empty), notices=False))
-
-    def _lead_s(self) -> float:
-        """Return how long all that receive in the first stage have been here: when they came, they posted that."""
-        receivers = self.meeting.receivers
-        return self.machine.env.now - max(self.came_s[each] for each in receivers) if receivers else 0.0
-
-    def _run(self) -> Generator[Any, Any, None]:
-        machine, scheduled, env = self.machine, self.meeting.scheduled, self.machine.env
-        lead_s = self._lead_s()
-        machine.note_communication(self.meeting, +1)
-        if scheduled.fixed_s:
-            yield env.timeout(scheduled.fixed_s)
-        for stage in scheduled.stages:
-            if scheduled.measured:
-                machine.network.count(stage)
-                continue
-            yield from machine.network.carry(stage, scheduled.pace(stage, lead_s=lead_s))
-            lead_s = 0.0
-            reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
-            if reduction_s:
-                yield env.timeout(reduction_s)
-        for stage in scheduled.stages:
-            machine.note_bytes(stage)
-        machine.note_communication(self.meeting, -1)
-        self.done.succeed()
 
 
 class Machine:
@@ -121,7 +70,7 @@ class Machine:
         self.env = Clock()
         self.cluster, self.program = cluster, program
         conditions = conditions or Conditions()
-        shared = shared or Shared()
+        self.shared = shared = shared or Shared()
         router = shared.once(
             "router",
             (Same(cluster), conditions.faults),
@@ -142,7 +91,8 @@ class Machine:
         self.roles = [program.role_of[each.representative] for each in self.classes]
         self.devices = [cluster.type_of(each.representative) for each in self.classes]
         self.memory = [Memory(dict(program.persistent[role])) for role in self.roles]
-        self.spans: list[Span] = []
+        self.lockstep: Lockstep | None = None
+        """Carries out all classes at once, where that is possible."""
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
         self.begun: dict[tuple[int, str, int], Rendezvous] = {}
         self.messages: dict[tuple[int, int], Rendezvous] = {}
@@ -159,6 +109,11 @@ class Machine:
         """How long each class has computed."""
         self._waited_s: dict[tuple[int, str], float] = {}
         """How long each class had not, when it last did a piece of compute."""
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What occupied the streams of each class."""
+        return self.lockstep.spans() if self.lockstep is not None else []
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -207,8 +162,11 @@ class Machine:
 
     def run(self, steps: int) -> None:
         """Execute the program `steps` times; raise DeadlockError where it cannot end."""
-        done: list[simpy.Process] = []
         self.steps = steps
+        if self._may_go_in_lockstep():
+            self._in_lockstep(steps)
+            return
+        done: list[simpy.Process] = []
         for each in self.classes:
             tasks = self.program.tasks[self.roles[each.index]]
             awaited = {label for task in tasks for label in task.after}
@@ -225,6 +183,44 @@ class Machine:
             if everything.triggered or not self.waiting:
                 raise
             raise DeadlockError(f"deadlock: {'; '.join(self._waits())}") from error
+
+    def carry_out(self, meeting: Meeting) -> Generator[Any, Any, None]:
+        """Take the simulated time of a collective, of which nobody waits for notices."""
+        return carry_out(self, meeting)
+
+    def _may_go_in_lockstep(self) -> bool:
+        """Return whether there are many classes, of which each may go ahead and none waits for notices."""
+        if len(self.classes) < LEAST_IN_LOCKSTEP:
+            return False
+        waits = any(meeting.scheduled.notices for found in self.meetings.values() for meeting in found)
+        computes = all(any(task.stream == "compute" for task in tasks) for tasks in self.program.tasks)
+        return computes and not waits and all(self._is_alone(each.index) for each in self.classes)
+
+    def _in_lockstep(self, steps: int) -> None:
+        """Execute the program for all classes at once; see [Note: lockstep]."""
+        found = self.shared.once("families", Same(self.program), lambda: families_of_roles(self.program), most=MOST_PROGRAMS)
+        column = {role: (family, place) for family in found for place, role in enumerate(family.roles)}
+        inside: dict[Family, list[tuple[int, int]]] = defaultdict(list)
+        for each in self.classes:
+            family, place = column[self.roles[each.index]]
+            inside[family].append((each.index, place))
+        ranks = [Ranks(family, *zip(*places, strict=True), steps) for family, places in inside.items()]
+        self.lockstep = Lockstep(self, ranks, steps)
+        try:
+            self.lockstep.run()
+        except RuntimeError as error:
+            waits = self.lockstep.waits()
+            if not waits:
+                raise
+            raise DeadlockError(f"deadlock: {'; '.join(waits)}") from error
+        self.ends_s = self.lockstep.ends_s()
+        held: dict[Family, Holding] = self.shared.once("holding", (Same(self.program), steps), dict, most=MOST_PROGRAMS)
+        for each in ranks:
+            if each.family not in held:
+                held[each.family] = holding_of(each.family, self.program, steps)
+            peaks = held[each.family].peaks(each.began_s, each.ended_s, each.columns)
+            for index, peak in zip(each.classes.tolist(), peaks, strict=True):
+                self.memory[index].peak = peak
 
     def _waits(self) -> list[str]:
         """Return who waits, where, and for what."""
@@ -269,11 +265,15 @@ class Machine:
 
     def _may_go_ahead(self, index: int) -> bool:
         """Return whether a class's streams may go ahead of the clock; see [Note: ahead]."""
-        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
-        alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
         tasks = self.program.tasks[self.roles[index]]
         beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
-        return alone and not beside and not any(task.cold for task in tasks)
+        return self._is_alone(index) and not beside
+
+    def _is_alone(self, index: int) -> bool:
+        """Return whether nothing changes the times of a class's tasks between two collectives."""
+        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
+        alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
+        return alone and not any(task.cold for task in self.program.tasks[self.roles[index]])
 
     def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
@@ -321,11 +321,12 @@ class Machine:
         return float(latest_s)
 
     def _hold(self, index: int, steps: int) -> None:
-        """Take and give back the memory of all tasks, in their order."""
-        memory = self.memory[index]
-        for task in self._tasks_of(index, "compute") * steps:
-            memory.begin("compute", task.need)
-            memory.end("compute")
+        """Take and give back the memory of all tasks, in their order: always the same, whenever they are done."""
+        known: dict[int, Memory] = self.shared.once("held", (Same(self.program), steps), dict, most=MOST_PROGRAMS)
+        role = self.roles[index]
+        if role not in known:
+            known[role] = self.memory[index].through(self._tasks_of(index, "compute") * steps)
+        self.memory[index] = known[role]
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""
