@@ -8,6 +8,7 @@ Source: Berkholz, Bonsma, Grohe 2017, "Tight lower and upper bounds for the comp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,17 @@ class Sessions:
     """Part of the session's rate that the link takes."""
     unit_bytes: Floats
     """Bytes of each session for each byte of the stage's size."""
+
+    @cached_property
+    def places(self) -> tuple[Ints, Ints]:
+        """The classes of links that there are, and of every entry which of these it is."""
+        found, inverse = np.unique(self.link, return_inverse=True)
+        return found, inverse
+
+    @cached_property
+    def links(self) -> frozenset[int]:
+        """The same classes."""
+        return frozenset(self.places[0].tolist())
 
 
 @dataclass(frozen=True, eq=False)
