@@ -1,5 +1,6 @@
 """Handing out points: in chunks, those that have much in common together, until all have ended or the user stops it."""
 
+import gc
 import signal
 import sys
 import threading
@@ -134,11 +135,30 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
         raise RunFailedError("dask: a worker has another version of gssim than this machine: install the same")
     began_s, shared = time.perf_counter(), _OF_THREAD.shared
     made: list[Made | Fault] = []
-    for point in chunk.points:
-        made.append(_made(point, chunk.work, chunk.files, shared))
-        if time.perf_counter() - began_s > LONGEST_S:
-            break
+    with _rare_collection() as collect:
+        for number, point in enumerate(chunk.points):
+            made.append(_made(point, chunk.work, chunk.files, shared))
+            if number % TOGETHER_COLLECTED == TOGETHER_COLLECTED - 1:
+                collect()
+            if time.perf_counter() - began_s > LONGEST_S:
+                break
     return Answers(tuple(made), time.perf_counter() - began_s)
+
+
+TOGETHER_COLLECTED = 16
+"""Points whose garbage is looked for together."""
+
+
+@contextmanager
+def _rare_collection() -> Iterator[Callable[[], object]]:
+    """Keep Python from looking for garbage among all that points have in common; give what looks among the rest."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield lambda: gc.collect(0)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _made(point: Point, work: Work[Made], files: Packed | None, shared: Shared) -> Made | Fault:

@@ -78,7 +78,8 @@ class Holding:
 
     def _worked_out(self, order: Ints) -> list[dict[str, float]]:
         needs, roles = self.needs, range(len(self.persistent))
-        held = np.array([[each.get(name, 0.0) for each in self.persistent] for name in needs.categories])
+        rows = [[each.get(name, 0.0) for each in self.persistent] for name in needs.categories]
+        held = np.array(rows).reshape(len(needs.categories), len(roles))
         held_bytes = np.array([sum(each.values()) for each in self.persistent])
         worst_bytes, worst = held_bytes.copy(), held.copy()
         going: dict[int, int] = {}

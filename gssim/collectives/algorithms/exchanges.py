@@ -39,8 +39,8 @@ def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
 def direct_uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Everybody sends to everybody what there is for them; exchanges in the same proportions share their hops."""
     pairs, many = communication.pair_bytes, members.count * (members.count - 1) > SINGLE_FLOWS
-    if many and isinstance(pairs, Pairs) and pairs.kind_count < members.count // 4:
-        return (Stage(_exchange(members, pairs), pairs.most or 1.0, coupled=True),)
+    if many and isinstance(pairs, Pairs) and pairs.most and pairs.kind_count < members.count // 4:
+        return (Stage(_exchange(members, pairs), pairs.most, coupled=True),)
     matrix = np.array(pairs, dtype=float)
     np.fill_diagonal(matrix, 0.0)
     most = float(matrix.max()) or 1.0
@@ -60,7 +60,7 @@ def direct_uneven(members: Members, communication: Communication) -> tuple[Stage
 
 def _exchange(members: Members, pairs: Pairs) -> Exchange:
     """Return the hops of many members, most of whom send the same; those in the same proportions once."""
-    rows = np.array(pairs.rows, dtype=float) / (pairs.most or 1.0)
+    rows = np.array(pairs.rows, dtype=float) / pairs.most
     key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), tuple(pairs.kinds))
     return members.kept.once(
         key, lambda: Exchange(_pairs(members), members.ranks, rows, np.array(pairs.kinds)), weight=lambda hops: hops.elements
