@@ -177,8 +177,8 @@ def _steady(
     return Simulated(_result(loaded, typical, lightest, sent, first, shared), typical)
 
 
-MOST_STEPS = 12
-"""Programs of other scenarios that are kept: those of many ranks are large."""
+MOST_STEPS = 4
+"""Runs of other scenarios that are kept, with all that is known of their programs: those of many ranks are large."""
 
 
 def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float]) -> Steps:
@@ -273,8 +273,8 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    occupied = _occupied(scenario, typical, shared)
-    at_first = occupied if first is typical else _occupied(scenario, first, shared)
+    occupied = _occupied(scenario, typical)
+    at_first = occupied if first is typical else _occupied(scenario, first)
     fit = misfit(occupied) or misfit(at_first)
     ranks = rank_classes(scenario, machine, phases, occupied)
     return Result(
@@ -350,9 +350,9 @@ def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
     return found
 
 
-def _occupied(scenario: Scenario, step: _Steady, shared: Shared) -> list[Occupancy]:
+def _occupied(scenario: Scenario, step: _Steady) -> list[Occupancy]:
     """Return what each class of ranks needs of its device's memory."""
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return occupancies(scenario, machine.program, peaks, shared)
+    return occupancies(scenario, machine.program, peaks)

@@ -10,7 +10,7 @@ any.
 
 from collections import defaultdict
 from collections.abc import Generator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from gssim.conditions import Conditions, applied
 from gssim.machine.classes import is_coupled, is_jittery
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
-from gssim.machine.holding import Holding, holding_of
+from gssim.machine.holding import holding_of
 from gssim.machine.families import Family, families_of_roles
 from gssim.machine.host import Host
 from gssim.machine.lockstep import Lockstep, Ranks
@@ -41,8 +41,6 @@ STREAMS = ("compute", "communication", "replication")
 (FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
 LEAST_IN_LOCKSTEP = 3
 """Classes from which on it pays to carry them out together."""
-MOST_PROGRAMS = 8
-"""Of which it is kept what their roles have in common, and what they hold."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
@@ -70,7 +68,7 @@ class Machine:
         self.env = Clock()
         self.cluster, self.program = cluster, program
         conditions = conditions or Conditions()
-        self.shared = shared = shared or Shared()
+        shared = shared or Shared()
         router = shared.once(
             "router",
             (Same(cluster), conditions.faults),
@@ -198,7 +196,7 @@ class Machine:
 
     def _in_lockstep(self, steps: int) -> None:
         """Execute the program for all classes at once; see [Note: lockstep]."""
-        found = self.shared.once("families", Same(self.program), lambda: families_of_roles(self.program), most=MOST_PROGRAMS)
+        found = self.program.once("families", lambda: families_of_roles(self.program))
         column = {role: (family, place) for family in found for place, role in enumerate(family.roles)}
         inside: dict[Family, list[tuple[int, int]]] = defaultdict(list)
         for each in self.classes:
@@ -214,11 +212,9 @@ class Machine:
                 raise
             raise DeadlockError(f"deadlock: {'; '.join(waits)}") from error
         self.ends_s = self.lockstep.ends_s()
-        held: dict[Family, Holding] = self.shared.once("holding", (Same(self.program), steps), dict, most=MOST_PROGRAMS)
         for each in ranks:
-            if each.family not in held:
-                held[each.family] = holding_of(each.family, self.program, steps)
-            peaks = held[each.family].peaks(each.began_s, each.ended_s, each.columns)
+            held = self.program.once((each.family, steps), partial(holding_of, each.family, self.program, steps))
+            peaks = held.peaks(each.began_s, each.ended_s, each.columns)
             for index, peak in zip(each.classes.tolist(), peaks, strict=True):
                 self.memory[index].peak = peak
 
@@ -322,11 +318,8 @@ class Machine:
 
     def _hold(self, index: int, steps: int) -> None:
         """Take and give back the memory of all tasks, in their order: always the same, whenever they are done."""
-        known: dict[int, Memory] = self.shared.once("held", (Same(self.program), steps), dict, most=MOST_PROGRAMS)
-        role = self.roles[index]
-        if role not in known:
-            known[role] = self.memory[index].through(self._tasks_of(index, "compute") * steps)
-        self.memory[index] = known[role]
+        tasks = self._tasks_of(index, "compute") * steps
+        self.memory[index] = self.program.once(("held", self.roles[index], steps), partial(self.memory[index].through, tasks))
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""
