@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from gssim.inputs import Packed, code_digest, unpacked
@@ -73,6 +74,7 @@ RATES = ("_per_s", "latency_s", "oversubscription")
 """How the keys of links' rates end."""
 
 
+@lru_cache(maxsize=4096)
 def _rank(override: str) -> int:
     key = override.partition("=")[0]
     if key.startswith("cluster.") and key.endswith(RATES):

@@ -181,7 +181,21 @@ class Lockstep:
                 for index in ranks.classes[who].tolist():
                     rank = classes[index].representative
                     found.append((rank, f"rank {rank} ({segment.stream}) at {task!r}, {cause}"))
-        return [text for _, text in sorted(found)]
+        return [text for _, text in sorted(found or self._never_begun())]
+
+    def _never_begun(self) -> list[tuple[int, str]]:
+        """Return which tasks wait for others of the same rank that never come."""
+        found = []
+        for ranks in self.ranks:
+            for stream, segments in ranks.family.streams.items():
+                waits = np.array([ranks.needed[:, each.number] for each in segments]).swapaxes(0, 1)
+                for i, index in enumerate(ranks.classes.tolist()):
+                    left = np.flatnonzero(waits[:, :, i].reshape(-1) > 0)
+                    task = ranks.family.tasks[segments[left[0] % len(segments)].tasks[0]] if len(left) else None
+                    if task is not None and task.after:
+                        rank, after = self.machine.classes[index].representative, ", ".join(map(repr, task.after))
+                        found.append((rank, f"rank {rank} ({stream}) at {task.label!r}, after {after}"))
+        return found
 
     def ends_s(self) -> list[list[float]]:
         """Return when each class's steps ended."""
