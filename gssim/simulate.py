@@ -106,9 +106,7 @@ class _Steady:
         return max(ends[self.number] for ends in self.ends_s)
 
 
-def simulate(
-    loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None, spread: bool = True
-) -> Simulated:
+def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None, spread: bool = True) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
 
     `shared`: what other scenarios that are simulated have in common with it. `spread`: whether `step_time_p10_s` is

@@ -243,8 +243,8 @@ class Cluster:
                 raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
 
     def _fill(self, topology: Topology) -> None:
-        built = build(topology)
-        devices, switches = _devices(built.devices), built.switches
+        found = build(topology)
+        devices, switches = _devices(found.devices), found.switches
         # `dataclasses.replace` hands over what was filled in before
         for key, given, built in (("devices", self.devices, devices), ("switches", self.switches, switches)):
             if given and given != built:

@@ -127,23 +127,23 @@ class Exchange(Hops):
         return self.rows.size + len(self.kinds)
 
     @cached_property
-    def source(self) -> Ints:  # type: ignore[override]
+    def source(self) -> Ints:
         """Rank that sends, by hop."""
         return self.every.source
 
     @cached_property
-    def target(self) -> Ints:  # type: ignore[override]
+    def target(self) -> Ints:
         """Rank that receives, by hop."""
         return self.every.target
 
     @cached_property
-    def weight(self) -> Floats:  # type: ignore[override]
+    def weight(self) -> Floats:
         """Bytes carried for each byte of the stage's size, by hop."""
         members = len(self.ranks)
         return self.rows[self.kinds][~np.eye(members, dtype=bool)]
 
     def weighted(self, columns: Floats) -> float:
-        """Return the sum over all hops of weight times what `columns` has for a kind and a target, summed by senders."""
+        """Return the sum over all hops of weight times what `columns` has, by kind and target, of all senders."""
         return float((self.rows * columns).sum())
 
     @cached_property

@@ -1,7 +1,7 @@
 """Roles that do the same tasks, each in times of its own, taken together: what vectors of times are carried out by.
 
-A stream's tasks fall into segments, within which nothing is waited for: one begins where others are waited for, and ends
-with a collective.
+A stream's tasks fall into segments, within which nothing is waited for: one begins where others are waited for, and
+ends with a collective, or with what others wait for, who then need not wait for more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,10 +79,12 @@ def _family(program: Program, roles: Sequence[int]) -> Family:
 
 def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
     parts: list[list[int]] = []
+    awaited = {label for task in tasks for label in task.after}
     for place, task in enumerate(tasks):
         if task.stream != stream:
             continue
-        if not parts or task.after or tasks[parts[-1][-1]].communication is not None:
+        before = tasks[parts[-1][-1]] if parts else None
+        if before is None or task.after or before.communication is not None or before.label in awaited:
             parts.append([])
         parts[-1].append(place)
     return [

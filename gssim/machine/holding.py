@@ -103,14 +103,18 @@ class Holding:
                 worst[:, more] = now[:, more]
         there = [set(each) | self._touched(role) for role, each in enumerate(self.persistent)]
         return [
-            {name: value for name, value in zip(needs.categories, worst[:, role].tolist(), strict=True) if name in there[role]}
+            {
+                name: value
+                for name, value in zip(needs.categories, worst[:, role].tolist(), strict=True)
+                if name in there[role]
+            }
             for role in roles
         ]
 
     def _touched(self, role: int) -> set[str]:
         needs = self.needs
         used = needs.peak[:, :, role].any(axis=0) | needs.kept[:, :, role].any(axis=0)
-        return {name for name, each in zip(needs.categories, used.tolist(), strict=True) if each}
+        return {needs.categories[place] for place in np.flatnonzero(used).tolist()}
 
 
 def holding_of(family: "Family", program: Program, steps: int) -> Holding:
@@ -118,7 +122,9 @@ def holding_of(family: "Family", program: Program, steps: int) -> Holding:
     some = [
         place
         for place in range(len(family.tasks))
-        if any(program.tasks[role][place].need.peak_bytes or program.tasks[role][place].need.kept for role in family.roles)
+        if any(
+            program.tasks[role][place].need.peak_bytes or program.tasks[role][place].need.kept for role in family.roles
+        )
     ]
     persistent = tuple(program.persistent[role] for role in family.roles)
     found = [name for each in persistent for name in each]

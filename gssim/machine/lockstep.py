@@ -6,15 +6,17 @@ that only collectives take part in simulated time, and between them times are ad
 came from the same one. Every sum is made in the same order as for one rank alone, to the last digit.
 """
 
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simpy
 
-from gssim.machine.families import Family, Segment
+from gssim.machine.families import Family, Segment, families_of_roles
+from gssim.machine.holding import holding_of
 from gssim.machine.meetings import Meeting
 from gssim.result import PHASES, Span
 from gssim.units import Floats, Ints
@@ -108,7 +110,7 @@ class Lockstep:
         latest_s = ends_s.max(axis=0)
         waits = latest_s > now_s
         if segment.stream == "compute" and waits.any():
-            late = len(ends_s) - 1 - np.argmax((ends_s > now_s)[::-1], axis=0)
+            late = len(ends_s) - 1 - np.argmax(np.asarray(ends_s > now_s)[::-1], axis=0)
             ranks.wait_s[step, segment.tasks[0], who] = now_s
             ranks.awaited[step, segment.tasks[0], who] = np.where(waits, late, -1)
         return np.where(waits, latest_s, now_s)
@@ -223,6 +225,14 @@ class Lockstep:
                         found.append(Span(names[i], *span))
         return sorted(found, key=lambda span: span.end_s)
 
+    def peaks(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Give what each class holds at its worst moment, by category."""
+        program, steps = self.machine.program, self.steps
+        for each in self.ranks:
+            held = program.once((each.family, steps), partial(holding_of, each.family, program, steps))
+            peaks = held.peaks(each.began_s, each.ended_s, each.columns)
+            yield from zip(each.classes.tolist(), peaks, strict=True)
+
     def phases(self, ends_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
         """Return each class's phases between its two `ends_s`, as `result.typical_phases` does."""
         found: dict[int, dict[str, float]] = {}
@@ -257,3 +267,18 @@ class Lockstep:
                 add(ranks.family.tasks[place].phase, began_s, ended_s, ended_s > began_s)
         seconds["idle"] += end_s - before_s
         return seconds
+
+
+def lockstep_of(machine: "Machine", steps: int) -> Lockstep:
+    """Return what carries out all of a machine's classes together."""
+    found = machine.program.once("families", lambda: families_of_roles(machine.program))
+    column = {role: (family, place) for family in found for place, role in enumerate(family.roles)}
+    inside: dict[Family, list[tuple[int, int]]] = defaultdict(list)
+    for each in machine.classes:
+        family, place = column[machine.roles[each.index]]
+        inside[family].append((each.index, place))
+    ranks = [
+        Ranks(family, [index for index, _ in places], [place for _, place in places], steps)
+        for family, places in inside.items()
+    ]
+    return Lockstep(machine, ranks, steps)

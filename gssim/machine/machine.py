@@ -22,10 +22,8 @@ from gssim.conditions import Conditions, applied
 from gssim.machine.classes import is_coupled, is_jittery
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
-from gssim.machine.holding import holding_of
-from gssim.machine.families import Family, families_of_roles
 from gssim.machine.host import Host
-from gssim.machine.lockstep import Lockstep, Ranks
+from gssim.machine.lockstep import Lockstep, lockstep_of
 from gssim.machine.meetings import MOST_CLUSTERS, Meeting, arrange
 from gssim.machine.recorded import Recorded
 from gssim.machine.rendezvous import Rendezvous, carry_out
@@ -196,14 +194,7 @@ class Machine:
 
     def _in_lockstep(self, steps: int) -> None:
         """Execute the program for all classes at once; see [Note: lockstep]."""
-        found = self.program.once("families", lambda: families_of_roles(self.program))
-        column = {role: (family, place) for family in found for place, role in enumerate(family.roles)}
-        inside: dict[Family, list[tuple[int, int]]] = defaultdict(list)
-        for each in self.classes:
-            family, place = column[self.roles[each.index]]
-            inside[family].append((each.index, place))
-        ranks = [Ranks(family, *zip(*places, strict=True), steps) for family, places in inside.items()]
-        self.lockstep = Lockstep(self, ranks, steps)
+        self.lockstep = lockstep_of(self, steps)
         try:
             self.lockstep.run()
         except RuntimeError as error:
@@ -212,11 +203,8 @@ class Machine:
                 raise
             raise DeadlockError(f"deadlock: {'; '.join(waits)}") from error
         self.ends_s = self.lockstep.ends_s()
-        for each in ranks:
-            held = self.program.once((each.family, steps), partial(holding_of, each.family, self.program, steps))
-            peaks = held.peaks(each.began_s, each.ended_s, each.columns)
-            for index, peak in zip(each.classes.tolist(), peaks, strict=True):
-                self.memory[index].peak = peak
+        for index, peak in self.lockstep.peaks():
+            self.memory[index].peak = peak
 
     def _waits(self) -> list[str]:
         """Return who waits, where, and for what."""
@@ -319,7 +307,9 @@ class Machine:
     def _hold(self, index: int, steps: int) -> None:
         """Take and give back the memory of all tasks, in their order: always the same, whenever they are done."""
         tasks = self._tasks_of(index, "compute") * steps
-        self.memory[index] = self.program.once(("held", self.roles[index], steps), partial(self.memory[index].through, tasks))
+        self.memory[index] = self.program.once(
+            ("held", self.roles[index], steps), partial(self.memory[index].through, tasks)
+        )
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""

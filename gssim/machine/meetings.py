@@ -60,7 +60,7 @@ class Arranged:
     network: Network
 
 
-MOST_CLUSTERS = 32
+MOST_CLUSTERS = 64
 """Of which routes and members of groups are kept: those of many devices are large."""
 
 

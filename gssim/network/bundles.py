@@ -187,7 +187,7 @@ class Columns:
     @property
     def elements(self) -> int:
         """How many numbers it takes."""
-        return sum(load.nnz for load in self.loads) // 3 + self.latency_s.size // 6  # of the usual 50 bytes
+        return int(sum(load.nnz for load in self.loads)) // 3 + self.latency_s.size // 6  # of the usual 50 bytes
 
 
 def columns_of(wiring: Wiring, into: Adjacency, exchange: Exchange) -> Columns:
@@ -209,9 +209,7 @@ def columns_of(wiring: Wiring, into: Adjacency, exchange: Exchange) -> Columns:
     return Columns(tuple(loads), latency_s)
 
 
-def _column_loads(
-    ways: _Ways, target: Ints, chosen: NDArray[np.bool_], every: Hops
-) -> tuple[Ints, Ints, Floats]:
+def _column_loads(ways: _Ways, target: Ints, chosen: NDArray[np.bool_], every: Hops) -> tuple[Ints, Ints, Floats]:
     """Return (link, target, load) of the chosen ones of some hops, each of weight 1."""
     width = len(np.unique(every.target[ways.hops]))
     members = np.zeros(width, np.int64)

@@ -27,7 +27,7 @@ from gssim.topology.wiring import Built, Links, Wiring, wired
 from gssim.units import Ints
 
 Ends = tuple[Ints, Ints]
-MOST_KEPT = 32
+MOST_KEPT = 64
 """Topologies: a sweep of rates goes round as many."""
 
 CUBE_MESH = {

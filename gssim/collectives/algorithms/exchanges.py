@@ -63,7 +63,9 @@ def _exchange(members: Members, pairs: Pairs) -> Exchange:
     rows = np.array(pairs.rows, dtype=float) / pairs.most
     key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), tuple(pairs.kinds))
     return members.kept.once(
-        key, lambda: Exchange(_pairs(members), members.ranks, rows, np.array(pairs.kinds)), weight=lambda hops: hops.elements
+        key,
+        lambda: Exchange(_pairs(members), members.ranks, rows, np.array(pairs.kinds)),
+        weight=lambda hops: hops.elements,
     )
 
 
