@@ -36,9 +36,13 @@ LIMIT_S = 120
 SMALL: dict[tuple[str, str], tuple[str, ...]] = {
     ("gsreal", "run"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
     ("gsreal", "lab"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
-    ("gsreal", "gradients"): ("--set", "run.steps=4", "--set", "run.warmup_steps=1", "--every", "2", "--batches", "1"),
+    ("gsreal", "gradients"): (
+        *("--set", "run.steps=4", "--set", "run.warmup_steps=1"),
+        *("--every", "2", "--batches", "1", "--courses", "1"),
+    ),
     ("gsreal", "calibrate"): ("--batch-sizes", "2", "--sequence-length", "16"),
     ("gssim", "sweep"): ("--only", "hosts--gs-silent*"),
+    ("gssim", "search"): ("--seconds", "5"),
     ("analysis", "convergence"): ("--seeds", "2", "--set", "run.steps=3", "--set", "run.warmup_steps=1"),
 }
 """What makes slow commands short: later options count."""
