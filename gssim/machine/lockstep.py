@@ -110,7 +110,7 @@ class Lockstep:
         latest_s = ends_s.max(axis=0)
         waits = latest_s > now_s
         if segment.stream == "compute" and waits.any():
-            late = len(ends_s) - 1 - np.argmax(np.asarray(ends_s > now_s)[::-1], axis=0)
+            late = len(ends_s) - 1 - np.argmax(np.greater(ends_s[::-1], now_s), axis=0)
             ranks.wait_s[step, segment.tasks[0], who] = now_s
             ranks.awaited[step, segment.tasks[0], who] = np.where(waits, late, -1)
         return np.where(waits, latest_s, now_s)
