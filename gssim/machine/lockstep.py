@@ -41,7 +41,7 @@ class Ranks:
         count, segments = len(classes), len(family.segments)
         self.family, self.classes, self.columns = family, np.array(classes), columns
         self.duration_s = family.duration_s[:, columns]
-        self.takes_time = self.duration_s.any(axis=1)
+        self.takes_time = [bool(row.any()) for row in self.duration_s]
         self.now_s = {stream: np.zeros(count) for stream in family.streams}
         self.began_s, self.ended_s = np.zeros((2, steps, len(family.tasks), count))
         self.wait_s = np.zeros((steps, len(family.tasks), count))
