@@ -155,10 +155,12 @@ class Machine:
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
         self._busy_share: dict[Meeting, float] = {}
-        self._busy_s = [0.0 for _ in self.classes]
-        """How long each class has computed."""
-        self._waited_s: dict[tuple[int, str], float] = {}
-        """How long each class had not, when it last did a piece of compute."""
+        self._cold_s = [0.0 for _ in self.classes]
+        """How much longer each class will compute for the pauses before."""
+        self._paused_s = [0.0 for _ in self.classes]
+        """How long each class has waited since its caches were filled again for that."""
+        self._computed_s: dict[int, float] = {}
+        """When each class last computed."""
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -273,7 +275,7 @@ class Machine:
         alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
         tasks = self.program.tasks[self.roles[index]]
         beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
-        return alone and not beside and not any(task.cold for task in tasks)
+        return alone and not beside and not any(task.after_pauses for task in tasks)
 
     def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
@@ -346,10 +348,10 @@ class Machine:
         self._span(index, stream, label, "exposed_communication", began_s, end_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
-        alone_s = task.duration_s * (1 + self._cold_ratio(index, task)) * self._jitter(index)
-        began_s = self.env.now
-        yield from self._taking(index, alone_s)
-        self._busy_s[index] += self.env.now - began_s
+        self._paused_s[index] += self.env.now - self._computed_s.get(index, self.env.now)
+        refill_s = self._refill_s(index, task)
+        yield from self._taking(index, (task.duration_s + refill_s) * self._jitter(index))
+        self._computed_s[index] = self.env.now
 
     def _taking(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
         """Take the time of a piece of compute, longer where others share its host."""
@@ -364,14 +366,20 @@ class Machine:
             communicating_ratio=device.communicating_slowdown_ratio,
         )
 
-    def _cold_ratio(self, index: int, task: Task) -> float:
-        """Return how much longer a task takes for the pauses since its device did the same last; 0 the first time."""
-        if task.cold is None:
+    def _refill_s(self, index: int, task: Task) -> float:
+        """Return how much longer a task takes for filling the caches again after pauses.
+
+        What pauses add falls on what is computed next that tells of it, where nothing takes more than twice its time;
+        all of them add no more than the longest.
+        """
+        excess = task.after_pauses
+        if excess is None:
             return 0.0
-        waited_s = self.env.now - self._busy_s[index]
-        before_s = self._waited_s.get((index, task.cold.piece), waited_s)
-        self._waited_s[index, task.cold.piece] = waited_s
-        return task.cold.excess_ratio(waited_s - before_s)
+        pause_s, self._paused_s[index] = min(self._paused_s[index], excess.sizes[-1]), 0.0
+        cold_s = min(self._cold_s[index] + excess.at(pause_s), max(excess.values))
+        filled_s = min(cold_s, task.duration_s)
+        self._cold_s[index] = cold_s - filled_s
+        return filled_s
 
     def _jitter(self, index: int) -> float:
         """Return the factor by which chance changes a task's compute: the step's, and the task's own."""

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 from gssim import costs
-from gssim.cluster import Curve
 from gssim.memory import (
     Event,
     Lives,
@@ -21,7 +20,7 @@ from gssim.program.bucket import MicroBatch
 from gssim.program.lowering import Lowering
 from gssim.program.scratch import scratch_events
 from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
-from gssim.program.task import Cold, Task
+from gssim.program.task import Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.scenario import pause_excess
 from gssim.workload import LayerInstance
@@ -106,7 +105,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             once[key] = _parts(phase, [*events, *taken], scratch, duration_s, _ends(events, cut))
         found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(once[key])]
         whole = reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
-        return [_cooling(task, excess.get(task.phase)) for task in whole] if excess else whole
+        return [replace(task, after_pauses=excess) for task in whole] if excess else whole
 
     tasks = []
     for instance in own.layers:
@@ -140,11 +139,6 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
 
 def _named(task: Task, label: str) -> Task:
     return Task(label, task.phase, duration_s=task.duration_s, need=task.need)
-
-
-def _cooling(task: Task, excess: Curve | None) -> Task:
-    """Return a task that takes longer after a pause, where that has been measured."""
-    return replace(task, cold=Cold(task.label, excess)) if excess and task.duration_s else task
 
 
 def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
