@@ -29,6 +29,7 @@ from gssim.machine.recorded import Recorded
 from gssim.machine.schedule import Scheduled
 from gssim.network import Router
 from gssim.program import Program, Task
+from gssim.program.task import Issue
 from gssim.result import Span
 from gssim.shared import Same, Shared
 from gssim.units import Floats, RunFailedError
@@ -161,6 +162,8 @@ class Machine:
         """How long each class has waited since its caches were filled again for that."""
         self._computed_s: dict[int, float] = {}
         """When each class last computed."""
+        self._issued_s = [0.0 for _ in self.classes]
+        """When each class's host had issued the last piece that tells of it."""
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -255,7 +258,7 @@ class Machine:
                 memory.begin(stream, task.need)
                 if task.communication is not None:
                     yield from self._communicate(index, stream, step, task)
-                elif task.duration_s > 0:
+                elif task.duration_s > 0 or task.issue is not None:
                     yield from self._compute(index, task)
                 memory.end(stream)
                 if self.env.now > began_s:
@@ -285,6 +288,8 @@ class Machine:
                 if task.after:
                     now_s = yield from self._await_ahead(index, stream, step, task, now_s)
                 began_s, now_s = now_s, now_s + task.duration_s
+                if task.issue is not None:
+                    now_s = max(now_s, self._issue(index, task.issue, began_s))
                 if task.communication is not None:
                     yield from self._meet(began_s)
                     yield from self._communicate(index, stream, step, task)
@@ -348,10 +353,18 @@ class Machine:
         self._span(index, stream, label, "exposed_communication", began_s, end_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
-        self._paused_s[index] += self.env.now - self._computed_s.get(index, self.env.now)
+        began_s = self.env.now
+        self._paused_s[index] += began_s - self._computed_s.get(index, began_s)
         refill_s = self._refill_s(index, task)
         yield from self._taking(index, (task.duration_s + refill_s) * self._jitter(index))
+        if task.issue is not None:
+            yield from self._meet(self._issue(index, task.issue, began_s))
         self._computed_s[index] = self.env.now
+
+    def _issue(self, index: int, issue: Issue, began_s: float) -> float:
+        """Return when the host has issued a piece that the device begins at a time."""
+        self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
+        return self._issued_s[index]
 
     def _taking(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
         """Take the time of a piece of compute, longer where others share its host."""

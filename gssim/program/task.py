@@ -25,6 +25,16 @@ class Task:
     need: Footprint = NOTHING
     after_pauses: Curve | None = None
     """How much longer compute takes, this and what follows, after so many seconds of waiting."""
+    issue: "Issue | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """What a GPU's host takes to issue a piece of compute that is not done sooner, whatever the device waits for."""
+
+    host_s: float
+    goes_on: bool
+    """Whether the host came from issuing the piece before; else it begins when the device does."""
 
 
 @dataclass(frozen=True)
