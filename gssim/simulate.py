@@ -174,6 +174,11 @@ def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, 
     return shared.once("steps", key, made, most=MOST_STEPS)
 
 
+def program_of(loaded: Loaded, shared: Shared) -> Program:
+    """Return the program of a steady step, where all steps are alike; a simulation with the same `shared` has it."""
+    return _steps(loaded, False, shared, {}).program(_distinct_steps(loaded)[-1])
+
+
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:
     """Return the run's steps whose programs differ: the last, or all where messages depend on the data."""
     run = loaded.scenario.run

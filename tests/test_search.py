@@ -1,6 +1,7 @@
 """Search: what it finds is what simulating every plan finds; its bounds are bounds; limits, objectives, interrupts."""
 
 import json
+import math
 import random
 import tomllib
 from dataclasses import replace
@@ -17,44 +18,56 @@ from strategies import (
     write_files,
 )
 
+from gssim.result import Result
 from gssim.scenario import check
 from gssim.search import Search
 from gssim.search.batches import PLAN, Batches
-from gssim.search.bounds import Bounds
+from gssim.search.bounds import Bounds, LoweredBounds
 from gssim.search.candidates import candidates
-from gssim.search.explore import FRONT_RATIO
+from gssim.search.limits import FRONT_RATIO
 from gssim.search.reasons import full_ratio
+from gssim.search.workers import judged
+from gssim.shared import Shared
 from gssim.simulate import simulate
 from gssim.space import SEARCHED_METHODS, SearchSpace
 from gssim.units import UserError
 
 
 class InThisProcess:
-    """Simulates plans when it is asked for their answers, the latest first."""
+    """Looks at plans when it is asked for their answers, the latest first."""
 
     def __init__(self, loaded, at_once=2):
         self.loaded, self.idle, self.busy = loaded, list(range(at_once)), {}
-        self.plans, self.answers = {}, {}
+        self.asked, self.answers, self.shared = {}, {}, Shared()
         self.simulated = 0
 
-    def begin(self, number, override):
+    def begin(self, number, override, limits):
         place = self.idle.pop()
-        self.busy[place], self.plans[number] = number, override
+        self.busy[place], self.asked[number] = number, (override, limits)
 
     def ended(self):
         place = max(self.busy)
         number = self.busy.pop(place)
         self.idle.append(place)
-        self.simulated += 1
-        yield number, self.answer(PLAN.validate_python(tomllib.loads(self.plans[number])["plan"]))
+        override, limits = self.asked[number]
+        try:
+            answer = judged(self.with_plan(PLAN.validate_python(tomllib.loads(override)["plan"])), limits, self.shared)
+        except UserError as error:
+            answer = error
+        self.simulated += isinstance(answer, Result)
+        yield number, answer
+
+    def with_plan(self, plan):
+        """Return the scenario with another plan; raise UserError where it cannot run."""
+        scenario = replace(self.loaded.scenario, plan=plan)
+        check(scenario, file="made")
+        return replace(self.loaded, scenario=scenario)
 
     def answer(self, plan):
-        """Return what becomes of a plan, simulated once."""
+        """Return what becomes of a plan, simulated whatever its bounds are."""
         if plan not in self.answers:
-            scenario = replace(self.loaded.scenario, plan=plan)
             try:
-                check(scenario, file="made")
-                self.answers[plan] = simulate(replace(self.loaded, scenario=scenario)).result
+                self.answers[plan] = simulate(self.with_plan(plan), shared=self.shared).result
             except UserError as error:
                 self.answers[plan] = error
         return self.answers[plan]
@@ -104,6 +117,20 @@ def fullest(loaded, result):
     return full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
 
 
+def check_bounds(workers, bounds, candidate, result):
+    """Check that no bound of a plan is more than what it really has, and that memory is known before the time is."""
+    plan, objective = candidate.plan, bounds.objective
+    first = bounds.of(plan)
+    last = LoweredBounds(workers.with_plan(plan), objective, workers.shared)
+    allocated = last.allocated()
+    for bound in (first, bounds.closer(plan, first), allocated):
+        assert bound.time_s <= result.step_time_s * (1 + 1e-9), candidate.override
+        assert bound.objective <= value_of(result, objective) * (1 + 1e-9), candidate.override
+        assert bound.full_ratio <= fullest(workers.loaded, result) * (1 + 1e-9), candidate.override
+    full = last.reserved(allocated).full_ratio
+    assert full == pytest.approx(fullest(workers.loaded, result) if result.fits else math.inf), candidate.override
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_search_finds_what_simulating_every_plan_finds(seed):
     loaded, space = random_question(seed)
@@ -117,10 +144,7 @@ def test_a_search_finds_what_simulating_every_plan_finds(seed):
         result = workers.answer(each.plan)
         if isinstance(result, UserError):
             continue
-        bound = bounds.of(each.plan)
-        assert bound.time_s <= result.step_time_s * (1 + 1e-9), each.override
-        assert bound.objective <= value_of(result, space.objective) * (1 + 1e-9), each.override
-        assert bound.full_ratio <= fullest(loaded, result) * (1 + 1e-9), each.override
+        check_bounds(workers, bounds, each, result)
         if result.fits:
             every.append((each.index, result))
     best = sorted(every, key=lambda entry: (value_of(entry[1], space.objective), entry[0]))[:4]

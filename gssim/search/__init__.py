@@ -16,7 +16,7 @@ from gssim.scenario import Loaded
 from gssim.search.batches import Batches
 from gssim.search.bounds import Bound, Bounds
 from gssim.search.candidates import Candidate, candidates
-from gssim.search.explore import Exploration, Outcome, Wanted, explore, front
+from gssim.search.explore import Exploration, Outcome, Queue, Wanted, explore, front
 from gssim.search.reasons import full_ratio, reason
 from gssim.search.workers import Answer, Workers, searchers
 from gssim.space import SearchSpace
@@ -78,22 +78,21 @@ class Search:
         _check_objective(loaded, space)
         _check_statistics(loaded, space)
         self.loaded, self.space, self.top = loaded, space, top
+        self.bounds = Bounds(loaded.scenario, space.objective)
         self.counts = Exploration()
-        self.ordered: list[tuple[Bound, Candidate]] = []
+        self.bounded: list[tuple[Bound, Candidate]] = []
         self.wanted: list[Wanted] = []
         self.plans = 0
 
     def prepare(self) -> None:
-        """Make the plans, and put the most promising first."""
-        bounds = Bounds(self.loaded.scenario, self.space.objective)
-        for each in candidates(self.loaded.scenario, self.space, Batches(bounds)):
+        """Make the plans, with what each is at least."""
+        for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds)):
             self.plans += 1
             try:
-                self.ordered.append((bounds.of(each.plan), each))
+                self.bounded.append((self.bounds.of(each.plan), each))
             except UserError:
                 self.counts.refused += 1
-        self.ordered.sort(key=lambda entry: (entry[0].objective, entry[1].index))
-        there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.ordered)}
+        there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
         self.wanted = [Wanted("best", self.top, lambda each: True)]
         self.wanted += [Wanted(name, 1, holds) for name, holds in RIVALS.items() if name in there]
 
@@ -102,7 +101,9 @@ class Search:
         until_s = time.monotonic() + self.space.seconds if self.space.seconds else math.inf
         self.prepare()
         judge = partial(_judged, loaded=self.loaded, space=self.space)
-        explore(self.ordered, self.wanted, workers, judge, self.counts, told=told, until_s=until_s)
+        queue = Queue(self.bounded, self.bounds.closer)
+        objective = self.space.objective
+        explore(queue, self.wanted, workers, judge, self.counts, objective=objective, told=told, until_s=until_s)
 
     def found(self) -> Found:
         """Return the best so far."""
@@ -148,6 +149,10 @@ def _judged(
         return None
     if isinstance(answer, RunFailedError):
         raise RunFailedError(f"{loaded.file}: {candidate.override}: {answer}")
+    if isinstance(answer, Bound):
+        found.ruled_out += answer.full_ratio <= 1
+        found.too_large += answer.full_ratio > 1
+        return None
     found.simulated += 1
     if not answer.fits:
         found.too_large += 1

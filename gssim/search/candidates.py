@@ -69,7 +69,7 @@ def candidates(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iter
 def _sized(plan: Plan, batches: Batches) -> Plan:
     """Return a plan with its axes sized, as those are that are made here; as it is where that cannot be."""
     try:
-        policies = batches.bounds.policies(plan)
+        policies = batches.bounds.parts.policies(plan)
     except UserError:
         return plan
     return replace(plan, dp_replicate=policies.dp_replicate, dp_shard=policies.dp_shard)

@@ -1,4 +1,4 @@
-"""Processes that simulate plans, one at a time each."""
+"""Processes that look at plans, one at a time each: lowered, bounded, and simulated if that can be worth it."""
 
 import signal
 import sys
@@ -10,21 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from gssim.result import Result
-from gssim.scenario import load_scenario
+from gssim.scenario import Loaded, load_scenario
+from gssim.search.bounds import Bound, LoweredBounds
+from gssim.search.limits import Limits
 from gssim.shared import Shared
 from gssim.simulate import simulate
 from gssim.units import RunFailedError, UserError
 
-Answer = Result | UserError | RunFailedError
-"""What becomes of a plan: simulated, refused, or without an end (a deadlock is a fault of ours, not of the plan)."""
+Answer = Result | Bound | UserError | RunFailedError
+"""What becomes of a plan: simulated, ruled out by what it has at least, refused, or without an end (a deadlock is a
+fault of ours, not of the plan)."""
 
 
-def simulated(file: Path, overrides: Sequence[str], shared: Shared) -> Answer:
+def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Shared) -> Answer:
     """Return what becomes of a scenario with overrides."""
     try:
-        return simulate(load_scenario(file, overrides, shared=shared), shared=shared).result
+        return judged(load_scenario(file, overrides, shared=shared), limits, shared)
     except (UserError, RunFailedError) as error:
         return error
+
+
+def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
+    """Return a scenario's prediction, or what it has at least if that is too much already."""
+    if LoweredBounds.are_of(loaded):
+        bounds = LoweredBounds(loaded, limits.objective, shared)
+        bound = bounds.allocated()
+        if not limits.rule_out(bound):
+            bound = bounds.reserved(bound)
+        if limits.rule_out(bound):
+            return bound
+    return simulate(loaded, shared=shared).result
 
 
 class Workers:
@@ -34,10 +49,10 @@ class Workers:
         self.idle = list(connections)
         self.busy: dict[Connection, int] = {}
 
-    def begin(self, number: int, override: str) -> None:
+    def begin(self, number: int, override: str, limits: Limits) -> None:
         """Hand a plan to a free process; `number`: what its answer goes by."""
         connection = self.idle.pop()
-        connection.send(override)
+        connection.send((override, limits))
         self.busy[connection] = number
 
     def ended(self) -> Iterator[tuple[int, Answer]]:
@@ -80,7 +95,7 @@ def _serve(connection: Connection, file: Path, overrides: Sequence[str]) -> None
     shared = Shared()
     while True:
         try:
-            override = connection.recv()
+            override, limits = connection.recv()
         except EOFError:
             return
-        connection.send(simulated(file, [*overrides, override], shared))
+        connection.send(answered(file, [*overrides, override], limits, shared))
