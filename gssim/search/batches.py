@@ -81,7 +81,8 @@ class Batches:
             max(self.bounds.compute.micro_batch_s(rank, usual, plan.recompute) for rank in part) / usual
             for part in parts
         ]
-        most = [min(self.bounds.memory.room(plan, policies, rank, ratio) for rank in part) // unit for part in parts]
+        room = self._room(plan, policies, ratio)
+        most = [min(room[rank] for rank in part) // unit for part in parts]
         least = plan.micro_batches // unit if unit > 1 else plan.micro_batches
         if min(most) < least or sum(most) * unit < self.total or least * len(parts) * unit > self.total:
             return None
@@ -93,3 +94,9 @@ class Batches:
             most=most,
         )
         return tuple(unit * each for each in found)
+
+    def _room(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
+        """Return for how many samples a part of each rank's memory has room at most."""
+        key = ("rooms", policies, plan.shares.shards, plan.micro_batches, plan.recompute, ratio)
+        memory, ranks = self.bounds.memory, range(policies.ranks)
+        return self.bounds.parts.once(key, lambda: [memory.room(plan, policies, rank, ratio) for rank in ranks])

@@ -45,8 +45,10 @@ class Wanted:
     holds: Callable[[Candidate], bool]
 
     def best(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the best of those, in order."""
-        return sorted((each for each in outcomes if self.holds(each.candidate)), key=lambda o: o.order)[: self.count]
+        """Return the best of those, in order; of plans that come to the same shares, the first."""
+        ordered = sorted((each for each in outcomes if self.holds(each.candidate)), key=lambda o: o.order)
+        different = {each.result.scenario_id: each for each in reversed(ordered)}
+        return [each for each in ordered if different[each.result.scenario_id] is each][: self.count]
 
     def limit(self, outcomes: Sequence[Outcome]) -> tuple[float, float]:
         """Return what a plan must be before in order, to be among the best."""

@@ -108,9 +108,8 @@ class LoweredBounds:
     def allocated(self) -> Bound:
         """Return the bound by time, and by what is allocated."""
         scenario, shared = self.loaded.scenario, self.shared
-        cluster, ranks = scenario.cluster, scenario.ranks
-        key = (Same(cluster), scenario.network.faults, ranks)
-        collectives = shared.once("bounded collectives", key, lambda: Collectives(cluster, scenario.network, ranks))
+        key = (Same(scenario.cluster), scenario.network.faults, scenario.ranks)
+        collectives = shared.once("bounded collectives", key, lambda: Collectives(scenario, shared))
         time_s = lowered.step_time_s(scenario, self.program, collectives)
         busy_s = lowered.busy_s(scenario, self.program)
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)

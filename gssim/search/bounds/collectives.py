@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gssim import collectives
-from gssim.cluster import Cluster
 from gssim.collectives import Communication, Stage
-from gssim.conditions import Conditions, applied
-from gssim.machine.schedule import Scheduled, Scheduler
-from gssim.network import Router
+from gssim.machine.meetings import router_of, scheduler_of
+from gssim.machine.schedule import Scheduled
+from gssim.scenario import Scenario
+from gssim.shared import Shared
 from gssim.units import Floats
 
 MOST_GROUPS = 32
@@ -29,13 +29,12 @@ class Taken:
 
 
 class Collectives:
-    """Bounds of collectives on one cluster; each is looked at once."""
+    """Bounds of collectives among the ranks of a scenario; each is looked at once."""
 
-    def __init__(self, cluster: Cluster, conditions: Conditions, ranks: int) -> None:
-        self.cluster = cluster
-        wiring = applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring
-        self.router = Router(wiring)
-        self.scheduler = Scheduler(cluster, self.router, ranks)
+    def __init__(self, scenario: Scenario, shared: Shared) -> None:
+        self.cluster = scenario.cluster
+        self.router = router_of(scenario.cluster, scenario.network, shared)
+        self.scheduler = scheduler_of(scenario.cluster, self.router, scenario.ranks, shared)
         self.links = self.router.wiring.links
         self._taken: dict[Communication, Taken] = {}
         self._of_all: dict[Communication, tuple[dict[Sequence[int], Taken], Floats]] = {}

@@ -101,13 +101,16 @@ class Memory:
         if not samples or policies.pp > 1:
             return 0.0
         gathers = policies.parameters if policies.dp_shard > 1 else "replicated"
-        peak_bytes = partial(self._peak_bytes, part, gathers, plan.recompute)
+        key = ("passing", part.key, gathers, plan.recompute, samples)
+        return self.parts.once(key, lambda: self._most_bytes(part, gathers, plan.recompute, samples))
+
+    def _most_bytes(self, part: Part, gathers: str, recompute: str, samples: int) -> float:
         if samples <= 2:
-            return peak_bytes(samples)
+            return self._peak_bytes(part, gathers, recompute, samples)
         # what is held at each moment grows linearly with the samples: the most of it lies above its chords, prolonged
         second = min(1 << (samples.bit_length() - 1), LARGEST_REPLAYED)
         first = second // 2
-        low, high = peak_bytes(first), peak_bytes(second)
+        low, high = (self._peak_bytes(part, gathers, recompute, each) for each in (first, second))
         return high + (high - low) / (second - first) * (samples - second)
 
     def _peak_bytes(self, part: Part, gathers: str, recompute: str, samples: int) -> float:
@@ -117,7 +120,7 @@ class Memory:
         )
         gathered = self.parts.once(("gathered", part.key, gathers), lambda: _gathered_elements(part, gathers))
         return self.parts.once(
-            ("passing", part.key, gathers, recompute, samples),
+            ("peak", part.key, gathers, recompute, samples),
             lambda: max(a + self.parts.value * b for a, b in zip(held, gathered, strict=True)),
         )
 

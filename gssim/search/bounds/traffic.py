@@ -1,8 +1,9 @@
 """How long a step's collectives take at least: of a rank that waits for nobody, and of the links that carry them.
 
 [Note: traffic] What is sent hangs on the method, the mesh and who owns what, hardly on how ranks compute. So one rank
-is lowered with two micro-batches: the second has those that every further one has, too. Sums over tensor slices grow
-with samples: they are counted as they are in two micro-batches, for many small ones take no less.
+is lowered, with two micro-batches at most: where gradients leave in each, the second has what every further one has,
+too; else no more is counted. Sums over tensor slices grow with samples: they are counted as they are in two
+micro-batches, for many small ones take no less.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from gssim.scenario import Scenario
 from gssim.search.bounds.collectives import Collectives
 from gssim.search.bounds.lowered import least_chance
 from gssim.search.bounds.parts import Parts
+from gssim.shared import Shared
 from gssim.units import Floats, UserError
 
 MICRO_BATCHES = 2
@@ -39,6 +41,7 @@ class Traffic:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self.shared = Shared()
         self.by_ranks: dict[int, Collectives] = {}
 
     def least_s(self, plan: Plan, policies: Policies) -> float:
@@ -51,7 +54,7 @@ class Traffic:
         except UserError:  # it is refused where it is loaded
             return 0.0
         whole, later = self.parts.once(("traffic", plain), lambda: self._sums(plain))
-        more = plan.micro_batches - MICRO_BATCHES
+        more = plan.micro_batches - plain.micro_batches
         links_s = float((whole.links_s + more * later.links_s).max(initial=0.0))
         streams_s = [s + more * later.streams_s.get(name, 0.0) for name, s in whole.streams_s.items()]
         return least_chance(self.parts.with_plan(plan)) * max(links_s, *streams_s, 0.0)
@@ -63,7 +66,7 @@ class Traffic:
             rule = tuple(self.parts.with_plan(plan).shard_shares)
         return replace(
             plan,
-            micro_batches=MICRO_BATCHES,
+            micro_batches=min(plan.micro_batches, MICRO_BATCHES),
             recompute="none",
             shares=ShareRules(batch=batch, shards=rule),
             dp_replicate=policies.dp_replicate,
@@ -71,14 +74,14 @@ class Traffic:
         )
 
     def _sums(self, plain: Plan) -> tuple[Sums, Sums]:
-        """Return what two micro-batches take with all else, and what every further one does."""
+        """Return what a step with so many micro-batches takes, and what every further one does."""
         scenario = self._scenario(plain)
         ranks = scenario.ranks
         if ranks not in self.by_ranks:
-            self.by_ranks[ranks] = Collectives(scenario.cluster, scenario.network, ranks)
+            self.by_ranks[ranks] = Collectives(scenario, self.shared)
         tasks, communications = Steps(scenario).first_rank()
         sent = [(task, communications[task.communication]) for task in tasks if task.communication is not None]
-        later = [(task, each) for task, each in sent if _is_later(task) and not _is_of_slices(each, scenario)]
+        later = [(task, each) for task, each in sent if _is_again(task, scenario) and not _is_of_slices(each, scenario)]
         return self._sums_of(sent, ranks), self._sums_of(later, ranks)
 
     def _scenario(self, plain: Plan) -> Scenario:
@@ -86,7 +89,7 @@ class Traffic:
         scenario = self.parts.with_plan(plain)
         if plain.tp > 1:
             return scenario
-        samples = MICRO_BATCHES * scenario.policies.data_ranks
+        samples = plain.micro_batches * scenario.policies.data_ranks
         return replace(scenario, workload=replace(scenario.workload, global_batch_size=samples))
 
     def _sums_of(self, sent: Sequence[tuple[Task, Communication]], ranks: int) -> Sums:
@@ -97,9 +100,9 @@ class Traffic:
         return Sums(streams_s, collectives.links_s(communication for _, communication in sent))
 
 
-def _is_later(task: Task) -> bool:
-    """Return whether a task is of the second micro-batch alone."""
-    return task.label.endswith(LATER)
+def _is_again(task: Task, scenario: Scenario) -> bool:
+    """Return whether a task is of the second micro-batch, and every further one has such a one, too."""
+    return scenario.policies.gradient_sync == "micro-batch" and task.label.endswith(LATER)
 
 
 def _is_of_slices(communication: Communication, scenario: Scenario) -> bool:
