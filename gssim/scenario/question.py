@@ -208,10 +208,8 @@ class Scenario:
             return owned_shares(self.cluster, self.workload, self.plan, self.policies, self.batch_sizes)
         if isinstance(wanted, str):
             return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
-        if len(wanted) == mesh.ranks:
-            return self._by_part(wanted)
         found = shares.proportional(wanted)
-        return tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
+        return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
 
     def _by_part(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Return shares in proportion to weights by rank, among those that hold the same part of the model."""

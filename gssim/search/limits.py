@@ -18,7 +18,7 @@ class Limits:
     objective: Objective
     index: int
     """The plan's: of equally good ones the first counts."""
-    order: tuple[float, int]
+    order: tuple[float, float]
     """Objective and index of what it must come before, to be among the best of some kind."""
     front: Sequence[tuple[float, float]]
     """Times and how full the fullest device is, of the plans on the front so far, the fastest first."""

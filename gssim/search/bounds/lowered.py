@@ -92,7 +92,7 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
 
     That is where its compute stream alone takes and gives back memory; None where others do as well.
     """
-    found = []
+    found: list[tuple[int, Mapping[str, float]]] = []
     for role, tasks in enumerate(program.tasks):
         own = [task.need for task in tasks if task.stream == "compute"]
         if any(task.need.peak or task.need.kept for task in tasks if task.stream != "compute"):
