@@ -18,7 +18,7 @@ from gssim.remedies import with_remedies
 from gssim.result import file_name, write_text
 from gssim.scenario import load_scenario
 from gssim.search import Search, searchers
-from gssim.search.shown import print_found
+from gssim.search.shown import nothing_fits, print_found
 from gssim.shared import Shared
 from gssim.simulate import simulate, traced
 from gssim.sweep import chosen, load_sweep, points_of
@@ -223,6 +223,8 @@ def search_command(
 def _print_found(search: Search, question: str, *, as_json: bool) -> None:
     found = search.found()
     if as_json:
+        if not found.best:
+            print("\n".join(["gssim: search: " + line for line in nothing_fits(found)]), file=sys.stderr)
         print(json.dumps([json.loads(result.to_json()) for result in found.results()], indent=2, allow_nan=False))
     else:
         print_found(found, question)

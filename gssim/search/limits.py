@@ -10,6 +10,9 @@ from gssim.space import Objective
 FRONT_RATIO = 1.25
 """Few train so much longer to save memory that nothing else wants."""
 
+ROUNDING = 1e-9
+"""By which bounds may exceed what they bound: they add up the same numbers in another order."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -25,14 +28,16 @@ class Limits:
 
     def rule_out(self, bound: Bound) -> bool:
         """Return whether a plan with such a bound fits nowhere, or can be neither on the front nor among the best."""
-        if bound.full_ratio > 1:
+        if bound.full_ratio > 1 + ROUNDING:
             return True
-        return (bound.objective, self.index) >= self.order and not self.can_be_on_front(bound)
+        before = (bound.objective * (1 - ROUNDING), self.index) < self.order
+        return not before and not self.can_be_on_front(bound)
 
     def can_be_on_front(self, bound: Bound) -> bool:
         """Return whether a plan with such a bound may be on the front: nothing found is better than it in both."""
         fastest_s = self.front[0][0] if self.front else math.inf
-        return bound.time_s <= FRONT_RATIO * fastest_s and not any(
-            time_s <= bound.time_s and full <= bound.full_ratio and (time_s < bound.time_s or full < bound.full_ratio)
+        least_s, least_full = bound.time_s * (1 - ROUNDING), bound.full_ratio * (1 - ROUNDING)
+        return least_s <= FRONT_RATIO * fastest_s and not any(
+            time_s <= least_s and full <= least_full and (time_s < least_s or full < least_full)
             for time_s, full in self.front
         )

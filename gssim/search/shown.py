@@ -26,7 +26,8 @@ def print_found(found: Found, question: str) -> None:
         console.print(question, style="bold", highlight=False)
     console.print(_counts(found), highlight=False)
     if not found.best:
-        _print_none(console, found)
+        for line in nothing_fits(found):
+            console.print(line, highlight=False, markup=False)
         return
     console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
     for rank, each in enumerate(found.best, start=1):
@@ -42,19 +43,17 @@ def print_found(found: Found, question: str) -> None:
     )
 
 
-def _print_none(console: Console, found: Found) -> None:
-    """Print that nothing fits, what comes nearest, and what would help that."""
+def nothing_fits(found: Found) -> list[str]:
+    """Return in lines that nothing fits, what comes nearest, and what would help that."""
     if found.nearest is None:
-        none = "no plan so far that fits" if found.counts.left else "no plan of the space can run"
-        console.print(none, style="bold")
-        return
+        return ["no plan so far that fits" if found.counts.left else "no plan of the space can run"]
     candidate, result = found.nearest
-    console.print("no plan of the space fits", style="bold")
-    console.print(f"the nearest: {in_words(candidate.plan)}: {memory_lack(result)}", highlight=False, markup=False)
+    lines = ["no plan of the space fits", f"the nearest: {in_words(candidate.plan)}: {memory_lack(result)}"]
     for each in result.remedies:
         margin = each.margin.margin_bytes
         then = f"{human_bytes(margin)} to spare" if each.fits else f"{human_bytes(-margin)} too much"
-        console.print(f"  with {each.change}: {then}", highlight=False)
+        lines.append(f"  with {each.change}: {then}")
+    return lines
 
 
 def _counts(found: Found) -> str:
