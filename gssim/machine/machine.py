@@ -19,19 +19,18 @@ import simpy
 
 from gssim import collectives
 from gssim.cluster import Cluster
-from gssim.conditions import Conditions, applied
+from gssim.conditions import Conditions
 from gssim.machine.classes import is_coupled, is_jittery
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
 from gssim.machine.host import Host
-from gssim.machine.meetings import MOST_CLUSTERS, Meeting, arrange
+from gssim.machine.meetings import Meeting, arrange, router_of
 from gssim.machine.recorded import Recorded
 from gssim.machine.schedule import Scheduled
-from gssim.network import Router
 from gssim.program import Program, Task
 from gssim.program.task import Issue
 from gssim.result import Span
-from gssim.shared import Same, Shared
+from gssim.shared import Shared
 from gssim.units import Floats, RunFailedError
 
 STREAMS = ("compute", "communication", "replication")
@@ -123,12 +122,7 @@ class Machine:
         self.cluster, self.program = cluster, program
         conditions = conditions or Conditions()
         shared = shared or Shared()
-        router = shared.once(
-            "router",
-            (Same(cluster), conditions.faults),
-            lambda: Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring, shared.large),
-            most=MOST_CLUSTERS,
-        )
+        router = router_of(cluster, conditions, shared)
         arranged = arrange(
             self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
         )
