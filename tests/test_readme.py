@@ -36,7 +36,10 @@ LIMIT_S = 120
 SMALL: dict[tuple[str, str], tuple[str, ...]] = {
     ("gsreal", "run"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
     ("gsreal", "lab"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
-    ("gsreal", "gradients"): ("--set", "run.steps=4", "--set", "run.warmup_steps=1", "--every", "2", "--batches", "1"),
+    ("gsreal", "gradients"): (
+        *("--set", "run.steps=4", "--set", "run.warmup_steps=1"),
+        *("--every", "2", "--batches", "1", "--courses", "1"),
+    ),
     ("gsreal", "calibrate"): ("--batch-sizes", "2", "--sequence-length", "16"),
     ("gssim", "sweep"): ("--only", "hosts--gs-silent*"),
     ("gssim", "search"): (
