@@ -18,7 +18,8 @@ from gssim.remedies import with_remedies
 from gssim.result import file_name, write_text
 from gssim.scenario import load_scenario
 from gssim.search import Search, searchers
-from gssim.search.shown import print_found
+from gssim.search.shown import nothing_fits, print_found
+from gssim.shared import Shared
 from gssim.simulate import simulate, traced
 from gssim.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.table import TABLES, check_table_place
@@ -182,6 +183,13 @@ def search_command(
     least_density: Annotated[
         float | None, typer.Option("--least-density", help="Search thresholds too that push no smaller part.")
     ] = None,
+    study: Annotated[
+        Path | None, typer.Option("--study", help="Table of a study of what thresholds cost (convergence.csv).")
+    ] = None,
+    most_loss_change: Annotated[
+        float | None,
+        typer.Option("--most-loss-change", help="Nats: search those of its thresholds that cost no more."),
+    ] = None,
     seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no more plans after so long.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Plans at a time; as many as cores by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
@@ -192,16 +200,24 @@ def search_command(
     --json prints the best plans' Results in order, then those of the others on the front of time and memory;
     provenance.search tells them apart.
     """
-    asked = {"objective": objective and f'"{objective}"', "least_density": least_density, "seconds": seconds}
+    asked = {
+        "objective": objective and json.dumps(objective),
+        "least_density": least_density,
+        "study": study and json.dumps(str(study)),
+        "most_loss_change": most_loss_change,
+        "seconds": seconds,
+    }
     given = [*(overrides or []), *(f"search.{key}={value}" for key, value in asked.items() if value is not None)]
     count = usable_cores() if jobs is None else jobs
     for name, value in (("--top", top), ("--jobs", count)):
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
-    loaded = load_scenario(scenario, given)
+    shared = Shared()
+    loaded = load_scenario(scenario, given, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)
     try:
-        with searchers(count, scenario, given) as workers, progress_bar("searching") as told:
+        search.prepare()
+        with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as told:
             search.run(workers, told)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, as_json=as_json)
@@ -213,6 +229,8 @@ def search_command(
 def _print_found(search: Search, question: str, *, as_json: bool) -> None:
     found = search.found()
     if as_json:
+        if not found.best:
+            print("\n".join(["gssim: search: " + line for line in nothing_fits(found)]), file=sys.stderr)
         print(json.dumps([json.loads(result.to_json()) for result in found.results()], indent=2, allow_nan=False))
     else:
         print_found(found, question)

@@ -117,7 +117,7 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
     fits goes by the dense steps at the start as well.
     """
     try:
-        with _no_collection():
+        with no_collection():
             return _simulated(loaded, unfolded, shared or Shared(), spread=spread)
     except UserError as error:  # what shows only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
@@ -126,13 +126,13 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     """Return the steady step as a trace shows it: it is simulated once more, with an eye on memory."""
     program, scenario = simulated.typical.machine.program, simulated.typical.scenario
-    with _no_collection():
+    with no_collection():
         steady = _run(scenario, program, unfolded, Shared(), recorded=True)
     return step_of(steady.machine, simulated.typical.number)
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep Python from looking for garbage: what a simulation makes lives as long as it does."""
     collecting = gc.isenabled()
     gc.disable()
@@ -188,6 +188,11 @@ def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, 
         return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, shared=shared)
 
     return shared.once("steps", key, made, most=MOST_STEPS)
+
+
+def program_of(loaded: Loaded, shared: Shared) -> Program:
+    """Return the program of a steady step, where all steps are alike; a simulation with the same `shared` has it."""
+    return _steps(loaded, False, shared, {}).program(_distinct_steps(loaded)[-1])
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:

@@ -37,6 +37,8 @@ class Family:
     roles: tuple[int, ...]
     duration_s: Floats
     """By task and role."""
+    host_s: Floats
+    """The same: what the host takes to issue a task, where it does."""
     streams: Mapping[str, tuple[Segment, ...]]
     segments: tuple[Segment, ...]
     waiting: Mapping[int, tuple[int, ...]]
@@ -49,7 +51,10 @@ def families_of_roles(program: Program) -> tuple[Family, ...]:
     """Return the families of a program's roles, in the order of their first ones."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for role, tasks in enumerate(program.tasks):
-        shape = tuple((task.label, task.phase, task.stream, task.communication, task.after) for task in tasks)
+        shape = tuple(
+            (task.label, task.phase, task.stream, task.communication, task.after, task.issue and task.issue.goes_on)
+            for task in tasks
+        )
         alike.setdefault(shape, []).append(role)
     return tuple(_family(program, roles) for roles in alike.values())
 
@@ -70,6 +75,7 @@ def _family(program: Program, roles: Sequence[int]) -> Family:
         tasks,
         tuple(roles),
         np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
+        np.array([[task.issue.host_s if task.issue else 0.0 for task in program.tasks[role]] for role in roles]).T,
         streams,
         tuple(segments),
         {number: tuple(found) for number, found in waiting.items()},

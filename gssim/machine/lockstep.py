@@ -42,6 +42,8 @@ class Ranks:
         self.family, self.classes, self.columns = family, np.array(classes), columns
         self.duration_s = family.duration_s[:, columns]
         self.takes_time = [bool(row.any()) for row in self.duration_s]
+        self.issued_s = np.zeros(count)
+        """When each one's host had issued the last piece that tells of it."""
         self.now_s = {stream: np.zeros(count) for stream in family.streams}
         self.began_s, self.ended_s = np.zeros((2, steps, len(family.tasks), count))
         self.wait_s = np.zeros((steps, len(family.tasks), count))
@@ -99,8 +101,14 @@ class Lockstep:
             if tasks[place].communication is not None:
                 self._come(ranks, step, segment, who, now_s)
                 return
+            began_s = now_s
             if ranks.takes_time[place]:
                 now_s = now_s + ranks.duration_s[place, who]
+            issue = tasks[place].issue
+            if issue is not None:  # as `Machine._issue` has it
+                host_s = ranks.family.host_s[place, ranks.columns][who]
+                ranks.issued_s[who] = (ranks.issued_s[who] if issue.goes_on else began_s) + host_s
+                now_s = np.maximum(now_s, ranks.issued_s[who])
             ranks.ended_s[step, place, who] = now_s
         self._end(ranks, step, segment, who, now_s)
 
