@@ -6,7 +6,6 @@ from functools import partial
 from itertools import pairwise
 
 from gssim import costs
-from gssim.cluster import Curve
 from gssim.memory import (
     Event,
     Lives,
@@ -22,7 +21,7 @@ from gssim.program.bucket import MicroBatch
 from gssim.program.lowering import Lowering
 from gssim.program.scratch import scratch_events
 from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
-from gssim.program.task import Cold, Issue, Task
+from gssim.program.task import Issue, Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, LAST, recomputed_buffers
 from gssim.scenario import pause_excess
 from gssim.workload import LayerInstance
@@ -110,7 +109,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
                 once[key] = _issued(once[key], duration_s - alone_s + busy_s, host_s, _shares(events, ends))
         found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(once[key])]
         whole = reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
-        return [_cooling(task, excess.get(task.phase)) for task in whole] if excess else whole
+        return [replace(task, after_pauses=excess) for task in whole] if excess else whole
 
     tasks = []
     for instance in own.layers:
@@ -144,11 +143,6 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
 
 def _named(task: Task, label: str) -> Task:
     return Task(label, task.phase, duration_s=task.duration_s, need=task.need, issue=task.issue)
-
-
-def _cooling(task: Task, excess: Curve | None) -> Task:
-    """Return a task that takes longer after a pause, where that has been measured."""
-    return replace(task, cold=Cold(task.label, excess)) if excess and task.duration_s else task
 
 
 def _layer_s(
