@@ -48,6 +48,7 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
             fused_softmax=False,
             early_stop=False,
             in_place_loss=True,
+            partitioned=tp > 1 and pp > 1,
         ),
         method=method_of(dp, tp, pp),
         dp=dp,
