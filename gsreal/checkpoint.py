@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-N`. It is written under another name and renamed once every rank has written its part, so
 that what a killed rank leaves is never taken. Parameters and optimizer state are saved by parameter name and element:
-other ranks, other shares, and with Gradient Sharding other buckets too, read what they need of them. Data are a
-function of seed and step.
+other ranks, other shares, other cuts of the model by layers or inside of blocks, and with Gradient Sharding other
+buckets too, read what they need of them. Data are a function of seed and step.
 
 What is a rank's own goes on where there are as many ranks as before, with the same shares: torch's random numbers (of
 dropout), and what a thresholded push has kept and estimated. Else random numbers begin anew from seed, step and rank,
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gsreal.elements import Elements
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.methods import Training
 from gssim.scenario import Scenario, has_master_copy
@@ -30,9 +31,7 @@ from gssim.units import UserError
 KEPT = 2
 """Checkpoints that are kept: the last, and the one before it."""
 PROGRESS = "progress.json"
-FORMAT = 1
-DEALT_OUT = ("all-reduce", "sharded")
-"""Gradients and optimizer state where each rank updates tensors of its own."""
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -167,38 +166,24 @@ def identity(scenario: Scenario) -> dict[str, Any]:
 
 
 def _form(scenario: Scenario) -> str:
-    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without.
-
-    DTensors of cut blocks are in the order of the ranks that hold parts of them: as many must go on.
-    """
-    policies = scenario.policies
-    if policies.partition == "weight-gradient" or (policies.gradients, policies.optimizer_state) == DEALT_OUT:
-        return "torch, by tensor"
+    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without."""
+    policies, copies = scenario.policies, has_master_copy(scenario.workload)
     if policies.gradients != "push":
-        return f"torch, blocks cut in {policies.tp}" if policies.tp > 1 else "torch"
-    copies = has_master_copy(scenario.workload) or scenario.plan.publish.threshold is not None
+        return "torch" + (", master copies" if copies and policies.parameters == "replicated" else "")
+    copies = copies or scenario.plan.publish.threshold is not None
     return "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
 
 
 def _unsaved(scenario: Scenario) -> str | None:
-    """Return why a plan's training cannot be saved, if it cannot."""
-    policies = scenario.policies
-    method = scenario.plan.method
-    if policies.pp > 1:
-        return "the parts of a model that is cut by layers (plan.pp) are not saved yet"
-    native = policies.cuts_natively and policies.data_ranks == 1 and _are_linear(scenario)
-    if policies.tp > 1 and not native:
-        return "blocks that are cut (plan.tp) other than by DTensor alone (evenly, of linear maps) are not saved yet"
-    if policies.parameters == "replicated" and policies.gradients != "push" and has_master_copy(scenario.workload):
-        return f"plan.method = '{method}' in {scenario.workload.precision}: its master copy is not saved yet"
+    """Return why a plan's training cannot be saved, if it cannot.
+
+    Owners' shards are ranges of flat buckets, which a slice of a block has no single place for in the whole.
+    """
+    if scenario.policies.gradients == "push" and scenario.policies.tp > 1:
+        return "shards of blocks that are cut too (plan.tp beside pushes) are not saved yet"
     if scenario.plan.shares.replan:
         return "plan.shares.replan = True: how the batch was divided at run time is not saved yet"
     return None
-
-
-def _are_linear(scenario: Scenario) -> bool:
-    """Return whether all blocks that are cut are of linear maps, as far as the model file tells."""
-    return all(layer.linear for layer in scenario.workload.model.sliced_layers if layer.reductions)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -224,51 +209,17 @@ def _commit(partial: Path, path: Path) -> None:
 
 def _state_of(training: Training) -> dict[str, Any]:
     """Return what torch.distributed.checkpoint saves of a training, or loads into it."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     if isinstance(training.optimizer, GradientSharding):
         return {"model": training.module, "optimizer": training.optimizer.sharded()}
-    model, optimizer = get_state_dict(training.module, _stateful(training), options=_options(training))
-    return {"model": model, "optimizer": optimizer}
+    return {"training": Elements(training.module, training.optimizer)}
 
 
 def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
-    from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    state = _state_of(training)
-    load(state, checkpoint_id=path)
-    if not isinstance(training.optimizer, GradientSharding):
-        model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(
-            training.module,
-            _stateful(training),
-            model_state_dict=model,
-            optim_state_dict=optimizer,
-            options=_options(training),
-        )
+    load(_state_of(training), checkpoint_id=path)
     if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
         torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
-
-
-def _options(training: Training) -> Any:
-    """Return how torch is to see the state: settings go by tensor too where a rank's optimizer has but some of them."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    frozen = any(not parameter.requires_grad for parameter in training.module.parameters())
-    return StateDictOptions(flatten_optimizer_state_dict=frozen or _stateful(training) is not training.optimizer)
-
-
-def _stateful(training: Training) -> torch.optim.Optimizer:
-    """Return the optimizer that has this rank's state: where tensors are dealt out, the one inside."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    optimizer = training.optimizer
-    assert not isinstance(optimizer, GradientSharding)  # it tells its state itself
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer
-    inside: torch.optim.Optimizer = optimizer.optim
-    return inside
 
 
 def _own_file(folder: Path) -> Path:

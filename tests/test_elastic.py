@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 import torch
 from real_runs import slow_where, star
 
-from gsreal.checkpoint import Checkpoints, check_checkpoints, identity, latest, read_progress
+from gsreal.checkpoint import FORMAT, Checkpoints, check_checkpoints, identity, latest, read_progress
 from gsreal.feed import Feed
 from gsreal.measure import Timeline
 from gsreal.worker import build
@@ -28,9 +28,11 @@ from gssim.units import UserError
 pytestmark = pytest.mark.real
 
 DEMO = Path(__file__).resolve().parents[1] / "scenarios" / "demo.toml"
+RESNET = DEMO.with_name("resnet-digits.toml")
 STEPS, SAVED = 8, 4
+OF_TEXT = ["workload.sequence_length=16"]
 COMMON = [
-    "workload.sequence_length=16",
+    *OF_TEXT,
     "workload.global_batch_size=12",
     "workload.optimizer=adamw",
     "workload.precision=fp64",
@@ -46,16 +48,19 @@ EXACT = 1e-9
 def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
     shards = (
         [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS]
-        if {"plan.method=gs", "plan.method=gs_z3"} & {*changes}
+        if {"plan.method=gs", "plan.method=gs_z3"} & {*changes} and "plan.shares.shards=even" not in changes
         else []
     )
     return [star(ranks), *COMMON, f"run.steps={steps - 1}", *changes, *shards]
 
 
-def train(folder: Path, checkpoints: Path, ranks: int, steps: int, *changes: str) -> tuple[float, ...]:
+def train(
+    folder: Path, checkpoints: Path, ranks: int, steps: int, *changes: str, scenario: Path = DEMO
+) -> tuple[float, ...]:
     """Train for `steps` steps in all, from the last checkpoint on; return the losses."""
     made = folder / f"{ranks}-{steps}.json"
-    arguments = [str(DEMO), json.dumps(overrides(ranks, steps, *changes)), str(made), "", str(checkpoints), str(SAVED)]
+    asked = json.dumps([each for each in overrides(ranks, steps, *changes) if scenario == DEMO or each not in OF_TEXT])
+    arguments = [str(scenario), asked, str(made), "", str(checkpoints), str(SAVED)]
     forks.launch("gsreal.worker", arguments, ranks=ranks)
     return read_result(made).loss
 
@@ -94,17 +99,82 @@ def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturb
     assert not list((tmp_path / "saved").glob("*.partial"))
 
 
+SAMPLES_TWICE = ["plan.dp_replicate=1", "plan.dp_shard=2", "plan.tp=2"]
+UNEVEN = "plan.shares.shards=[0.75,0.25]"
+"""Of heads and columns, for slices of our own."""
+PLANS: dict[str, tuple[int, list[str]]] = {
+    "pipeline": (2, ["plan.method=pipeline", "plan.micro_batches=3"]),
+    "pipeline-of-three": (3, ["plan.method=pipeline", "plan.schedule=interleaved", "plan.micro_batches=3"]),
+    "pipelines": (4, ["plan.method=zero1", "plan.pp=2", "plan.dp_replicate=2", "plan.micro_batches=3"]),
+    "tensor": (2, ["plan.method=tensor"]),
+    "tensor-of-four": (4, ["plan.method=tensor"]),
+    "gs_tp": (2, ["plan.method=gs_tp", UNEVEN]),
+    "ddp-tp": (4, ["plan.method=ddp", "plan.dp_replicate=2", "plan.tp=2"]),
+    "zero2-tp": (4, ["plan.method=zero2", *SAMPLES_TWICE]),
+    "zero3-tp": (4, ["plan.method=zero3", *SAMPLES_TWICE]),
+    "hsdp-tp": (4, ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.tp=2"]),
+    "gs_wgrad": (2, ["plan.method=gs_wgrad"]),
+    "gs_wgrad-of-three": (3, ["plan.method=gs_wgrad"]),
+    "zero3": (3, ["plan.method=zero3"]),
+    "ddp": (2, ["plan.method=ddp"]),
+}
+"""How many ranks train, and how."""
+
+
+def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_path: Path):
+    """What is saved is by the names and elements that the whole model has."""
+    go_on(tmp_path, ("pipeline", "gs_tp"), undisturbed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "ranks"), [("tensor", 2), ("gs_wgrad", 2), ("gs_wgrad", 3)], ids=lambda value: str(value)
+    "names",
+    [
+        ("tensor", "tensor-of-four"),
+        ("tensor-of-four", "pipeline-of-three"),
+        ("pipelines", "tensor"),
+        ("pipeline", "pipelines"),
+        ("gs_tp", "ddp-tp"),
+        ("ddp-tp", "zero3-tp"),
+        ("zero3-tp", "gs_tp"),
+        ("zero2-tp", "zero2-tp"),
+        ("hsdp-tp", "zero3"),
+        ("gs_wgrad", "gs_wgrad-of-three"),
+        ("zero3", "gs_wgrad"),
+        ("ddp", "zero2-tp"),
+    ],
+    ids="-then-".join,
 )
-def test_what_each_rank_alone_updates_goes_on_as_if_nothing_had_happened(
-    undisturbed, tmp_path: Path, method: str, ranks: int
-):
-    """Parts of blocks, and whole layers; the latter may be dealt out anew."""
-    train(tmp_path, tmp_path / "saved", 2, SAVED, f"plan.method={method}")
-    losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, f"plan.method={method}")
-    assert losses == pytest.approx(undisturbed, rel=EXACT)
+def test_what_is_saved_goes_on_however_it_is_divided_then(undisturbed, tmp_path: Path, names: tuple[str, str]):
+    go_on(tmp_path, names, undisturbed)
+
+
+def go_on(folder: Path, names: tuple[str, ...], expected: list[float]) -> None:
+    """Train to half under the first plan and to the end under the second; check all losses."""
+    for name, steps in zip(names, (SAVED, STEPS), strict=True):
+        ranks, plan = PLANS[name]
+        losses = train(folder, folder / "saved", ranks, steps, *plan)
+    assert losses == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "zero1", "gs_wgrad", "tensor", "pipeline", "zero3", "gs"])
+def test_with_a_master_copy_it_goes_on_as_if_nothing_had_happened(tmp_path: Path, method: str):
+    """In bf16 a step is not the same to rounding on other ranks; on the same ones it is the very same."""
+    plan = [f"plan.method={method}", "workload.precision=bf16", "workload.learning_rate=1e-2", "plan.micro_batches=2"]
+    expected = train(tmp_path, tmp_path / "whole", 2, STEPS, *plan)
+    train(tmp_path, tmp_path / "saved", 2, SAVED, *plan)
+    assert train(tmp_path, tmp_path / "saved", 2, STEPS, *plan) == expected
+
+
+@pytest.mark.slow
+def test_convolutions_that_are_cut_go_on_whole(tmp_path: Path):
+    """Of the residual network, whose norms are cut with them; then each rank has all."""
+    found = []
+    for number, method in enumerate(("ddp", "tensor", "ddp")):
+        folder, steps = tmp_path / ("saved" if number else "whole"), SAVED if number == 1 else STEPS
+        found.append(train(tmp_path, folder, 2, steps, f"plan.method={method}", scenario=RESNET))
+    assert found[2] == pytest.approx(found[0], rel=EXACT)
 
 
 @pytest.mark.slow
@@ -114,6 +184,15 @@ def test_what_three_ranks_saved_goes_on_with_two_in_every_method(undisturbed, tm
     for ranks, steps in ((3, SAVED), (2, STEPS)):
         mesh = [f"plan.dp_replicate={ranks}", "plan.dp_shard=1"] if levels else []
         losses = train(tmp_path, tmp_path / "saved", ranks, steps, f"plan.method={method}", *mesh)
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+
+
+@pytest.mark.slow
+def test_four_ranks_then_three_then_two(saved_by_four: Path, undisturbed, tmp_path: Path):
+    """Every resumption from the one before, each with shares of its own."""
+    shutil.copytree(saved_by_four, tmp_path / "saved")
+    train(tmp_path, tmp_path / "saved", 3, SAVED + 2, "plan.method=gs")
+    losses = train(tmp_path, tmp_path / "saved", 2, STEPS, "plan.method=gs")
     assert losses == pytest.approx(undisturbed, rel=EXACT)
 
 
@@ -198,10 +277,8 @@ def refusal(*changes: str, folder: Path, every: int = 1, steps: int = STEPS) -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        ["plan.method=gs_tp"],
-        ["plan.method=gs_wgrad", "workload.precision=bf16"],
-        ["plan.method=ddp", "workload.precision=bf16"],
-        ["plan.method=zero1", "workload.precision=bf16"],
+        ["plan.shares.replan=true", "plan.method=gs"],
+        ["plan.method=gs", "plan.tp=2", "plan.shares.shards=even"],
     ],
     ids=lambda changes: changes[-1],
 )
@@ -213,7 +290,7 @@ def written(folder: Path, scenario, step: int) -> Path:
     """Write what is read of a checkpoint before ranks start."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    progress = {"step": step, "losses": [], "ranks": 2, "training": identity(scenario), "format": 1}
+    progress = {"step": step, "losses": [], "ranks": 2, "training": identity(scenario), "format": FORMAT}
     (path / "progress.json").write_text(json.dumps(progress))
     return path
 
@@ -229,29 +306,13 @@ def test_another_trainings_checkpoint_is_refused(tmp_path: Path):
     assert "--every 0" in refusal("plan.method=gs", folder=tmp_path, every=0)
 
 
-@pytest.mark.parametrize("method", ["tensor", "gs_wgrad", "zero1"])
-def test_what_each_rank_alone_updates_is_saved_in_a_form_of_its_own(tmp_path: Path, method: str):
-    scenario = load_scenario(DEMO, overrides(2, STEPS, f"plan.method={method}"), gradients_needed=False).scenario
+def test_what_updates_a_master_copy_is_saved_with_it(tmp_path: Path):
+    bf16 = ["workload.precision=bf16"]
+    scenario = load_scenario(DEMO, overrides(2, STEPS, "plan.method=ddp", *bf16), gradients_needed=False).scenario
     written(tmp_path, scenario, 4)
     check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
-    assert "there, 'torch' in scenario.toml" in refusal("plan.method=ddp", folder=tmp_path)
-
-
-def test_blocks_that_are_cut_go_on_with_as_many_ranks(tmp_path: Path):
-    """Their maps' rows are saved in the order of the ranks that hold them."""
-    two, four = (
-        load_scenario(DEMO, [star(n), *COMMON, "plan.method=tensor"], gradients_needed=False).scenario for n in (2, 4)
-    )
-    written(tmp_path, two, 4)
-    with pytest.raises(UserError, match="form = 'torch, blocks cut in 2' there, 'torch, blocks cut in 4'"):
-        check_checkpoints(four, tmp_path, 1, where="scenario.toml")
-
-
-def test_convolutions_that_are_cut_are_not_saved_yet(tmp_path: Path):
-    resnet = DEMO.with_name("resnet-digits.toml")
-    scenario = load_scenario(resnet, [star(2), "plan.method=tensor"], gradients_needed=False).scenario
-    with pytest.raises(UserError, match="other than by DTensor alone"):
-        check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
+    message = refusal("plan.method=zero3", *bf16, folder=tmp_path)
+    assert "form = 'torch, master copies' there, 'torch' in scenario.toml" in message
 
 
 def test_a_broken_checkpoint_is_refused(tmp_path: Path):

@@ -3,16 +3,14 @@
 Both say nothing of buckets, ranks or shares, so that any number of ranks with any shares takes them up again.
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.frozen import elementwise
+from gsreal.gradient_sharding.part import Part
 
 if TYPE_CHECKING:
     from gsreal.gradient_sharding.sharding import GradientSharding
@@ -43,7 +41,7 @@ def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
         sharding.state.clear()
         sharding.take_parameters()
         return
-    initialise(sharding)
+    initialise(sharding.optimizer)
     for bucket in sharding.buckets:
         values, others = _states(sharding, bucket)
         for parameter in bucket.parameters:
@@ -66,29 +64,28 @@ def load_groups(sharding: "GradientSharding", saved: list[dict[str, Any]]) -> No
         group.update({key: value for key, value in options.items() if key != "params"})
 
 
-def initialise(sharding: "GradientSharding") -> None:
+def initialise(optimizer: torch.optim.Optimizer) -> None:
     """Make the state that the first step makes, of zeros, where there is none yet.
 
     By a step with zero gradients and a learning rate of zero, as torch.distributed.checkpoint.state_dict does. Assumes
     an optimizer whose state begins with zeros, as that of SGD, Adam and AdamW does; loading overwrites it.
     """
-    optimizer = sharding.optimizer
     if optimizer.state:
         return
     rates = [group.get("lr") for group in optimizer.param_groups]
-    kept = [bucket.shard.detach().clone() for bucket in sharding.buckets]
+    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    kept = [(each.detach().clone(), each.grad) for each in trained]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    gradients = [bucket.shard.grad for bucket in sharding.buckets]
-    for bucket in sharding.buckets:
-        bucket.shard.grad = torch.zeros_like(bucket.shard)
+    for each in trained:
+        each.grad = torch.zeros_like(each)
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for bucket, values, gradient in zip(sharding.buckets, kept, gradients, strict=True):
-        bucket.shard.detach().copy_(values)
-        bucket.shard.grad = gradient
-        for value in optimizer.state[bucket.shard].values():
+    for each, (values, gradient) in zip(trained, kept, strict=True):
+        each.detach().copy_(values)
+        each.grad = gradient
+        for value in optimizer.state[each].values():
             if isinstance(value, Tensor):
                 value.zero_()
 
@@ -104,13 +101,13 @@ class Sharded:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the own part: views of it, so that what is loaded into it is loaded in place."""
-        initialise(self.sharding)
+        initialise(self.sharding.optimizer)
         found: dict[str, Any] = {}
         for bucket in self.sharding.buckets:
             values, others = _states(self.sharding, bucket)
             for parameter in bucket.parameters:
                 start, part = bucket.owned(parameter)
-                owned = {key: OwnedPart(value[part], start, parameter.numel()) for key, value in values.items()}
+                owned = {key: Part({(start,): value[part]}, (parameter.numel(),)) for key, value in values.items()}
                 found[self.sharding.names[parameter]] = owned | others
         # a tuple is saved as one object: its lists and numbers are replaced as a whole when it is loaded
         updates = torch.tensor(self.sharding.pusher.steps)
@@ -124,52 +121,6 @@ class Sharded:
             loaded = state_dict["state"][self.sharding.names[bucket.parameters[0]]]
             for key, value in _states(self.sharding, bucket)[1].items():
                 _replace(self.sharding, bucket, key, value, loaded[key])
-
-
-class OwnedPart(torch.Tensor):
-    """A flat tensor of which this rank holds one range: torch.distributed.checkpoint reads and writes that alone."""
-
-    local: Tensor
-    start: int
-
-    @staticmethod
-    def __new__(cls, local: Tensor, start: int, size: int) -> "OwnedPart":
-        """Make it of the own range, where that begins, and the size of the whole."""
-        made = torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=local.dtype, device=local.device)
-        made.local, made.start = local, start
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse to compute: most of the tensor is elsewhere."""
-        raise NotImplementedError(f"{func} on a part of a tensor")
-
-    def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
-        return f"OwnedPart({self.start}:{self.start + self.local.numel()} of {tuple(self.shape)}, {self.dtype})"
-
-    def _chunks(self) -> Iterator[ChunkStorageMetadata]:
-        if self.local.numel():
-            yield ChunkStorageMetadata(torch.Size([self.start]), torch.Size([self.local.numel()]))
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return what to write: the own range, if there is any."""
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self._chunks()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return what to read."""
-        return list(self._chunks())
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return where to read from or write to."""
-        return self.local
 
 
 def _states(sharding: "GradientSharding", bucket: Bucket) -> tuple[dict[str, Tensor], dict[str, Any]]:
