@@ -28,6 +28,7 @@ from gssim.machine.meetings import Meeting, arrange, router_of
 from gssim.machine.recorded import Recorded
 from gssim.machine.schedule import Scheduled
 from gssim.program import Program, Task
+from gssim.program.task import Issue
 from gssim.result import Span
 from gssim.shared import Shared
 from gssim.units import Floats, RunFailedError
@@ -149,10 +150,14 @@ class Machine:
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
         self._busy_share: dict[Meeting, float] = {}
-        self._busy_s = [0.0 for _ in self.classes]
-        """How long each class has computed."""
-        self._waited_s: dict[tuple[int, str], float] = {}
-        """How long each class had not, when it last did a piece of compute."""
+        self._cold_s = [0.0 for _ in self.classes]
+        """How much longer each class will compute for the pauses before."""
+        self._paused_s = [0.0 for _ in self.classes]
+        """How long each class has waited since its caches were filled again for that."""
+        self._computed_s: dict[int, float] = {}
+        """When each class last computed."""
+        self._issued_s = [0.0 for _ in self.classes]
+        """When each class's host had issued the last piece that tells of it."""
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -247,7 +252,7 @@ class Machine:
                 memory.begin(stream, task.need)
                 if task.communication is not None:
                     yield from self._communicate(index, stream, step, task)
-                elif task.duration_s > 0:
+                elif task.duration_s > 0 or task.issue is not None:
                     yield from self._compute(index, task)
                 memory.end(stream)
                 if self.env.now > began_s:
@@ -267,7 +272,7 @@ class Machine:
         alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
         tasks = self.program.tasks[self.roles[index]]
         beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
-        return alone and not beside and not any(task.cold for task in tasks)
+        return alone and not beside and not any(task.after_pauses for task in tasks)
 
     def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
@@ -277,6 +282,8 @@ class Machine:
                 if task.after:
                     now_s = yield from self._await_ahead(index, stream, step, task, now_s)
                 began_s, now_s = now_s, now_s + task.duration_s
+                if task.issue is not None:
+                    now_s = max(now_s, self._issue(index, task.issue, began_s))
                 if task.communication is not None:
                     yield from self._meet(began_s)
                     yield from self._communicate(index, stream, step, task)
@@ -340,10 +347,18 @@ class Machine:
         self._span(index, stream, label, "exposed_communication", began_s, end_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
-        alone_s = task.duration_s * (1 + self._cold_ratio(index, task)) * self._jitter(index)
         began_s = self.env.now
-        yield from self._taking(index, alone_s)
-        self._busy_s[index] += self.env.now - began_s
+        self._paused_s[index] += began_s - self._computed_s.get(index, began_s)
+        refill_s = self._refill_s(index, task)
+        yield from self._taking(index, (task.duration_s + refill_s) * self._jitter(index))
+        if task.issue is not None:
+            yield from self._meet(self._issue(index, task.issue, began_s))
+        self._computed_s[index] = self.env.now
+
+    def _issue(self, index: int, issue: Issue, began_s: float) -> float:
+        """Return when the host has issued a piece that the device begins at a time."""
+        self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
+        return self._issued_s[index]
 
     def _taking(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
         """Take the time of a piece of compute, longer where others share its host."""
@@ -358,14 +373,20 @@ class Machine:
             communicating_ratio=device.communicating_slowdown_ratio,
         )
 
-    def _cold_ratio(self, index: int, task: Task) -> float:
-        """Return how much longer a task takes for the pauses since its device did the same last; 0 the first time."""
-        if task.cold is None:
+    def _refill_s(self, index: int, task: Task) -> float:
+        """Return how much longer a task takes for filling the caches again after pauses.
+
+        What pauses add falls on what is computed next that tells of it, where nothing takes more than twice its time;
+        all of them add no more than the longest.
+        """
+        excess = task.after_pauses
+        if excess is None:
             return 0.0
-        waited_s = self.env.now - self._busy_s[index]
-        before_s = self._waited_s.get((index, task.cold.piece), waited_s)
-        self._waited_s[index, task.cold.piece] = waited_s
-        return task.cold.excess_ratio(waited_s - before_s)
+        pause_s, self._paused_s[index] = min(self._paused_s[index], excess.sizes[-1]), 0.0
+        cold_s = min(self._cold_s[index] + excess.at(pause_s), max(excess.values))
+        filled_s = min(cold_s, task.duration_s)
+        self._cold_s[index] = cold_s - filled_s
+        return filled_s
 
     def _jitter(self, index: int) -> float:
         """Return the factor by which chance changes a task's compute: the step's, and the task's own."""

@@ -23,25 +23,18 @@ class Task:
     communication: str | None = None
     after: tuple[str, ...] = ()
     need: Footprint = NOTHING
-    cold: "Cold | None" = None
+    after_pauses: Curve | None = None
+    """How much longer compute takes, this and what follows, after so many seconds of waiting."""
+    issue: "Issue | None" = None
 
 
-@dataclass(frozen=True)
-class Cold:
-    """What a pause does to a piece of compute: caches no longer hold what it works with."""
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """What a GPU's host takes to issue a piece of compute that is not done sooner, whatever the device waits for."""
 
-    piece: str
-    """Its name; those of equal names, such as of several micro-batches, keep each other warm."""
-    excess: Curve
-    """How much longer it takes, over its time without a pause, by seconds that the device has waited since it ran."""
-
-    def excess_ratio(self, pause_s: float) -> float:
-        """Return what a pause adds, over the time without it.
-
-        >>> Cold("forward head", Curve(sizes=(0.1, 0.2), values=(0.5, 0.75))).excess_ratio(0.05)
-        0.25
-        """
-        return self.excess.at(min(pause_s, self.excess.sizes[-1]))
+    host_s: float
+    goes_on: bool
+    """Whether the host came from issuing the piece before; else it begins when the device does."""
 
 
 @dataclass(frozen=True)
