@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +21,7 @@ from gssim.search import Search, searchers
 from gssim.search.shown import nothing_fits, print_found
 from gssim.shared import Shared
 from gssim.simulate import simulate, traced
-from gssim.sweep import chosen, load_sweep, points_of
+from gssim.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.table import TABLES, check_table_place
 from gssim.tabulation import tabulate
 from gssim.trace import chrome_trace
@@ -111,34 +111,12 @@ def sweep_command(
     ] = None,
 ) -> None:
     """Predict every point of a sweep."""
-    as_table = out is not None and out.suffix in TABLES
-    if dask is not None and jobs is not None:
-        raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
-    if as_table and as_json:
-        raise UserError(f"--json prints Results, which a table does not keep; leave it out, or --out {out}")
-    if dask is not None and not as_table:
-        raise UserError(f"--dask {dask}: makes a table: name it with --out FILE.parquet")
     count = usable_cores() if jobs is None else jobs
-    if count < 1:
-        raise UserError(f"--jobs {jobs}: must be at least 1")
+    _check_ways(out, jobs, dask, as_json=as_json)
     asked = load_sweep(sweep)
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
-    if as_table and out is not None:
-        check_table_place(out)
-        workers = dask_workers(dask) if dask is not None else processes(min(count, len(points)))
-        with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
-            table = tabulate(
-                points,
-                sweep=asked,
-                file=sweep,
-                out=out,
-                workers=workers,
-                elsewhere=dask is not None,
-                again=again,
-                told=told,
-            )
-        print_table(table, asked.question)
-        _fail_where_some_did(table, out)
+    if out is not None and out.suffix in TABLES:
+        _tabulated(asked, points, sweep, out, count, dask, again=again)
         return
     with _kept_in(out), progress_bar("predicting") as told:
         results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
@@ -146,6 +124,34 @@ def sweep_command(
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
         print_results(results, asked.question)
+
+
+def _check_ways(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:
+    """Raise UserError where options of a sweep do not go together."""
+    as_table = out is not None and out.suffix in TABLES
+    if dask is not None and jobs is not None:
+        raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
+    if as_table and as_json:
+        raise UserError(f"--json prints Results, which a table does not keep; leave it out, or --out {out}")
+    if dask is not None and not as_table:
+        raise UserError(f"--dask {dask}: makes a table: name it with --out FILE.parquet")
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: must be at least 1")
+
+
+def _tabulated(
+    asked: Sweep, points: Sequence[Point], file: Path, out: Path, jobs: int, dask: str | None, *, again: bool
+) -> None:
+    """Make a sweep's table, and show it."""
+    check_table_place(out)
+    workers = dask_workers(dask) if dask is not None else processes(min(jobs, len(points)))
+    elsewhere = dask is not None
+    with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
+        table = tabulate(
+            points, sweep=asked, file=file, out=out, workers=workers, elsewhere=elsewhere, again=again, told=told
+        )
+    print_table(table, asked.question)
+    _fail_where_some_did(table, out)
 
 
 @contextmanager

@@ -8,10 +8,9 @@ soon as that is known. Memory is then added up in the order of the compute strea
 any.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Generator
-from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,10 @@ from gssim.machine.classes import is_coupled, is_jittery
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
 from gssim.machine.host import Host
+from gssim.machine.lockstep import Lockstep, lockstep_of
 from gssim.machine.meetings import Meeting, arrange, router_of
 from gssim.machine.recorded import Recorded
+from gssim.machine.rendezvous import Rendezvous, carry_out
 from gssim.machine.schedule import Scheduled
 from gssim.program import Program, Task
 from gssim.program.task import Issue
@@ -36,70 +37,14 @@ from gssim.units import Floats, RunFailedError
 STREAMS = ("compute", "communication", "replication")
 """Of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of their own
 (FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
+LEAST_IN_LOCKSTEP = 3
+"""Classes from which on it pays to carry them out together."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
 
 class DeadlockError(RunFailedError):
     """The program can never end: it names the ranks that wait, and for what."""
-
-
-class Rendezvous:
-    """A collective that starts when its last member has come, and is done for all at once."""
-
-    def __init__(self, machine: "Machine", meeting: Meeting) -> None:
-        self.machine, self.meeting = machine, meeting
-        self.missing = {each.index for each in meeting.classes}
-        self.came_s: dict[int, float] = {}
-        self.leaves_s = math.inf
-        """When the first byte is on its way: the first receives' notices have come."""
-        self.done = machine.env.event()
-
-    def post(self, rank_class: int) -> None:
-        """Note when a member comes; its notice may have to wait, and it arrives only then."""
-        self.came_s[rank_class] = self.machine.env.now
-
-    def arrive(self, rank_class: int) -> simpy.Event:
-        """Return the event at which the collective is done; the last arrival starts it."""
-        self.missing.discard(rank_class)
-        self.came_s.setdefault(rank_class, self.machine.env.now)
-        if not self.missing:
-            self.leaves_s = self.machine.env.now + max(0.0, self._notice_s() - self._lead_s())
-            self.machine.env.process(self._run())
-        return self.done
-
-    def _notice_s(self) -> float:
-        """Return how long the notice of a message's receive is under way; 0 where there are none."""
-        scheduled = self.meeting.scheduled
-        if not scheduled.notices or not self.meeting.receivers:
-            return 0.0
-        empty = replace(scheduled.stages[0], size_bytes=0.0)
-        return self.machine.network.alone_s(empty, replace(scheduled.pace(empty), notices=False))
-
-    def _lead_s(self) -> float:
-        """Return how long all that receive in the first stage have been here: when they came, they posted that."""
-        receivers = self.meeting.receivers
-        return self.machine.env.now - max(self.came_s[each] for each in receivers) if receivers else 0.0
-
-    def _run(self) -> Generator[Any, Any, None]:
-        machine, scheduled, env = self.machine, self.meeting.scheduled, self.machine.env
-        lead_s = self._lead_s()
-        machine.note_communication(self.meeting, +1)
-        if scheduled.fixed_s:
-            yield env.timeout(scheduled.fixed_s)
-        for stage in scheduled.stages:
-            if scheduled.measured:
-                machine.network.count(stage)
-                continue
-            yield from machine.network.carry(stage, scheduled.pace(stage, lead_s=lead_s))
-            lead_s = 0.0
-            reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
-            if reduction_s:
-                yield env.timeout(reduction_s)
-        for stage in scheduled.stages:
-            machine.note_bytes(stage)
-        machine.note_communication(self.meeting, -1)
-        self.done.succeed()
 
 
 class Machine:
@@ -137,7 +82,8 @@ class Machine:
         self.roles = [program.role_of[each.representative] for each in self.classes]
         self.devices = [cluster.type_of(each.representative) for each in self.classes]
         self.memory = [Memory(dict(program.persistent[role])) for role in self.roles]
-        self.spans: list[Span] = []
+        self.lockstep: Lockstep | None = None
+        """Carries out all classes at once, where that is possible."""
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
         self.begun: dict[tuple[int, str, int], Rendezvous] = {}
         self.messages: dict[tuple[int, int], Rendezvous] = {}
@@ -158,6 +104,11 @@ class Machine:
         """When each class last computed."""
         self._issued_s = [0.0 for _ in self.classes]
         """When each class's host had issued the last piece that tells of it."""
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What occupied the streams of each class."""
+        return self.lockstep.spans() if self.lockstep is not None else []
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -206,8 +157,11 @@ class Machine:
 
     def run(self, steps: int) -> None:
         """Execute the program `steps` times; raise DeadlockError where it cannot end."""
-        done: list[simpy.Process] = []
         self.steps = steps
+        if self._may_go_in_lockstep():
+            self._in_lockstep(steps)
+            return
+        done: list[simpy.Process] = []
         for each in self.classes:
             tasks = self.program.tasks[self.roles[each.index]]
             awaited = {label for task in tasks for label in task.after}
@@ -224,6 +178,32 @@ class Machine:
             if everything.triggered or not self.waiting:
                 raise
             raise DeadlockError(f"deadlock: {'; '.join(self._waits())}") from error
+
+    def carry_out(self, meeting: Meeting) -> Generator[Any, Any, None]:
+        """Take the simulated time of a collective, of which nobody waits for notices."""
+        return carry_out(self, meeting)
+
+    def _may_go_in_lockstep(self) -> bool:
+        """Return whether there are many classes, of which each may go ahead and none waits for notices."""
+        if len(self.classes) < LEAST_IN_LOCKSTEP:
+            return False
+        waits = any(meeting.scheduled.notices for found in self.meetings.values() for meeting in found)
+        computes = all(any(task.stream == "compute" for task in tasks) for tasks in self.program.tasks)
+        return computes and not waits and all(self._is_alone(each.index) for each in self.classes)
+
+    def _in_lockstep(self, steps: int) -> None:
+        """Execute the program for all classes at once; see [Note: lockstep]."""
+        self.lockstep = lockstep_of(self, steps)
+        try:
+            self.lockstep.run()
+        except RuntimeError as error:
+            waits = self.lockstep.waits()
+            if not waits:
+                raise
+            raise DeadlockError(f"deadlock: {'; '.join(waits)}") from error
+        self.ends_s = self.lockstep.ends_s()
+        for index, peak in self.lockstep.peaks():
+            self.memory[index].peak = peak
 
     def _waits(self) -> list[str]:
         """Return who waits, where, and for what."""
@@ -268,11 +248,15 @@ class Machine:
 
     def _may_go_ahead(self, index: int) -> bool:
         """Return whether a class's streams may go ahead of the clock; see [Note: ahead]."""
-        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
-        alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
         tasks = self.program.tasks[self.roles[index]]
         beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
-        return alone and not beside and not any(task.after_pauses for task in tasks)
+        return self._is_alone(index) and not beside
+
+    def _is_alone(self, index: int) -> bool:
+        """Return whether nothing changes the times of a class's tasks between two collectives."""
+        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
+        alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
+        return alone and not any(task.after_pauses for task in self.program.tasks[self.roles[index]])
 
     def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
@@ -322,11 +306,11 @@ class Machine:
         return float(latest_s)
 
     def _hold(self, index: int, steps: int) -> None:
-        """Take and give back the memory of all tasks, in their order."""
-        memory = self.memory[index]
-        for task in self._tasks_of(index, "compute") * steps:
-            memory.begin("compute", task.need)
-            memory.end("compute")
+        """Take and give back the memory of all tasks, in their order: always the same, whenever they are done."""
+        tasks = self._tasks_of(index, "compute") * steps
+        self.memory[index] = self.program.once(
+            ("held", self.roles[index], steps), partial(self.memory[index].through, tasks)
+        )
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""

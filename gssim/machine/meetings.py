@@ -60,7 +60,7 @@ class Arranged:
     network: Network
 
 
-MOST_CLUSTERS = 16
+MOST_CLUSTERS = 32
 """Of which routes and members of groups are kept: those of many devices are large."""
 
 
@@ -77,7 +77,7 @@ def router_of(cluster: Cluster, conditions: Conditions, shared: Shared) -> Route
 def scheduler_of(cluster: Cluster, router: Router, ranks: int, shared: Shared) -> Scheduler:
     """Return what finds the ways of carrying out collectives among the first devices of a cluster."""
     place = (Same(cluster), Same(router), ranks)
-    return shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks), most=MOST_CLUSTERS)
+    return shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks, shared), most=MOST_CLUSTERS)
 
 
 def arrange(
@@ -142,7 +142,7 @@ class _Ways:
         if groups_in_all == 1:
             return chosen
         stages = [
-            replace(stage, coupled=stage.coupled or len(stage.hops.source) * groups_in_all > SINGLE_FLOWS)
+            replace(stage, coupled=stage.coupled or stage.hops.count * groups_in_all > SINGLE_FLOWS)
             for stage in chosen.stages
         ]
         groups = communication.groups
@@ -194,7 +194,7 @@ def _told_apart(
             groups = meeting.communication.groups
             for stage in meeting.scheduled.stages if len(groups) > 1 else ():
                 key = (id(stage.hops), stage.coupled)
-                if key in seen or not len(stage.hops.source):
+                if key in seen or not stage.hops.count:
                     continue
                 seen.add(key)
                 marks = _marks(stage, len(groups), network, router)

@@ -1,8 +1,9 @@
 """What one rank does at a time, and what all ranks do in a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from gssim.cluster import Curve
 from gssim.collectives import Communication
@@ -10,6 +11,8 @@ from gssim.memory import (
     NOTHING,
     Footprint,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,17 @@ class Program:
     """Role of each rank; empty: every rank has its own."""
     tensors: tuple[Callable[[], Mapping[str, tuple[float, ...]]], ...] = field(default=(), compare=False)
     """What tells of what is persistent the bytes of each tensor; empty: each category is one. By role."""
+
+    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returns, which is called if this key is new: what follows from the program lives as long
+        as it does.
+        """
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
     @cached_property
     def role_of(self) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ class LoweredBounds:
         """Return a bound by allocation with what the allocator adds: as full as in a simulation."""
         if self.peaks is None:
             return bound
-        occupied = occupancies(self.loaded.scenario, self.program, self.peaks, self.shared)
+        occupied = occupancies(self.loaded.scenario, self.program, self.peaks)
         fits = misfit(occupied) is None
         full = max((each.reserved_bytes + each.outside_bytes) / each.memory_bytes for each in occupied)
         return replace(bound, full_ratio=max(bound.full_ratio, full) if fits else math.inf)
