@@ -80,6 +80,18 @@ def example_batch(model: Model, *, batch_size: int, sequence_length: int | None)
     return torch.zeros((batch_size, *source.shape)), torch.zeros(batch_size, dtype=torch.int64)
 
 
+def random_batch(
+    model: Model, batch_size: int, sequence_length: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of the right shape and type, by chance: for timing."""
+    inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
+    if inputs.is_floating_point():
+        return torch.rand_like(inputs).to(dtype), targets
+    source = model.input
+    assert isinstance(source, TokenInput)  # its inputs are whole numbers
+    return torch.randint_like(inputs, 1, 200), torch.randint_like(targets, source.classes or 200)
+
+
 def logits_of(output: Any) -> Tensor:
     """Return the logits in a module's output: a tensor, a Hugging Face output, or the first of a tuple."""
     if isinstance(output, Tensor):

@@ -157,8 +157,9 @@ def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
         if any(key in layer for key in MEMORY):  # does not drift: the latest count says it all
             times = {key: value for key, value in old["layers"][name].items() if key not in MEMORY}
             old["layers"][name] = times | {key: layer[key] for key in MEMORY if key in layer}
-    for phase, curve in new.get("pause_excess_ratio", {}).items():
-        before = old.setdefault("pause_excess_ratio", {}).setdefault(phase, curve)
+    if "pause_excess_s" in new:
+        curve = new["pause_excess_s"]
+        before = old.setdefault("pause_excess_s", curve)
         if before["sizes"] == curve["sizes"]:
             pairs = zip(before["values"], curve["values"], strict=True)
             before["values"] = [(then * count + now) / (count + 1) for then, now in pairs]

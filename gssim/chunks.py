@@ -1,5 +1,6 @@
 """Handing out points: in chunks, those that have much in common together, until all have ended or the user stops it."""
 
+import gc
 import signal
 import sys
 import threading
@@ -8,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from gssim.inputs import Packed, code_digest, unpacked
@@ -52,7 +54,10 @@ class Answers(Generic[Made]):
 
 
 def by_likeness(points: Sequence[Point]) -> list[int]:
-    """Return the places of points, those with more in common nearer to one another: clusters first, then models."""
+    """Return the places of points, those with more in common nearer to one another: clusters first, then models.
+
+    What rates links have comes last: programs, and who meets whom, do not hang on it.
+    """
 
     def likeness(place: int) -> tuple[Any, ...]:
         point = points[place]
@@ -65,8 +70,16 @@ def by_likeness(points: Sequence[Point]) -> list[int]:
 WEIGHTY = ("cluster", "workload.", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
 
 
+RATES = ("_per_s", "latency_s", "oversubscription")
+"""How the keys of links' rates end."""
+
+
+@lru_cache(maxsize=4096)
 def _rank(override: str) -> int:
-    return next((i for i, begin in enumerate(WEIGHTY) if override.startswith(begin)), len(WEIGHTY))
+    key = override.partition("=")[0]
+    if key.startswith("cluster.") and key.endswith(RATES):
+        return len(WEIGHTY) + 1
+    return next((i for i, begin in enumerate(WEIGHTY) if key.startswith(begin)), len(WEIGHTY))
 
 
 def answers(
@@ -124,11 +137,30 @@ def answer(chunk: Chunk[Made]) -> Answers[Made]:
         raise RunFailedError("dask: a worker has another version of gssim than this machine: install the same")
     began_s, shared = time.perf_counter(), _OF_THREAD.shared
     made: list[Made | Fault] = []
-    for point in chunk.points:
-        made.append(_made(point, chunk.work, chunk.files, shared))
-        if time.perf_counter() - began_s > LONGEST_S:
-            break
+    with _rare_collection() as collect:
+        for number, point in enumerate(chunk.points):
+            made.append(_made(point, chunk.work, chunk.files, shared))
+            if number % TOGETHER_COLLECTED == TOGETHER_COLLECTED - 1:
+                collect()
+            if time.perf_counter() - began_s > LONGEST_S:
+                break
     return Answers(tuple(made), time.perf_counter() - began_s)
+
+
+TOGETHER_COLLECTED = 16
+"""Points whose garbage is looked for together."""
+
+
+@contextmanager
+def _rare_collection() -> Iterator[Callable[[], object]]:
+    """Keep Python from looking for garbage among all that points have in common; give what looks among the rest."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield lambda: gc.collect(0)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _made(point: Point, work: Work[Made], files: Packed | None, shared: Shared) -> Made | Fault:

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +18,10 @@ from gssim.remedies import with_remedies
 from gssim.result import file_name, write_text
 from gssim.scenario import load_scenario
 from gssim.search import Search, searchers
-from gssim.search.shown import print_found
+from gssim.search.shown import nothing_fits, print_found
+from gssim.shared import Shared
 from gssim.simulate import simulate, traced
-from gssim.sweep import chosen, load_sweep, points_of
+from gssim.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.table import TABLES, check_table_place
 from gssim.tabulation import tabulate
 from gssim.trace import chrome_trace
@@ -110,34 +111,12 @@ def sweep_command(
     ] = None,
 ) -> None:
     """Predict every point of a sweep."""
-    as_table = out is not None and out.suffix in TABLES
-    if dask is not None and jobs is not None:
-        raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
-    if as_table and as_json:
-        raise UserError(f"--json prints Results, which a table does not keep; leave it out, or --out {out}")
-    if dask is not None and not as_table:
-        raise UserError(f"--dask {dask}: makes a table: name it with --out FILE.parquet")
     count = usable_cores() if jobs is None else jobs
-    if count < 1:
-        raise UserError(f"--jobs {jobs}: must be at least 1")
+    _check_ways(out, jobs, dask, as_json=as_json)
     asked = load_sweep(sweep)
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
-    if as_table and out is not None:
-        check_table_place(out)
-        workers = dask_workers(dask) if dask is not None else processes(min(count, len(points)))
-        with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
-            table = tabulate(
-                points,
-                sweep=asked,
-                file=sweep,
-                out=out,
-                workers=workers,
-                elsewhere=dask is not None,
-                again=again,
-                told=told,
-            )
-        print_table(table, asked.question)
-        _fail_where_some_did(table, out)
+    if out is not None and out.suffix in TABLES:
+        _tabulated(asked, points, sweep, out, count, dask, again=again)
         return
     with _kept_in(out), progress_bar("predicting") as told:
         results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
@@ -145,6 +124,34 @@ def sweep_command(
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
         print_results(results, asked.question)
+
+
+def _check_ways(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:
+    """Raise UserError where options of a sweep do not go together."""
+    as_table = out is not None and out.suffix in TABLES
+    if dask is not None and jobs is not None:
+        raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
+    if as_table and as_json:
+        raise UserError(f"--json prints Results, which a table does not keep; leave it out, or --out {out}")
+    if dask is not None and not as_table:
+        raise UserError(f"--dask {dask}: makes a table: name it with --out FILE.parquet")
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: must be at least 1")
+
+
+def _tabulated(
+    asked: Sweep, points: Sequence[Point], file: Path, out: Path, jobs: int, dask: str | None, *, again: bool
+) -> None:
+    """Make a sweep's table, and show it."""
+    check_table_place(out)
+    workers = dask_workers(dask) if dask is not None else processes(min(jobs, len(points)))
+    elsewhere = dask is not None
+    with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
+        table = tabulate(
+            points, sweep=asked, file=file, out=out, workers=workers, elsewhere=elsewhere, again=again, told=told
+        )
+    print_table(table, asked.question)
+    _fail_where_some_did(table, out)
 
 
 @contextmanager
@@ -176,6 +183,13 @@ def search_command(
     least_density: Annotated[
         float | None, typer.Option("--least-density", help="Search thresholds too that push no smaller part.")
     ] = None,
+    study: Annotated[
+        Path | None, typer.Option("--study", help="Table of a study of what thresholds cost (convergence.csv).")
+    ] = None,
+    most_loss_change: Annotated[
+        float | None,
+        typer.Option("--most-loss-change", help="Nats: search those of its thresholds that cost no more."),
+    ] = None,
     seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no more plans after so long.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Plans at a time; as many as cores by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
@@ -186,16 +200,24 @@ def search_command(
     --json prints the best plans' Results in order, then those of the others on the front of time and memory;
     provenance.search tells them apart.
     """
-    asked = {"objective": objective and f'"{objective}"', "least_density": least_density, "seconds": seconds}
+    asked = {
+        "objective": objective and json.dumps(objective),
+        "least_density": least_density,
+        "study": study and json.dumps(str(study)),
+        "most_loss_change": most_loss_change,
+        "seconds": seconds,
+    }
     given = [*(overrides or []), *(f"search.{key}={value}" for key, value in asked.items() if value is not None)]
     count = usable_cores() if jobs is None else jobs
     for name, value in (("--top", top), ("--jobs", count)):
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
-    loaded = load_scenario(scenario, given)
+    shared = Shared()
+    loaded = load_scenario(scenario, given, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)
     try:
-        with searchers(count, scenario, given) as workers, progress_bar("searching") as told:
+        search.prepare()
+        with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as told:
             search.run(workers, told)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, as_json=as_json)
@@ -207,6 +229,8 @@ def search_command(
 def _print_found(search: Search, question: str, *, as_json: bool) -> None:
     found = search.found()
     if as_json:
+        if not found.best:
+            print("\n".join(["gssim: search: " + line for line in nothing_fits(found)]), file=sys.stderr)
         print(json.dumps([json.loads(result.to_json()) for result in found.results()], indent=2, allow_nan=False))
     else:
         print_found(found, question)

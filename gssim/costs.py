@@ -1,5 +1,6 @@
 """How long compute takes on one device, alone: a measured profile where there is one, else a roofline."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from gssim.cluster import CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
@@ -19,6 +20,7 @@ def layer_time_s(
     batch_size: int,
     selective: bool = False,
     whole: Layer | None = None,
+    issued: bool = True,
 ) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
 
@@ -26,8 +28,10 @@ def layer_time_s(
     its compute-heavy operations. A profile does not tell how much that is: its forward is then shared out as the
     roofline's is. Assumes that nothing else runs on the device; the machine slows it down while it communicates.
     `whole`: the layer of which `layer` is a slice, or whose backward it has a part of; a profile is of the whole one,
-    and shared out as the roofline is too.
+    and shared out as the roofline is too. `issued`: at least as long as a GPU's host takes to issue it.
     """
+    if not issued and device.kind != "cpu":
+        device = replace(device, operation_overhead_s=0.0)
     if whole is not None and whole is not layer:
         measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
         works = [_work(each, phase, selective=selective) for each in (layer, whole)]
@@ -45,6 +49,18 @@ def layer_time_s(
         return forward_s
     again_s, whole_s = (_layer_roofline_s(device, workload, each, batch_size) for each in (work, forward))
     return forward_s * again_s / whole_s if whole_s else forward_s
+
+
+def issue_time_s(
+    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, sums: int, selective: bool = False
+) -> float:
+    """Return how long a GPU's host issues a layer's phase, with so many sums over ranks; 0 where it is not told apart.
+
+    On a CPU, operations run where they are issued; a profile is of both together; so are what DTensor's sums cost.
+    """
+    if device.kind == "cpu" or device.cut_block is not None or layer_profile(device, workload, layer) is not None:
+        return 0.0
+    return (_work(layer, phase, selective=selective).operations + sums) * device.operation_overhead_s
 
 
 class Work(NamedTuple):

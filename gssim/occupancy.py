@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from gssim.cluster import DeviceType
 from gssim.program import Program
-from gssim.reservation import MOST_REPLAYS, Reservation, replay, reservation
+from gssim.reservation import Reservation, replay, reservation
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
-from gssim.shared import Same, Shared
 
 ALIKE_RATIO = 0.02
 """Peaks that differ by no more than this are nearly equal."""
@@ -71,11 +70,9 @@ Peak = tuple[int, Mapping[str, float]]
 """A rank, and what it asks for at its worst moment, by category."""
 
 
-def occupancies(
-    scenario: Scenario, program: Program, peaks: Sequence[Peak], shared: Shared | None = None
-) -> list[Occupancy]:
-    """Return what ranks need; see [Note: alike]. `shared`: what is known of the same program elsewhere."""
-    found, shared = [], shared or Shared()
+def occupancies(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -> list[Occupancy]:
+    """Return what ranks need; see [Note: alike]."""
+    found = []
     for rank, peak in peaks:
         device = scenario.cluster.type_of(rank)
         outside = outside_bytes(device, scenario, program, rank)
@@ -91,9 +88,9 @@ def occupancies(
         ends = [found[by_peak[-1]], found[by_peak[0]]]
         if ends[0].allocated_bytes - ends[1].allocated_bytes <= ALIKE_RATIO * ends[0].allocated_bytes:
             del ends[1]
-        added = [_added(scenario, program, end, shared) for end in ends]
+        added = [_added(scenario, program, end) for end in ends]
         for place in places:
-            found[place] = _limited(scenario, _with_added(found[place], added), program, shared)
+            found[place] = _limited(scenario, _with_added(found[place], added), program)
     return found
 
 
@@ -101,10 +98,10 @@ Added = tuple[float, float, float]
 """A peak, what the allocator's blocks are larger than that, and what it then reserves beside them, in bytes."""
 
 
-def _added(scenario: Scenario, program: Program, occupied: Occupancy, shared: Shared) -> Added:
+def _added(scenario: Scenario, program: Program, occupied: Occupancy) -> Added:
     """Return what a rank's allocator adds to its peak."""
     peak_bytes = occupied.allocated_bytes
-    found = reservation(scenario, program, occupied.rank, known_bytes=peak_bytes, shared=shared)
+    found = reservation(scenario, program, occupied.rank, known_bytes=peak_bytes)
     return peak_bytes, found.allocated_bytes - found.requested_bytes, found.reserved_bytes - found.allocated_bytes
 
 
@@ -128,7 +125,7 @@ def outside_bytes(device: DeviceType, scenario: Scenario, program: Program, rank
     return {name: size for name, size in sizes.items() if size}
 
 
-def _limited(scenario: Scenario, occupied: Occupancy, program: Program, shared: Shared) -> Occupancy:
+def _limited(scenario: Scenario, occupied: Occupancy, program: Program) -> Occupancy:
     """Return what a rank needs where its allocator would reserve more than there is, and must give back in time."""
     room = occupied.memory_bytes - occupied.outside_bytes
     if occupied.reserved_bytes <= room or occupied.allocated_bytes > room:
@@ -139,7 +136,7 @@ def _limited(scenario: Scenario, occupied: Occupancy, program: Program, shared: 
     def made() -> Reservation:
         return replay(program, role, limit_bytes=room, expandable_segments=expandable)
 
-    found = shared.once("limited replay", (Same(program), role, room, expandable), made, most=MOST_REPLAYS)
+    found = program.once(("limited replay", role, room, expandable), made)
     if found.missing_bytes:
         return replace(occupied, missing_bytes=found.missing_bytes)
     return replace(occupied, reserved_bytes=found.reserved_bytes)

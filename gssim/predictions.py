@@ -87,9 +87,9 @@ def question_of(point: Point, shared: Shared) -> Question:
     return Question(loaded.scenario.scenario_id, loaded.calibration_id)
 
 
-def predicted(point: Point, shared: Shared) -> Result:
-    """Return a point's prediction; raise UserError or RunFailedError where it has none."""
-    return simulate(point.load(shared=shared), shared=shared).result
+def predicted(point: Point, shared: Shared, *, spread: bool = True) -> Result:
+    """Return a point's prediction; raise UserError or RunFailedError where it has none. `spread`: as of `simulate`."""
+    return simulate(point.load(shared=shared), shared=shared, spread=spread).result
 
 
 def _asked(found: Sequence[tuple[Point, Question | Fault]], sweep: Path) -> list[Question]:

@@ -19,13 +19,10 @@ from gssim.allocator.block import Pool
 from gssim.memory import Event, Footprint
 from gssim.program import Program, Task
 from gssim.scenario import Scenario
-from gssim.shared import Same, Shared
 
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Between the replay's peak of what is asked for and the known one."""
-MOST_REPLAYS = 24
-"""That are kept, with their programs."""
 LATEST_FIRST = ("activations",)
 MICRO_BATCH = re.compile(r" micro-batch (\d+)")
 
@@ -42,22 +39,15 @@ class Reservation:
     """What the device lacked when a request failed; the replay then ended."""
 
 
-def reservation(
-    scenario: Scenario, program: Program, rank: int, *, known_bytes: float, shared: Shared | None = None
-) -> Reservation:
+def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes: float) -> Reservation:
     """Return what a rank's step reserves; `known_bytes`: the exact peak of what it asks for; see [Note: middle]."""
-    role, shared = program.role_of[rank], shared or Shared()
+    role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
     short = _without_middle(scenario, program.tasks[role])
 
     def replayed(tasks: Sequence[Task]) -> Reservation:
-        key = (Same(program), role, len(tasks), expandable)
-        return shared.once(
-            "replay",
-            key,
-            lambda: replay(program, role, tasks=tasks, expandable_segments=expandable),
-            most=MOST_REPLAYS,
-        )
+        key = ("replay", role, len(tasks), expandable)
+        return program.once(key, lambda: replay(program, role, tasks=tasks, expandable_segments=expandable))
 
     if len(short) < len(program.tasks[role]):
         found = replayed(short)

@@ -16,8 +16,8 @@ MOST_KEPT = 64
 """Answers of each kind; beyond that, the one that was not asked for longest goes."""
 
 
-MOST_LARGE = 2**23
-"""Elements of large answers, all together: they take some 50 bytes each."""
+MOST_LARGE = 2**22
+"""Elements of large answers, all together: they take some 50 bytes each, so that all take 200 MB at most."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -47,9 +47,24 @@ class Simulated:
     """A result and the spans of its steady step, which begins at 0."""
 
     result: Result
-    spans: tuple[Span, ...]
-    paces: "Paces"
     typical: "_Steady"
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What occupied the streams in the steady step, from its beginning."""
+        start_s, end_s = self.typical.start_s, self.typical.start_s + self.typical.time_s
+        return tuple(
+            Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
+            for span in self.typical.machine.spans
+            if span.end_s > start_s and span.start_s < end_s
+        )
+
+    @cached_property
+    def paces(self) -> "Paces":
+        """What the step tells where shares follow."""
+        typical, ranks = self.typical, self.typical.scenario.ranks
+        compute_s, update_s = (_times_in(typical, phases, ranks) for phases in (COMPUTE_PHASES, UPDATE_PHASES))
+        return Paces(typical.times_s, compute_s, update_s)
 
 
 @dataclass(frozen=True)
@@ -91,18 +106,19 @@ class _Steady:
         return max(ends[self.number] for ends in self.ends_s)
 
 
-def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None) -> Simulated:
+def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None, spread: bool = True) -> Simulated:
     """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
 
-    `shared`: what other scenarios that are simulated have in common with it.
+    `shared`: what other scenarios that are simulated have in common with it. `spread`: whether `step_time_p10_s` is
+    wanted; where steps' messages differ, it takes a simulation of its own, and is else the median step's.
 
     Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
     run stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
     fits goes by the dense steps at the start as well.
     """
     try:
-        with _no_collection():
-            return _simulated(loaded, unfolded, shared or Shared())
+        with no_collection():
+            return _simulated(loaded, unfolded, shared or Shared(), spread=spread)
     except UserError as error:  # what shows only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
 
@@ -110,13 +126,13 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     """Return the steady step as a trace shows it: it is simulated once more, with an eye on memory."""
     program, scenario = simulated.typical.machine.program, simulated.typical.scenario
-    with _no_collection():
+    with no_collection():
         steady = _run(scenario, program, unfolded, Shared(), recorded=True)
     return step_of(steady.machine, simulated.typical.number)
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep Python from looking for garbage: what a simulation makes lives as long as it does."""
     collecting = gc.isenabled()
     gc.disable()
@@ -127,14 +143,21 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _simulated(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
+def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated:
     scenario = loaded.scenario
     if scenario.run.slowdowns or scenario.plan.shares.replan:
         return _walked(loaded, unfolded, shared)
-    return _steady(loaded, unfolded, shared)
+    return _steady(loaded, unfolded, shared, spread=spread)
 
 
-def _steady(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float] | None = None) -> Simulated:
+def _steady(
+    loaded: Loaded,
+    unfolded: bool,
+    shared: Shared,
+    slowed: Mapping[int, float] | None = None,
+    *,
+    spread: bool = True,
+) -> Simulated:
     """Return the prediction where all steps are alike; `slowed`: ranks that are slower than their devices."""
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
@@ -146,21 +169,14 @@ def _steady(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int,
     ordered = sorted(range(warm, len(numbers)), key=lambda place: sent[place].whole_bytes)
     middle, light = (numbers[ordered[(len(ordered) - 1) // part]] for part in (2, 10))
     typical = _run(scenario, steps.program(middle), unfolded, shared)
-    lightest = _run(scenario, steps.program(light), unfolded, shared) if light != middle else typical
-    start_s, end_s = typical.start_s, typical.start_s + typical.time_s
-    spans = tuple(
-        Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
-        for span in typical.machine.spans
-        if span.end_s > start_s and span.start_s < end_s
-    )
+    apart = spread and light != middle
+    lightest = _run(scenario, steps.program(light), unfolded, shared) if apart else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if warm else typical
-    ranks = scenario.ranks
-    paces = Paces(typical.times_s, _times_in(typical, COMPUTE_PHASES, ranks), _times_in(typical, UPDATE_PHASES, ranks))
-    return Simulated(_result(loaded, typical, lightest, sent, first, shared), spans, paces, typical)
+    return Simulated(_result(loaded, typical, lightest, sent, first, shared), typical)
 
 
-MOST_STEPS = 12
-"""Programs of other scenarios that are kept: those of many ranks are large."""
+MOST_STEPS = 4
+"""Runs of other scenarios that are kept, with all that is known of their programs: those of many ranks are large."""
 
 
 def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float]) -> Steps:
@@ -172,6 +188,11 @@ def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, 
         return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, shared=shared)
 
     return shared.once("steps", key, made, most=MOST_STEPS)
+
+
+def program_of(loaded: Loaded, shared: Shared) -> Program:
+    """Return the program of a steady step, where all steps are alike; a simulation with the same `shared` has it."""
+    return _steps(loaded, False, shared, {}).program(_distinct_steps(loaded)[-1])
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:
@@ -227,8 +248,6 @@ def _walked(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
             cost_usd_per_step=cost_usd(scenario, step_time_s),
             energy_j_per_step=energy_j(scenario, step_time_s, typical.result.ranks),
         ),
-        typical.spans,
-        typical.paces,
         typical.typical,
     )
 
@@ -257,8 +276,8 @@ def _result(
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
     whole = sum(phases_s.values())  # ranks have their median steps at different times
     phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    occupied = _occupied(scenario, typical, shared)
-    at_first = occupied if first is typical else _occupied(scenario, first, shared)
+    occupied = _occupied(scenario, typical)
+    at_first = occupied if first is typical else _occupied(scenario, first)
     fit = misfit(occupied) or misfit(at_first)
     ranks = rank_classes(scenario, machine, phases, occupied)
     return Result(
@@ -308,10 +327,12 @@ def _version(package: str) -> str:
 
 def _phases(step: _Steady) -> list[dict[str, float]]:
     """Return the phases of each class's typical step."""
+    ends_s, lockstep = step.ends_s, step.machine.lockstep
+    if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
+        return lockstep.phases(ends_s)
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in step.machine.spans:
         spans[span.rank].append(span)
-    ends_s = step.ends_s
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
@@ -332,9 +353,9 @@ def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
     return found
 
 
-def _occupied(scenario: Scenario, step: _Steady, shared: Shared) -> list[Occupancy]:
+def _occupied(scenario: Scenario, step: _Steady) -> list[Occupancy]:
     """Return what each class of ranks needs of its device's memory."""
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return occupancies(scenario, machine.program, peaks, shared)
+    return occupancies(scenario, machine.program, peaks)

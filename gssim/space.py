@@ -1,29 +1,16 @@
 """What `gssim search` looks through: the table `[search]` of a scenario."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from gssim.plan import Method
-from gssim.units import PositiveFloat, PositiveInt, Threshold, spec
+from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Threshold, spec
 
 Objective = Literal["step-time", "cost", "energy"]
 Choice = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-SEARCHED_METHODS: tuple[Method, ...] = (
-    "single",
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "hsdp",
-    "pipeline",
-    "tensor",
-    "gs",
-    "gs_z3",
-    "gs_wgrad",
-    "gs_tp",
-    "gs_hier",
-)
+SEARCHED_METHODS: tuple[Method, ...] = tuple(each for each in get_args(Method) if each != "fsdp")
+"""All; `fsdp` is another name of `zero3`."""
 
 
 @spec
@@ -63,14 +50,28 @@ class SearchSpace:
     )
     """Of the methods that can shard unevenly."""
     thresholds: tuple[Threshold, ...] = ()
-    """Of pushes, besides what the plan has. They change the training: `least_density` or none at all."""
+    """Of pushes, besides what the plan has. They change the training: with `least_density` or `most_loss_change`, or
+    none at all. Absent: two a decade, or those of the study."""
     least_density: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Plans that push a smaller part of the gradients than this are not wanted; absent: no thresholds are searched."""
+    """Plans that push a smaller part of the gradients than this are not wanted."""
+    study: str | None = None
+    """Table of a study that measured what thresholds cost in loss (`convergence.csv` of `analysis convergence`)."""
+    most_loss_change: NonNegativeFloat | None = None
+    """In nats: only thresholds are searched whose change of the last loss in the study is no more, by the upper end of
+    its interval. It is of the study's model and training, which the user takes to be like this one."""
     seconds: PositiveFloat | None = None
     """After so many, no more plans are begun and the best of those so far counts; absent: until nothing better can
     be left."""
 
     def __post_init__(self) -> None:
-        """Refuse thresholds without a bound on what they drop."""
-        if self.thresholds and self.least_density is None:
-            raise ValueError("thresholds: they change the training; say how far by least_density as well")
+        """Refuse thresholds without a bound on what they drop or cost, and half of such a bound."""
+        if self.thresholds and not self.searches_thresholds:
+            said = "say how far by least_density, or by study and most_loss_change, as well"
+            raise ValueError(f"thresholds: they change the training; {said}")
+        if (self.study is None) != (self.most_loss_change is None):
+            raise ValueError("study, most_loss_change: one needs the other")
+
+    @property
+    def searches_thresholds(self) -> bool:
+        """Whether it is bounded what thresholds may drop or cost."""
+        return self.least_density is not None or self.most_loss_change is not None

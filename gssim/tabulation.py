@@ -76,7 +76,7 @@ def tabulate(
 
 def row_of(point: Point, shared: Shared) -> Row:
     """Return what a point's prediction says; raise UserError or RunFailedError where it has none."""
-    return outcome(predicted(point, shared))
+    return outcome(predicted(point, shared, spread=False))  # which a table does not show
 
 
 def _check_first_ones(points: Sequence[Point], file: Path) -> None:

@@ -171,7 +171,7 @@ def test_whatever_is_asked_for(trace, expandable):
         before = allocator.reserved_bytes
         ranges = sorted((block.address, block.address + block.size_bytes) for block in alive)
         assert all(left[1] <= right[0] for left, right in pairwise(ranges)), "they overlap"
-    free = sum(size for pool in allocator.pools.values() for size, _, _ in pool.free)
+    free = sum(block.size_bytes for pool in allocator.pools.values() for block in pool.free)
     assert allocator.allocated_bytes + free == allocator.reserved_bytes
     for block in alive:
         allocator.free(block)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import fabrics
 from test_routes import wiring_of, wirings
 
-from gssim.collectives import Hops
+from gssim.collectives import Exchange, Hops
 from gssim.network import Router, bundles
 from gssim.units import UserError
 
@@ -72,3 +72,24 @@ def test_the_router_bundles_where_each_target_gets_many_messages_and_else_follow
     assert not bundles.is_worthwhile(star(600), ring)
     assert Router(star(64)).bundle(exchange).load.tolist() == [63.0] * 128
     assert Router(star(600)).bundle(ring).load.tolist() == [1.0] * 1200
+
+
+@given(fabrics(), st.integers(1, 3))
+def test_an_exchange_told_by_kinds_of_senders_is_that_of_all_its_pairs(cluster, kinds):
+    count = len(cluster.devices)
+    if count < 2:
+        return
+    router = Router(cluster.wiring)
+    every = Hops.of([(i, j, 1.0) for i in range(count) for j in range(count) if i != j])
+    rows = np.array([[1.0 + kind + 0.5 * j for j in range(count)] for kind in range(kinds)])
+    told = Exchange(every, np.arange(count), rows, np.arange(count) % kinds)
+    plain = Hops(every.source, every.target, told.weight)
+    mine, other = router.bundle(told), router._summed(plain)
+    assert mine.link.tolist() == other.link.tolist()
+    assert mine.load == pytest.approx(other.load, rel=1e-12)
+    assert router.latency_beyond_s(told, 1e-6) == pytest.approx(
+        float(np.average(np.maximum(0.0, other.latency_s - 1e-6), weights=plain.weight)), rel=1e-12, abs=1e-18
+    )
+    for ours, theirs in zip(told.carried_by_rank(count), plain.carried_by_rank(count), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    assert (told.count, told.heaviest) == (plain.count, plain.weight.max())

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main
-from analysis.published.platforms import cluster_of, platforms
+from analysis.published.platforms import calibration_rows, cluster_of, platforms, servers_of
 from analysis.published.predict import plan_of, predict, scenario_of
 from analysis.published.runs import Run, SkippedError
 from analysis.published.score import SourceScore, agreement_of, baseline_step_s, score
 from analysis.published.shape import Shape, Software
 from analysis.published.tables import read_table
 from analysis.published.transformer import layers_of
-from gssim.scenario import Loaded, check
+from gssim.program import Task, lower
+from gssim.scenario import Loaded, Scenario, check
 from gssim.simulate import simulate
 from gssim.slices import held_model
 from gssim.units import UserError
@@ -129,6 +131,89 @@ def test_a_pipeline_has_the_blocks_evenly_and_the_ends_with_the_first_and_last()
     assert plan_of(replace(RUN, pp=2, chunks=2), 4).stages == (2, 1, 1, 2)
 
 
+# Hosts ---------------------------------------------------------------------------------------------------------------
+
+CUT = replace(RUN, method="tensor", dp=1, tp=2, micro_batches=1)
+OPERATIONS, SUMS = {"forward": 33, "recompute": 33, "backward": 66}, 2
+"""Of a block's phases."""
+
+
+def issued_in(run: Run, overhead_s: float) -> Scenario:
+    scenario = scenario_of(run, run.micro_batches)
+    kinds = {
+        name: replace(device, operation_overhead_s=overhead_s) for name, device in scenario.cluster.device_types.items()
+    }
+    return replace(scenario, cluster=replace(scenario.cluster, device_types=kinds))
+
+
+def parts_of(tasks: Iterable[Task], phase: str) -> list[Task]:
+    name = f"{phase} blocks.1"
+    return [task for task in tasks if task.label == name or task.label.startswith(f"{name} part")]
+
+
+@pytest.mark.parametrize("phase", OPERATIONS)
+def test_a_host_issues_a_cut_block_and_its_sums_part_by_part(phase):
+    parts = parts_of(lower(issued_in(CUT, 1e-3)).tasks[0], phase)
+    issues = [part.issue for part in parts if part.issue]
+    assert [each.goes_on for each in issues] == [False, True, True]
+    assert sum(each.host_s for each in issues) == pytest.approx((OPERATIONS[phase] + SUMS) * 1e-3)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("phase", OPERATIONS)
+def test_sums_over_ranks_add_nothing_to_a_host_that_takes_longer(phase, stages):
+    run = replace(CUT, method="pipeline", pp=stages, micro_batches=stages) if stages > 1 else CUT
+    spans = simulate(Loaded(file="test", scenario=issued_in(run, 1e-3))).spans
+    block = [each for each in spans if each.stream == "compute" and f"{phase} blocks.1" in each.label]
+    own = [each for each in block if "micro-batch" not in each.label or each.label.endswith("micro-batch 0")]
+    assert sum(each.label.startswith("all-reduce") for each in own) == SUMS
+    taken_s = max(each.end_s for each in own) - min(each.start_s for each in own)
+    assert taken_s == pytest.approx((OPERATIONS[phase] + SUMS) * 1e-3, rel=1e-9)
+
+
+def test_where_the_device_takes_longer_its_host_counts_for_nothing():
+    scenario = issued_in(CUT, 0.0)
+    assert not any(task.issue for tasks in lower(scenario).tasks for task in tasks)
+    fast, slow = (simulate(Loaded(file="test", scenario=each)).result for each in (scenario, issued_in(CUT, 1e-9)))
+    assert slow.step_time_s == pytest.approx(fast.step_time_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pipeline_that_lets_nothing_overlap_reduces_gradients_behind_its_last_message(overlap):
+    run = replace(RUN, dp=2, pp=2, overlap=overlap)
+    labels = [task.label for task in lower(scenario_of(run, 4)).tasks[-1]]
+    sent = max(place for place, label in enumerate(labels) if label.startswith("send gradient"))
+    reduced = [place for place, label in enumerate(labels) if label.startswith("all-reduce bucket")]
+    assert reduced
+    assert min(reduced) > sent if not overlap else max(reduced) < sent
+
+
+def test_hosts_and_their_calibration_rows_are_told_once():
+    for gpu, overhead_s in (("T4", 23e-6), ("A100-SXM-80GB", 23e-6), ("GH-96", 28e-6)):
+        assert cluster_of(((gpu, 1),), "bf16").type_of(0).operation_overhead_s == overhead_s
+    assert "vtrain_ground_truth_single row 12" in calibration_rows()
+
+
+# Software ------------------------------------------------------------------------------------------------------------
+
+
+def test_attention_to_other_ranks_parts_has_a_rate_of_its_own():
+    def flop(ratio: float) -> float:
+        software = Software(flash_attention=True, context_ranks=4, ring_attention_ratio=ratio)
+        return layers_of(GPT, software, 1, tied=True)[1].forward_flop.at(b=1, s=64)
+
+    maps = layers_of(GPT, Software(flash_attention=True), 1, tied=True)[1].forward_flop.at(b=1, s=64)
+    own = 4 * 512 / 2 * 64 * 64  # a causal half
+    assert flop(1.0) == pytest.approx(maps - own + 4 * own)
+    assert flop(0.5) == pytest.approx(maps - own + (1 + 3 * 2) * own)
+
+
+def test_a_loss_in_place_holds_one_tensor_of_logits_in_float():
+    needed = [predict(replace(RUN, software=Software(in_place_loss=each))).allocated_bytes for each in (False, True)]
+    logits = 2 * GPT.sequence_length * GPT.vocabulary * 4
+    assert needed[0] - needed[1] == pytest.approx(logits, rel=0.3)
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 ROW = {
@@ -230,7 +315,7 @@ def test_agreement_counts_pairs_of_plans_that_differ():
 
 def test_every_platform_makes_a_cluster_and_says_its_sources():
     for platform in platforms().values():
-        cluster = cluster_of(platform.names[0], 16, None)
+        cluster = cluster_of(servers_of(platform.names[0], 16, None), "bf16")
         assert len(cluster.devices) == 16
         assert cluster.device_types["gpu"].source
 

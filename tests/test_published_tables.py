@@ -12,7 +12,7 @@ from analysis.published import outcomes as outcomes_module
 from analysis.published.outcomes import INTERRUPTED, Missing, outcome_of, outcomes
 from analysis.published.predict import Prediction, predict
 from analysis.published.runs import Run, SkippedError
-from analysis.published.score import score
+from analysis.published.score import baseline_step_s, score
 from analysis.published.tables import KINDS, read_table
 from gssim.units import UserError
 
@@ -273,6 +273,64 @@ def test_what_there_cannot_have_been_or_is_not_modelled_says_so(tmp_path, change
     ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
     text = str(found) if isinstance(found, SkippedError) else getattr(outcome_of(found), "reason", "")
     assert text.startswith(reason)
+
+
+def sailor_run(tmp_path: Path, stages: str, pp: int) -> Run | SkippedError:
+    layers = {1: "26", 2: "12/14"}[pp]
+    change = {"stages": stages, "layers_per_stage": layers, "pp": str(pp), "gbs": "8"}
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["sailor"] | change))
+    return found
+
+
+def test_unlike_servers_are_as_slow_as_their_slower_stage_at_least(tmp_path):
+    fast, mixed, slow = (
+        sailor_run(tmp_path, f"{first}x4:tp2|{first}x4:tp2 ; {last}x4:tp2|{last}x4:tp2", 2)
+        for first, last in (("A100-40", "A100-40"), ("A100-40", "V100-16"), ("V100-16", "V100-16"))
+    )
+    assert isinstance(fast, Run)
+    assert isinstance(mixed, Run)
+    assert isinstance(slow, Run)
+    assert mixed.servers == (("A100-40", 4), ("V100-16", 4))
+    assert mixed.source == "Sailor validation, OPT-350 on A100-40 and V100-16"
+    times_s = [predict(each).step_s for each in (fast, mixed, slow)]
+    assert times_s == sorted(times_s)
+    assert baseline_step_s(fast) < baseline_step_s(mixed) < baseline_step_s(slow)
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ("GH-96x4:tp4 ; GH-96x4:tp2", "replicas that are cut among unequal numbers of devices"),
+        ("GH-96x4:tp4|GH-96x4:tp4 ; GH-96x4:tp4", "stages with unequal numbers of replicas"),
+        ("GH-96x4:tp4 ; GH-96x0:tp4", "stages that cannot be read"),
+    ],
+)
+def test_stages_that_are_not_cut_or_copied_alike_are_skipped(tmp_path, stages, reason):
+    assert str(sailor_run(tmp_path, stages, 2)) == reason
+
+
+def test_a_gpu_that_is_not_known_among_others_is_skipped(tmp_path):
+    run = sailor_run(tmp_path, "GH-96x4:tp4 ; abacusx4:tp4", 2)
+    assert isinstance(run, Run)
+    assert outcome_of(run) == Missing("a GPU that platforms.toml does not know")
+
+
+def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
+    change = {
+        "model": "llama3-tiny",
+        "source": "torchtitan",
+        "sharding": "FSDP",
+        "n_gpus": "8",
+        "dp": "2",
+        "pp": "4",
+        "layers": "8",
+        "micro_batch": "8",
+    }
+    run = run_of(tmp_path, **change)
+    assert (run.method, run.micro_batch, run.micro_batches) == ("zero1", 2, 4)
+    assert run.software.float_gradients
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change | {"vpp": "?"}))
+    assert str(found) == "the row does not say vpp"
 
 
 # Many runs -----------------------------------------------------------------------------------------------------------

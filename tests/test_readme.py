@@ -42,7 +42,10 @@ SMALL: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("gsreal", "calibrate"): ("--batch-sizes", "2", "--sequence-length", "16"),
     ("gssim", "sweep"): ("--only", "hosts--gs-silent*"),
-    ("gssim", "search"): ("--seconds", "5"),
+    ("gssim", "search"): (
+        *("--set", 'search.methods=["zero3", "gs_z3"]', "--set", "search.devices=[8]", "--set", "search.tp=[1]"),
+        *("--set", "search.micro_batches=[2]", "--set", 'search.recompute=["full"]'),
+    ),
     ("analysis", "convergence"): ("--seeds", "2", "--set", "run.steps=3", "--set", "run.warmup_steps=1"),
 }
 """What makes slow commands short: later options count."""

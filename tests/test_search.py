@@ -1,107 +1,20 @@
 """Search: what it finds is what simulating every plan finds; its bounds are bounds; limits, objectives, interrupts."""
 
 import json
-import random
-import tomllib
 from dataclasses import replace
 
 import pytest
 from commands import run
-from strategies import (
-    SCENARIO_TOML,
-    device_type,
-    exponential_statistics,
-    loaded_of,
-    scenario_of,
-    star,
-    write_files,
-)
+from searching import InThisProcess, check_bounds, fullest, random_question, searched, small, value_of
+from strategies import PAIR_TOML, SCENARIO_TOML, exponential_statistics, loaded_of, scenario_of, star, write_files
 
-from gssim.scenario import check
 from gssim.search import Search
-from gssim.search.batches import PLAN, Batches
+from gssim.search.batches import Batches
 from gssim.search.bounds import Bounds
-from gssim.search.candidates import candidates
-from gssim.search.explore import FRONT_RATIO
-from gssim.search.reasons import full_ratio
-from gssim.simulate import simulate
-from gssim.space import SEARCHED_METHODS, SearchSpace
+from gssim.search.candidates import UNEVEN, candidates
+from gssim.search.limits import FRONT_RATIO
+from gssim.space import SearchSpace
 from gssim.units import UserError
-
-
-class InThisProcess:
-    """Simulates plans when it is asked for their answers, the latest first."""
-
-    def __init__(self, loaded, at_once=2):
-        self.loaded, self.idle, self.busy = loaded, list(range(at_once)), {}
-        self.plans, self.answers = {}, {}
-        self.simulated = 0
-
-    def begin(self, number, override):
-        place = self.idle.pop()
-        self.busy[place], self.plans[number] = number, override
-
-    def ended(self):
-        place = max(self.busy)
-        number = self.busy.pop(place)
-        self.idle.append(place)
-        self.simulated += 1
-        yield number, self.answer(PLAN.validate_python(tomllib.loads(self.plans[number])["plan"]))
-
-    def answer(self, plan):
-        """Return what becomes of a plan, simulated once."""
-        if plan not in self.answers:
-            scenario = replace(self.loaded.scenario, plan=plan)
-            try:
-                check(scenario, file="made")
-                self.answers[plan] = simulate(replace(self.loaded, scenario=scenario)).result
-            except UserError as error:
-                self.answers[plan] = error
-        return self.answers[plan]
-
-
-def random_question(seed):
-    """Return a small scenario on unequal devices with little memory, and a space of plans for it."""
-    chance = random.Random(seed)
-    memory = chance.choice([2500, 4000, 6000, 10000])
-    types = {
-        "fast": device_type(memory_bytes=memory, price_usd_per_h=4.0, busy_power_w=400.0, idle_power_w=80.0),
-        "slow": device_type(
-            memory_bytes=chance.choice([memory, memory // 2]),
-            peak_flop_per_s={"fp32": chance.choice([2e8, 5e8])},
-            operation_overhead_s=chance.choice([0.0, 1e-4]),
-            price_usd_per_h=1.0,
-            busy_power_w=70.0,
-            idle_power_w=chance.choice([10.0, 40.0]),
-            step_jitter_ratio=chance.choice([0.0, 0.0, 0.1]),
-        ),
-    }
-    devices = chance.choice([2, 2, 3, 4])
-    names = [chance.choice(["fast", "slow"]) for _ in range(devices)]
-    cluster = star(devices, types=types, type_names=names, bandwidth=chance.choice([1e4, 3e5, 1e7]))
-    batch = chance.choice([8, 12])
-    scenario = scenario_of(cluster, {"method": "ddp", "shares": {"batch": "throughput"}}, global_batch_size=batch)
-    space = SearchSpace(
-        objective=chance.choice(["step-time", "cost", "energy"]),
-        methods=tuple(chance.sample(SEARCHED_METHODS, 3)),
-        micro_batches=tuple(chance.sample([1, 2, 4], 2)),
-        recompute=tuple(chance.sample(["none", "full"], chance.choice([1, 2]))),
-        shards=tuple(chance.sample(["even", "compute", "memory", "cost"], 2)),
-        tp=(1, 2),
-        pp=(1, 2),
-    )
-    return loaded_of(scenario), space
-
-
-def value_of(result, objective):
-    return {"step-time": result.step_time_s, "cost": result.cost_usd_per_step, "energy": result.energy_j_per_step}[
-        objective
-    ]
-
-
-def fullest(loaded, result):
-    types = loaded.scenario.cluster.device_types
-    return full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -109,6 +22,7 @@ def test_a_search_finds_what_simulating_every_plan_finds(seed):
     loaded, space = random_question(seed)
     search = Search(loaded, space, top=4)
     workers = InThisProcess(loaded)
+    search.prepare()
     search.run(workers)
     found = search.found()
     bounds = Bounds(loaded.scenario, space.objective)
@@ -117,13 +31,12 @@ def test_a_search_finds_what_simulating_every_plan_finds(seed):
         result = workers.answer(each.plan)
         if isinstance(result, UserError):
             continue
-        bound = bounds.of(each.plan)
-        assert bound.time_s <= result.step_time_s * (1 + 1e-9), each.override
-        assert bound.objective <= value_of(result, space.objective) * (1 + 1e-9), each.override
-        assert bound.full_ratio <= fullest(loaded, result) * (1 + 1e-9), each.override
+        check_bounds(workers, bounds, each, result)
         if result.fits:
             every.append((each.index, result))
-    best = sorted(every, key=lambda entry: (value_of(entry[1], space.objective), entry[0]))[:4]
+    ordered = sorted(every, key=lambda entry: (value_of(entry[1], space.objective), entry[0]))
+    different = {result.scenario_id: index for index, result in reversed(ordered)}  # the first of those that are alike
+    best = [entry for entry in ordered if different[entry[1].scenario_id] == entry[0]][:4]
     assert [each.candidate.index for each in found.best] == [index for index, _ in best]
     assert [each.result for each in found.best] == [result for _, result in best]
     points = sorted((result.step_time_s, fullest(loaded, result), index) for index, result in every)
@@ -137,23 +50,6 @@ def test_a_search_finds_what_simulating_every_plan_finds(seed):
         )
     ]
     assert [each.candidate.index for each in found.front] == undominated
-
-
-def small(**changes):
-    """Return a scenario on two unequal devices, and a space of few plans."""
-    types = {
-        "fast": device_type(**({"price_usd_per_h": 9.0, "busy_power_w": 300.0, "idle_power_w": 60.0} | changes)),
-        "slow": device_type(peak_flop_per_s={"fp32": 5e8}, price_usd_per_h=1.0, busy_power_w=40.0, idle_power_w=10.0),
-    }
-    cluster = star(2, types=types, type_names=["fast", "slow"])
-    return loaded_of(scenario_of(cluster, {"method": "ddp"})), {"methods": ("single", "ddp", "zero3", "gs")}
-
-
-def searched(loaded, top=3, **space):
-    search = Search(loaded, SearchSpace(**space), top)
-    workers = InThisProcess(loaded)
-    search.run(workers)
-    return search.found(), workers
 
 
 def test_bounds_spare_most_simulations():
@@ -198,6 +94,82 @@ def test_rivals_are_the_best_of_their_kind():
     assert all(rival.order >= found.best[0].order for rival in rivals.values())
 
 
+def test_the_best_is_compared_with_itself_under_other_shares():
+    loaded, space = small()
+    found, workers = searched(loaded, **space)
+    best = found.best[0]
+    owned = "compute" if best.candidate.plan.method in UNEVEN else "even"
+    for each, rules in zip(found.counterparts, (("even", "even"), ("throughput", owned)), strict=True):
+        plan = each.candidate.plan
+        assert (plan.shares.batch, plan.shares.shards) == rules
+        assert replace(plan, shares=best.candidate.plan.shares) == best.candidate.plan
+        assert each.result == workers.answer(plan)
+    told = dict(found.comparisons(best))
+    assert found.results()[0].provenance["search"]["others"] == told
+    assert told["best with even shares"]["more_ratio"] > 0
+    assert "computes for" in told["best with even shares"]["why"]
+
+
+def test_of_plans_that_come_to_the_same_the_first_is_shown():
+    loaded = loaded_of(scenario_of(star(2), {"method": "gs"}))  # equal devices: shares by compute are even
+    found, _ = searched(loaded, top=5, methods=("gs",), recompute=("none",), micro_batches=(1,))
+    assert len({each.result.scenario_id for each in found.best}) == len(found.best)
+    assert found.plans > len(found.best)
+
+
+def test_where_nothing_fits_the_nearest_is_told_and_what_would_help(tmp_path):
+    space = SEARCH.replace('"single", ', "")
+    cluster = PAIR_TOML.replace('memory_bytes = "1 GiB"', "memory_bytes = 2000")
+    assert cluster != PAIR_TOML
+    path = write_files(tmp_path / "a", scenario=SCENARIO_TOML + space, cluster=cluster)
+    ended = run("gssim", "search", path)
+    assert ended.returncode == 0, ended.stderr
+    for words in ("no plan of the space fits", "the nearest: zero3", "lacks", "with plan.micro_batches=4: "):
+        assert words in ended.stdout, ended.stdout
+
+
+STUDY = """control,variant,threshold,kind,loss_change_high
+True,dense,,absolute,
+False,small,0.001,absolute,0.04
+False,large,0.01,absolute,0.2
+False,"small, with error feedback",0.001,absolute,0.06
+False,half,0.5,target-density,0.01
+True,silent,inf,absolute,0.3
+"""
+
+
+@pytest.mark.parametrize(
+    ("most", "thresholds", "wanted"),
+    [(0.06, (), {None, 0.001}), (0.05, (), {None}), (0.5, (0.01,), {None, 0.01}), (0.5, (), {None, 0.001, 0.01})],
+)
+def test_thresholds_are_searched_that_a_study_allows(tmp_path, most, thresholds, wanted):
+    (tmp_path / "study.csv").write_text(STUDY)
+    scenario = scenario_of(star(2), {"method": "gs"}, gradients="made.json")
+    space = {"methods": ("gs",), "recompute": ("none",), "micro_batches": (1,), "shards": ("even",)}
+    space |= {"study": str(tmp_path / "study.csv"), "most_loss_change": most, "thresholds": thresholds}
+    found, _ = searched(loaded_of(scenario, exponential_statistics()), top=10, **space)
+    assert {each.candidate.plan.push.threshold for each in found.best} == wanted
+
+
+@pytest.mark.parametrize(
+    ("study", "arguments", "said"),
+    [
+        (STUDY, ["--set", "search.thresholds=[1e-4]"], "search.thresholds: 0.0001 (absolute) is not in"),
+        (STUDY, ["--set", "plan.push.threshold=0.01"], "changes the last loss by up to 0.2 nats"),
+        ("a,b\n1,2\n", [], "no table of a study: column control is missing"),
+        (STUDY.replace("0.04", "much"), [], "'0.001', 'much': no numbers"),
+    ],
+)
+def test_what_a_study_does_not_allow_or_say_is_refused_in_one_line(tmp_path, study, arguments, said):
+    (tmp_path / "study.csv").write_text(study)
+    path = write_files(tmp_path / "a", scenario=SCENARIO_TOML.replace('"ddp"', '"gs"'))
+    asked = ["--study", tmp_path / "study.csv", "--most-loss-change", "0.1"]
+    ended = run("gssim", "search", path, *asked, *arguments)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
 def test_an_interrupted_search_has_the_best_so_far():
     loaded, space = small()
     search, workers = Search(loaded, SearchSpace(**space), 3), InThisProcess(loaded)
@@ -206,6 +178,7 @@ def test_an_interrupted_search_has_the_best_so_far():
         if workers.simulated == 2:
             raise KeyboardInterrupt
 
+    search.prepare()
     with pytest.raises(KeyboardInterrupt):
         search.run(workers, told)
     assert 1 <= len(search.found().best) <= 2
@@ -279,6 +252,8 @@ def test_what_is_searched_makes_no_other_question(tmp_path):
         (["--seconds", "0"], "search.seconds = 0"),
         (["--set", "search.thresholds=[1e-3]"], "thresholds: they change the training"),
         (["--set", 'search.methods=["zero4"]'], "search.methods[0] = 'zero4'"),
+        (["--most-loss-change", "0.1"], "study, most_loss_change: one needs the other"),
+        (["--study", "none.csv", "--most-loss-change", "0.1"], "search.study = 'none.csv'"),
         (["--set", "search.method=1"], "search.method: unknown key; did you mean methods?"),
     ],
 )

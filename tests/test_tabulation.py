@@ -203,7 +203,7 @@ def test_options_that_do_not_go_together(folder, gssim, arguments, message):
 def test_a_point_that_fails_is_a_row_and_the_command_fails(folder, gssim, monkeypatch):
     usual = tabulation.predicted
 
-    def predicted(point, shared):
+    def predicted(point, shared, **how):
         if "threshold-0.01" in point.name:
             raise RunFailedError("deadlock: rank 0 waits")
         return usual(point, shared)

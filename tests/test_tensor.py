@@ -452,3 +452,14 @@ def test_uneven_shares_of_three_ranks_run():
     scenario = sliced_scenario({"method": "gs_tp", "shares": {"shards": (0.5, 0.25, 0.25)}}, 3)
     assert simulate(loaded_of(scenario)).result.step_time_s > 0
     assert replace(scenario, plan=Plan(method="single")).policies.ranks == 1
+
+
+def test_shares_of_what_is_pushed_are_of_those_that_hold_the_same_slice():
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 5e8})}
+    cluster = star(4, types=types, type_names=["fast", "fast", "slow", "slow"])
+    for rule in ("compute", (0.75, 0.25)):
+        plan = {"method": "gs", "dp_shard": 2, "tp": 2, "shares": {"shards": rule}}
+        first, second, third, fourth = scenario_of(cluster, plan, model=sliced_model()).shard_shares
+        assert (first, third) == (second, fourth)
+        assert first + third == pytest.approx(1.0)
+        assert first > third

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 
-from analysis.published.predict import Prediction, predict
+from analysis.published.predict import MOST_KEPT, Prediction, predict
 from analysis.published.runs import Run, SkippedError
+from gssim.shared import Shared
 
 INTERRUPTED = "not reached before the interrupt"
 
@@ -56,13 +58,14 @@ def _asked(run: Run) -> Run:
 def _ended(runs: Sequence[Run], jobs: int) -> Iterator[tuple[int, Outcome]]:
     """Yield each run's place and outcome as they end."""
     if jobs <= 1:
-        yield from ((place, outcome_of(run)) for place, run in enumerate(runs))
+        shared = Shared(MOST_KEPT)
+        yield from ((place, outcome_of(run, shared)) for place, run in enumerate(runs))
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
         try:
             # the longest first, so that none is alone at the end
             order = sorted(range(len(runs)), key=lambda place: -runs[place].pp * runs[place].chunks)
-            places = {pool.submit(outcome_of, runs[place]): place for place in order}
+            places = {pool.submit(_outcome_here, runs[place]): place for place in order}
             for future in as_completed(places):
                 yield places[future], future.result()
         except BaseException:
@@ -75,10 +78,20 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def outcome_of(run: Run) -> Outcome:
+@cache
+def _shared_here() -> Shared:
+    """Return what the runs of this process share."""
+    return Shared(MOST_KEPT)
+
+
+def _outcome_here(run: Run) -> Outcome:
+    return outcome_of(run, _shared_here())
+
+
+def outcome_of(run: Run, shared: Shared | None = None) -> Outcome:
     """Return the prediction of a run, or why there is none; no run's fault keeps the others from being predicted."""
     try:
-        return predict(run)
+        return predict(run, shared)
     except SkippedError as reason:
         return Missing(str(reason))
     except Exception as error:

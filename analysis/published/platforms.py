@@ -4,11 +4,13 @@ import tomllib
 from dataclasses import field
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from typing import Any, Literal
 
 from gssim.cluster import Cluster
+from gssim.nccl import GENERATIONS
 from gssim.topology.kinds import CUBE_MESH_DEVICES
-from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, spec, validated
+from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, Precision, Seconds, spec, validated
 
 FILE = "platforms.toml"
 
@@ -21,30 +23,51 @@ class Platform:
     """What the tables call it, or what their entry begins with."""
     device: dict[str, Any]
     inside: Literal["nvswitch", "pcie", "cube-mesh", "none"]
-    inside_link: str
+    inside_link: str | dict[str, Any]
     devices: PositiveInt
     """In each server, unless the table says."""
     nics: PositiveInt
-    nic_link: str
+    nic_link: str | dict[str, Any]
     pcie_link: str
     nccl: str | dict[str, Any]
     tensor_float_flop_per_s: FlopPerSecond | None = None
     """Of matrix products in TF32; absent: the device has none."""
+    full_efficiency_ratio: PositiveFloat | None = None
+    """What products in fp32 reach of the device's rate, without tensor cores; absent: as much as others do."""
     float8_ratio: PositiveFloat | None = None
     """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention over that of maps; see `Software`."""
+    ring_attention_ratio: PositiveFloat = 1.0
+    """Rate of flash attention to other ranks' parts of a sequence over that to a rank's own."""
     first_attention_ratio: PositiveFloat = 1.0
     """The same of FlashAttention's first version, as Triton has it."""
     calibrated_on: tuple[str, ...] = field(default=())
     """The rows, by their id, that numbers of the device were fitted to."""
 
 
+@spec
+class Hosts:
+    """What the hosts of all platforms have in common that tell nothing else."""
+
+    operation_overhead_s: Seconds
+    """Of issuing one operation."""
+    calibrated_on: tuple[str, ...]
+    """The rows that it was set to."""
+
+
 @cache
+def _file() -> tuple[Hosts, dict[str, Platform]]:
+    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
+    hosts = validated(Hosts, data.pop("hosts"), file=FILE, under="hosts")
+    for table in data.values():
+        table |= {**data.get(table.pop("like", ""), {}), **table}
+    return hosts, {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}
+
+
 def platforms() -> dict[str, Platform]:
     """Return every platform by its key in the file."""
-    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
-    return {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}
+    return _file()[1]
 
 
 def platform_of(gpu: str) -> Platform | None:
@@ -75,42 +98,83 @@ def float8_ratio_of(gpu: str) -> float | None:
 
 def calibration_rows() -> frozenset[str]:
     """Return the ids of all rows that a device's numbers were fitted to."""
-    return frozenset(row for platform in platforms().values() for row in platform.calibrated_on)
+    hosts, every = _file()
+    return frozenset(row for each in (hosts, *every.values()) for row in each.calibrated_on)
 
 
-@cache
-def cluster_of(gpu: str, ranks: int, per_node: int | None, tensor_float: bool = False) -> Cluster:
-    """Return a cluster of so many devices of a known GPU, in servers behind one switch that never blocks.
+Server = tuple[str, int]
+"""A server's GPU, as tables name it, and how many it has."""
 
-    `tensor_float`: products of fp32 are multiplied as TF32, where the device can.
+
+def servers_of(gpu: str, ranks: int, per_node: int | None) -> tuple[Server, ...]:
+    """Return equal servers of so many devices in all; as many in each as there may be that divide them evenly.
+
+    >>> servers_of("T4", 8, 4), servers_of("T4", 6, 4)
+    ((('T4', 4), ('T4', 4)), (('T4', 3), ('T4', 3)))
     """
     platform = platform_of(gpu)
     assert platform is not None  # asked for before
     devices = min(per_node or platform.devices, ranks)
     while ranks % devices:
         devices -= 1
+    return ((gpu, devices),) * (ranks // devices)
+
+
+@cache
+def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: bool = False) -> Cluster:
+    """Return a cluster of servers of known GPUs, in rank order, behind one switch that never blocks.
+
+    `precision`, and `tensor_float`: what matrix products are in; those of fp32 are multiplied as TF32 where the device
+    can. Of unlike servers, NCCL goes by the constants of the oldest.
+    """
+    kinds = dict.fromkeys(gpu for gpu, _ in servers)
+    known = {gpu: platform for gpu in kinds if (platform := platform_of(gpu))}
+    assert len(known) == len(kinds)  # asked for before
+    types = {gpu: "gpu" if len(kinds) == 1 else gpu for gpu in kinds}
+    ranks = sum(devices for _, devices in servers)
+    data = {
+        "name": f"{ranks} x {' and '.join(kinds)}",
+        "backend": "nccl",
+        "nccl": min((each.nccl for each in known.values()), key=_age),
+        "source": f"analysis/published/{FILE}",
+        "device_types": {types[gpu]: _device(each, precision, tensor_float) for gpu, each in known.items()},
+        "topology": {
+            "kind": "servers",
+            "fabric": {"kind": "switch"},
+            "servers": [
+                _server(known[gpu], types[gpu], devices, len(list(alike))) for (gpu, devices), alike in groupby(servers)
+            ],
+        },
+    }
+    return validated(Cluster, data, file=FILE)
+
+
+def _age(nccl: str | dict[str, Any]) -> int:
+    """Return where a platform's generation stands among all of them."""
+    return list(GENERATIONS).index(nccl if isinstance(nccl, str) else nccl["generation"])
+
+
+def _device(platform: Platform, precision: Precision, tensor_float: bool) -> dict[str, Any]:
+    """Return a platform's device as a cluster file has it."""
+    device = {"operation_overhead_s": _file()[0].operation_overhead_s, **platform.device}
+    if precision != "fp32":
+        return device
+    if tensor_float and platform.tensor_float_flop_per_s:
+        return {**device, "peak_flop_per_s": {"fp32": platform.tensor_float_flop_per_s}}
+    return {**device, "efficiency_ratio": platform.full_efficiency_ratio or device["efficiency_ratio"]}
+
+
+def _server(platform: Platform, device: str, devices: int, count: int) -> dict[str, Any]:
+    """Return servers of so many of a platform's devices as a cluster file has them."""
     # a part of a cube mesh is nearly a full mesh
     inside = "nvswitch" if platform.inside == "cube-mesh" and devices != CUBE_MESH_DEVICES else platform.inside
-    nics = next(n for n in range(min(platform.nics, devices), 0, -1) if devices % n == 0)
-    server = {
-        "count": ranks // devices,
-        "device": "gpu",
+    return {
+        "count": count,
+        "device": device,
         "devices": devices,
         "inside": inside if devices > 1 else "none",
         **({"inside_link": platform.inside_link} if devices > 1 else {}),
-        "nics": nics,
+        "nics": next(n for n in range(min(platform.nics, devices), 0, -1) if devices % n == 0),
         "nic_link": platform.nic_link,
         "pcie_link": platform.pcie_link,
     }
-    device = platform.device
-    if tensor_float and platform.tensor_float_flop_per_s:
-        device = {**device, "peak_flop_per_s": {"fp32": platform.tensor_float_flop_per_s}}
-    data = {
-        "name": f"{ranks} x {gpu}",
-        "backend": "nccl",
-        "nccl": platform.nccl,
-        "source": f"analysis/published/{FILE}",
-        "device_types": {"gpu": device},
-        "topology": {"kind": "servers", "fabric": {"kind": "switch"}, "servers": [server]},
-    }
-    return validated(Cluster, data, file=FILE)

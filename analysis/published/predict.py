@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from analysis.published.platforms import cluster_of, platform_of
+from analysis.published.losses import FLOAT
+from analysis.published.platforms import cluster_of, platform_of, servers_of
 from analysis.published.runs import Run, SkippedError
-from analysis.published.transformer import FLOAT, transformer
+from analysis.published.transformer import transformer
 from gssim.cluster import Cluster
 from gssim.plan import Plan
 from gssim.result import RankClass, Result
 from gssim.scenario import Loaded, Scenario, check
+from gssim.shared import Shared
 from gssim.simulate import simulate
 from gssim.units import PRECISION_BYTES, UserError
 from gssim.workload import Workload
@@ -26,18 +28,22 @@ class Prediction:
     device_bytes: float
 
 
+MOST_KEPT = 8
+"""Answers of each kind that runs share: neighbours in a table are alike, if any are."""
 MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
 """Of more, no row is simulated: a slip of the pen rather than a run."""
 
 
-def predict(run: Run) -> Prediction:
+def predict(run: Run, shared: Shared | None = None) -> Prediction:
     """Return the prediction for a run; raise SkippedError where the project cannot predict it.
 
-    Of many micro-batches not all are simulated: in its steady state, each more takes as long as the one before it.
+    `shared`: what runs before it have in common with it. Of many micro-batches not all are simulated: in its steady
+    state, each more takes as long as the one before it.
     """
     _refuse(run)
     few, more = _counts(run)
-    results = [_result(run, count) for count in dict.fromkeys((few, more))]
+    shared = shared or Shared(MOST_KEPT)
+    results = [_result(run, count, shared) for count in dict.fromkeys((few, more))]
     first, last = results[0].step_time_s, results[-1].step_time_s
     step_s = last + (run.micro_batches - more) * (last - first) / max(1, more - few)
     ranks = results[-1].ranks
@@ -86,19 +92,17 @@ def _counts(run: Run) -> tuple[int, int]:
 
 
 def cluster_of_run(run: Run) -> Cluster:
-    """Return the cluster that a run was on."""
-    return cluster_of(run.gpu, run.ranks, run.per_node, run.software.tensor_float)
+    """Return the cluster that a run was on; raise SkippedError for a GPU that is not known."""
+    if any(platform_of(gpu) is None for gpu in (dict(run.servers) or (run.gpu,))):
+        raise SkippedError("a GPU that platforms.toml does not know")
+    servers = run.servers or servers_of(run.gpu, run.ranks, run.per_node)
+    return cluster_of(servers, run.software.precision, run.software.tensor_float)
 
 
 def scenario_of(run: Run, micro_batches: int) -> Scenario:
     """Return the scenario of a run with so many micro-batches; raise SkippedError for a GPU that is not known."""
-    if platform_of(run.gpu) is None:
-        raise SkippedError("a GPU that platforms.toml does not know")
     context = run.software.context_ranks
-    model = transformer(
-        run.identity, run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.ties,
-        source=run.source,
-    )  # fmt: skip
+    model = transformer(run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.ties)
     workload = Workload(
         model=model,
         global_batch_size=run.dp * context * run.micro_batch * micro_batches,
@@ -138,11 +142,11 @@ def stages_of(run: Run) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _result(run: Run, micro_batches: int) -> Result:
+def _result(run: Run, micro_batches: int, shared: Shared) -> Result:
     try:
         scenario = scenario_of(run, micro_batches)
         check(scenario, file=run.identity)
-        return simulate(Loaded(file=run.identity, scenario=scenario)).result
+        return simulate(Loaded(file=run.identity, scenario=scenario), shared=shared).result
     except UserError as error:
         raise SkippedError(f"gssim refuses the plan: {_reason(str(error))}") from None
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from analysis.published.platforms import Server
 from analysis.published.shape import Shape, Software
 
 Method = Literal["single", "ddp", "zero1", "zero2", "zero3", "pipeline", "tensor"]
@@ -22,6 +23,8 @@ class Run:
     source: str
     gpu: str
     per_node: int | None
+    servers: tuple[Server, ...] = ()
+    """Where they are not all alike, in rank order; else `gpu` and `per_node` tell of all."""
     shape: Shape
     software: Software
     method: Method

@@ -51,10 +51,10 @@ class Scored:
 
 
 def baseline_step_s(run: Run) -> float:
-    """Return 6 * parameters * tokens / (GPUs * peak * one utilisation)."""
-    device = cluster_of_run(run).type_of(0)
-    peak = device.peak_flop_per_s[run.software.precision]
-    return 6 * run.shape.parameters * run.tokens / (run.ranks * peak * UTILISATION)
+    """Return 6 * parameters * tokens / (the peaks of all GPUs * one utilisation)."""
+    cluster = cluster_of_run(run)
+    peaks = sum(cluster.type_of(rank).peak_flop_per_s[run.software.precision] for rank in range(run.ranks))
+    return 6 * run.shape.parameters * run.tokens / (peaks * UTILISATION)
 
 
 def baseline_bytes(run: Run) -> float:

@@ -52,6 +52,20 @@ class Shape:
         return self.layers * (block + 2 * h) + ends + h
 
 
+def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int) -> Shape:
+    """Return a GPT whose blocks' first map is four times as wide as they are."""
+    return Shape(
+        kind="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocabulary=vocabulary,
+        sequence_length=sequence_length,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """What of the software that ran a model makes other operations of it."""
@@ -80,11 +94,15 @@ class Software:
     float8_casts: bool = False
     attention_ratio: float = 1.0
     """Rate of flash attention over that of maps."""
+    ring_attention_ratio: float = 1.0
+    """Rate of flash attention to other ranks' parts of a sequence over that to a rank's own."""
     gathers_inputs: bool = False
     """With sequence parallelism, what cut maps read is gathered into a tensor that they all keep; see
     `Writer.cut_input`."""
     fused_loss: bool = False
     """The loss is one kernel each way, without logits in float (torch.compile; flash-attention's cross-entropy)."""
+    in_place_loss: bool = False
+    """Of logits in float there is one tensor at a time (Megatron-LM, core/tensor_parallel/cross_entropy.py)."""
     pipelined_maps: bool = False
     """Gathering is cut into parts among those of the maps that read it, and keeps nothing whole (torch's asynchronous
     tensor parallelism). That parts hide behind each other is not modelled."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from gsreal.benchmarks.bench import Bench, Settings, optimizer_alone
 from gsreal.benchmarks.scratch import layer_scratch
-from gsreal.build import DTYPES, build_module, example_batch, logits_of, loss_of
+from gsreal.build import DTYPES, build_module, logits_of, loss_of, random_batch
 from gsreal.lab.throttle import device_time_s
 from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
 from gssim.scenario import load_model
-from gssim.workload import Model, TokenInput, unrolled
+from gssim.workload import Model, unrolled
 
 ROUNDS = 6
-PAUSE_ROUNDS = 15
-PAUSES_S = (0.02, 0.1, 0.3)
+PAUSE_ROUNDS = 31
+PAUSES_S = (0.005, 0.02, 0.1)
 """After which a step is timed: waits for messages are of such lengths."""
 STEPS_PER_ROUND = 6
 """Batch sizes, alone and together, take turns round by round: a slow minute of the machine falls on all of them."""
@@ -54,7 +54,7 @@ def profile_model(
             times[batch_size] += bench.alone(some_steps) or []
             if bench.ranks > 1 and batch_size == middle:
                 together[batch_size] += bench.together(partial(some_steps, together=True))
-    excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[middle])) or {}
+    excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[min(batches)]))
     peaks = {
         b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
         for b, batch in batches.items()
@@ -66,7 +66,7 @@ def profile_model(
         return {}, (0.0, 0.0), 1.0
     profile = _profile(model, bench.settings, times, peaks, scratch or {})
     if excess:
-        profile["pause_excess_ratio"] = excess
+        profile["pause_excess_s"] = excess
     ratio = _ratio(times, together)
     return profile, _jitter(times, lateness), ratio
 
@@ -114,14 +114,7 @@ def _sequence_length(bench: Bench, model: Model) -> int:
 
 
 def _batch(bench: Bench, model: Model, batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
-    if inputs.is_floating_point():
-        inputs = torch.rand_like(inputs).to(DTYPES[bench.settings.precision])
-    else:
-        source = model.input
-        assert isinstance(source, TokenInput)  # its inputs are whole numbers
-        inputs = torch.randint_like(inputs, 1, 200)
-        targets = torch.randint_like(targets, source.classes or 200)
+    inputs, targets = random_batch(model, batch_size, sequence_length, DTYPES[bench.settings.precision])
     return inputs.to(bench.device), targets.to(bench.device)
 
 
@@ -174,28 +167,24 @@ def _unobserved(bench: Bench, module: nn.Module, batch: tuple[Tensor, Tensor]) -
 def _pause_excess(
     bench: Bench, module: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
 ) -> dict[str, Any]:
-    """Return by phase how much longer it takes after pauses than without one; nothing for a GPU, which has no caches
-    to speak of from one step to the next.
+    """Return how much longer a step's compute takes after pauses than without one; nothing for a GPU, which has no
+    caches to speak of from one step to the next.
 
-    Pauses take turns: a slow minute of the machine falls on all of them.
+    A few milliseconds, whatever the batch and wherever in the step the pause is (measured): of a small batch they are
+    the largest part. Pauses take turns: a slow minute of the machine falls on all of them.
     """
     if bench.device.type == "cuda":
         return {}
-    times: dict[tuple[float, str], list[float]] = defaultdict(list)
+    times: dict[float, list[float]] = defaultdict(list)
     for _ in range(PAUSE_ROUNDS):
         for pause_s in (0.0, *PAUSES_S):
             time.sleep(pause_s)
-            for phase, marks in _unobserved(bench, module, batch).items():
-                times[pause_s, phase].append(_elapsed_s(*marks))
+            marks = _unobserved(bench, module, batch)
+            times[pause_s].append(sum(_elapsed_s(*each) for each in marks.values()))
             _update(bench, optimizer)
-    middles = {place: statistics.median(values) for place, values in times.items()}
-    return {
-        name: {
-            "sizes": list(PAUSES_S),
-            "values": [max(0.0, middles[pause_s, phase] / middles[0.0, phase] - 1) for pause_s in PAUSES_S],
-        }
-        for phase, name in (("f", "forward"), ("b", "backward"))
-    }
+    middles = {pause_s: statistics.median(values) for pause_s, values in times.items()}
+    excess = [max(0.0, middles[pause_s] - middles[0.0]) for pause_s in PAUSES_S]
+    return {"sizes": list(PAUSES_S), "values": list(accumulate(excess, max))}
 
 
 def _update(bench: Bench, optimizer: torch.optim.Optimizer) -> None:

@@ -45,28 +45,42 @@ class Block:
         self.size_bytes += other.size_bytes
 
 
-class Pool:
-    """Free blocks of one stream, small ones or large ones, by size and then address."""
+ADDRESS_BITS = 96
+"""More than any address has."""
 
-    __slots__ = ("free", "small", "unmapped")
+
+class Pool:
+    """Free blocks of one stream, small ones or large ones, by size and then address: one number for both."""
+
+    __slots__ = ("_blocks", "_order", "small", "unmapped")
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
-        self.free: list[tuple[int, int, Block]] = []
+        self._order: list[int] = []
+        self._blocks: dict[int, Block] = {}
         self.unmapped: list[tuple[int, Block]] = []
         """Blocks of expandable segments without memory, by address."""
+
+    @property
+    def free(self) -> list[Block]:
+        """The blocks that have memory, the smallest first."""
+        return [self._blocks[number] for number in self._order]
 
     def add(self, block: Block) -> None:
         """Let a free block wait; what has no memory waits apart."""
         if block.mapped:
-            insort(self.free, (block.size_bytes, block.address, block))
+            number = block.size_bytes << ADDRESS_BITS | block.address
+            insort(self._order, number)
+            self._blocks[number] = block
         else:
             insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
         """Take a block out."""
         if block.mapped:
-            del self.free[bisect_left(self.free, (block.size_bytes, block.address))]
+            number = block.size_bytes << ADDRESS_BITS | block.address
+            del self._order[bisect_left(self._order, number)]
+            del self._blocks[number]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
@@ -75,13 +89,14 @@ class Pool:
 
         The end of an expandable segment counts as large as all the addresses behind it, so that others come first.
         """
-        free = self.free
-        place = bisect_left(free, (size_bytes,))
-        if place == len(free):
+        order, blocks = self._order, self._blocks
+        place = bisect_left(order, size_bytes << ADDRESS_BITS)
+        if place == len(order):
             return None
-        while self.unmapped and place + 1 < len(free) and _room_bytes(free[place + 1][2]) < _room_bytes(free[place][2]):
-            place += 1
-        return free.pop(place)[2]
+        if self.unmapped:
+            while place + 1 < len(order) and _room_bytes(blocks[order[place + 1]]) < _room_bytes(blocks[order[place]]):
+                place += 1
+        return blocks.pop(order.pop(place))
 
 
 def _room_bytes(block: Block) -> int:

@@ -12,8 +12,6 @@ has as much memory for them as it has bytes. Blocks that several streams use (`r
 is simulated, none is given back before all streams are done with it.
 """
 
-from bisect import insort
-
 from gssim.allocator.block import Block, Pool
 from gssim.allocator.rules import is_small, least_remainder_bytes, page_bytes, rounded_bytes, segment_bytes
 
@@ -86,7 +84,7 @@ class CachingAllocator:
         self.allocated_bytes -= block.size_bytes
         block.free = True
         _join(block)
-        insort(block.pool.free, (block.size_bytes, block.address, block))
+        block.pool.add(block)
 
     def pool_of(self, size_bytes: int, stream: str) -> Pool:
         """Return the pool that serves a rounded request on a stream."""
@@ -176,7 +174,7 @@ class CachingAllocator:
     def release_cached(self) -> None:
         """Give all free memory back to the device that it takes: whole segments, or whole pages of expandable ones."""
         for pool in self.pools.values():
-            for _, _, block in list(pool.free):
+            for block in pool.free:
                 if self.expandable_segments:
                     self._unmap(block)
                 elif not block.is_split:

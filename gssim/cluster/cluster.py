@@ -187,9 +187,10 @@ def _generation(value: Any) -> Any:
     return {**asdict(GENERATIONS[named]), **changes}
 
 
-@lru_cache(maxsize=8)
-def _devices(topology: Topology) -> tuple[Device, ...]:
-    return tuple(Device(name=name, type=kind, host=host) for name, kind, host in build(topology).devices)
+@lru_cache(maxsize=32)
+def _devices(built: tuple[tuple[str, str, str], ...]) -> tuple[Device, ...]:
+    """Return the devices of a topology; the same where others differ in their links alone."""
+    return tuple(Device(name=name, type=kind, host=host) for name, kind, host in built)
 
 
 @lru_cache(maxsize=64)
@@ -242,7 +243,8 @@ class Cluster:
                 raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
 
     def _fill(self, topology: Topology) -> None:
-        devices, switches = _devices(topology), build(topology).switches
+        found = build(topology)
+        devices, switches = _devices(found.devices), found.switches
         # `dataclasses.replace` hands over what was filled in before
         for key, given, built in (("devices", self.devices, devices), ("switches", self.switches, switches)):
             if given and given != built:

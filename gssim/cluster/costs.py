@@ -1,6 +1,5 @@
 """What devices were measured to take: curves by size, layer by layer and operation by operation."""
 
-from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -76,9 +75,9 @@ class Profile:
     """How many calibrations, at different times, the curves are means of."""
     layers: dict[str, LayerProfile]
     """By layer name of the model file."""
-    pause_excess_ratio: dict[Literal["forward", "backward"], Curve] = field(default_factory=dict)
-    """How much longer a phase takes after so many seconds in which the device has waited (`sizes`; after the last of
-    them nothing changes), over its time in steps without a pause: what it works with is no longer in the caches."""
+    pause_excess_s: Curve | None = None
+    """How much longer compute takes in all after so many seconds (`sizes`) in which the device has waited, for what it
+    works with is no longer in the caches; after the last of them nothing changes."""
 
 
 @spec

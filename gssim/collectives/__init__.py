@@ -17,7 +17,7 @@ from gssim.collectives.backend import (
 )
 from gssim.collectives.closed_forms import CLOSED_FORMS, ring_all_reduce_time_s
 from gssim.collectives.communication import KINDS, Communication
-from gssim.collectives.pairs import Pairs, summed_without
+from gssim.collectives.pairs import Exchange, Pairs, summed_without
 from gssim.collectives.stage import Hops, Stage, summed
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "KINDS",
     "SINGLE_FLOWS",
     "Communication",
+    "Exchange",
     "Hops",
     "Members",
     "Pairs",

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from gssim.collectives.stage import Hops
 from gssim.units import Floats, Ints
 
 
@@ -76,9 +77,95 @@ class Pairs(Sequence[tuple[float, ...]]):
         return tuple(_sums_without(rows[kinds][:, first].T, first)[like.ravel()].tolist())
 
     @cached_property
+    def kind_count(self) -> int:
+        """How many kinds of senders there are."""
+        return len(set(self.kinds))
+
+    @cached_property
+    def most(self) -> float:
+        """The most that anybody sends to anybody else."""
+        rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
+        found = []
+        for kind in set(self.kinds):
+            members = np.flatnonzero(kinds == kind)
+            row = rows[kind] if len(members) > 1 else np.delete(rows[kind], members)
+            found.append(float(row.max(initial=0.0)))
+        return max(found, default=0.0)
+
+    @cached_property
     def total(self) -> float:
         """What all send."""
         return sum(self.sent)
+
+
+class Exchange(Hops):
+    """Everybody sends to everybody, most of them the same: told by the senders' kinds, and not pair by pair.
+
+    What it is of single pairs is made only where somebody asks.
+    """
+
+    def __init__(self, every: Hops, ranks: Ints, rows: Floats, kinds: Ints) -> None:
+        for name, value in (("every", every), ("ranks", ranks), ("rows", rows), ("kinds", kinds)):
+            object.__setattr__(self, name, value)
+
+    every: Hops
+    """A hop for every ordered pair, each of weight 1."""
+    ranks: Ints
+    """Of the members."""
+    rows: Floats
+    """What each kind of sender has for every member, for each byte of the stage's size."""
+    kinds: Ints
+
+    @property
+    def count(self) -> int:
+        """How many hops there are."""
+        return len(self.ranks) * (len(self.ranks) - 1)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it takes to tell them."""
+        return self.rows.size + len(self.kinds)
+
+    @cached_property
+    def source(self) -> Ints:
+        """Rank that sends, by hop."""
+        return self.every.source
+
+    @cached_property
+    def target(self) -> Ints:
+        """Rank that receives, by hop."""
+        return self.every.target
+
+    @cached_property
+    def weight(self) -> Floats:
+        """Bytes carried for each byte of the stage's size, by hop."""
+        members = len(self.ranks)
+        return self.rows[self.kinds][~np.eye(members, dtype=bool)]
+
+    def weighted(self, columns: Floats) -> float:
+        """Return the sum over all hops of weight times what `columns` has, by kind and target, of all senders."""
+        return float((self.rows * columns).sum())
+
+    @cached_property
+    def heaviest(self) -> float:
+        """The largest weight."""
+        return Pairs(self.rows.tolist(), self.kinds.tolist()).most
+
+    @property
+    def weight_in_all(self) -> float:
+        """The sum of all weights."""
+        counts = np.bincount(self.kinds, minlength=len(self.rows))
+        own = self.rows[self.kinds, np.arange(len(self.kinds))].sum()
+        return float((self.rows.sum(axis=1) * counts).sum() - own)
+
+    def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
+        """Return what each rank sends and receives for each byte of the size."""
+        own = self.rows[self.kinds, np.arange(len(self.kinds))]
+        counts = np.bincount(self.kinds, minlength=len(self.rows))
+        sent, received = np.zeros((2, ranks))
+        sent[self.ranks] = self.rows.sum(axis=1)[self.kinds] - own
+        received[self.ranks] = counts @ self.rows - own
+        return sent, received
 
 
 def _sums_without(rows: Floats, own: Ints) -> Floats:

@@ -20,6 +20,21 @@ class Hops:
     group: Ints | None = None
     """Which of several groups a hop belongs to, where they carry out the same at once, each at its own pace."""
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.source)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it takes to tell them."""
+        return len(self.source)
+
+    def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
+        """Return what each rank sends and receives for each byte of the size."""
+        sent = summed(self.source, self.weight, ranks)
+        return sent, summed(self.target, self.weight, ranks)
+
     def in_every(self, groups: Ints) -> "Hops":
         """Return the hops of the first of several groups (rows of ranks), and the same ones in all others.
 

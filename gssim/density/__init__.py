@@ -342,9 +342,12 @@ def _over_range(values: Sequence[float], first: float, last: float) -> float:
     """Return the mean over the range of what blocks of equal size have."""
     if len(values) == 1 or last <= first:
         return values[0]
-    count = len(values)
-    inside = [max(0.0, min(last * count, i + 1) - max(first * count, i)) for i in range(count)]
-    return sum(value * part for value, part in zip(values, inside, strict=True)) / sum(inside)
+    begin, end, sent, whole = first * len(values), last * len(values), 0.0, 0.0
+    for i in range(int(begin), min(len(values), math.ceil(end))):
+        inside = max(0.0, min(end, i + 1) - max(begin, i))
+        sent += values[i] * inside
+        whole += inside
+    return sent / whole
 
 
 def _reached(block: BlockTrace, level: float, moment: _Moment) -> float:

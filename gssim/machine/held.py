@@ -1,6 +1,12 @@
 """What one rank holds while a program runs."""
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from gssim.memory import NOTHING, Footprint
+
+if TYPE_CHECKING:
+    from gssim.program import Task
 
 
 class Memory:
@@ -31,3 +37,10 @@ class Memory:
         for category, size in need.kept:
             self.held[category] = self.held.get(category, 0.0) + size
             self._held_bytes += size
+
+    def through(self, tasks: "Iterable[Task]") -> "Memory":
+        """Return itself after tasks of the compute stream, one after another."""
+        for task in tasks:
+            self.begin("compute", task.need)
+            self.end("compute")
+        return self

@@ -8,10 +8,9 @@ soon as that is known. Memory is then added up in the order of the compute strea
 any.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Generator
-from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,87 +18,33 @@ import simpy
 
 from gssim import collectives
 from gssim.cluster import Cluster
-from gssim.conditions import Conditions, applied
+from gssim.conditions import Conditions
 from gssim.machine.classes import is_coupled, is_jittery
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
 from gssim.machine.host import Host
-from gssim.machine.meetings import MOST_CLUSTERS, Meeting, arrange
+from gssim.machine.lockstep import Lockstep, lockstep_of
+from gssim.machine.meetings import Meeting, arrange, router_of
 from gssim.machine.recorded import Recorded
+from gssim.machine.rendezvous import Rendezvous, carry_out
 from gssim.machine.schedule import Scheduled
-from gssim.network import Router
 from gssim.program import Program, Task
+from gssim.program.task import Issue
 from gssim.result import Span
-from gssim.shared import Same, Shared
+from gssim.shared import Shared
 from gssim.units import Floats, RunFailedError
 
 STREAMS = ("compute", "communication", "replication")
 """Of every rank. `replication`: all-reduces over replicas, which on nccl have a communicator and a stream of their own
 (FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
+LEAST_IN_LOCKSTEP = 3
+"""Classes from which on it pays to carry them out together."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
 
 class DeadlockError(RunFailedError):
     """The program can never end: it names the ranks that wait, and for what."""
-
-
-class Rendezvous:
-    """A collective that starts when its last member has come, and is done for all at once."""
-
-    def __init__(self, machine: "Machine", meeting: Meeting) -> None:
-        self.machine, self.meeting = machine, meeting
-        self.missing = {each.index for each in meeting.classes}
-        self.came_s: dict[int, float] = {}
-        self.leaves_s = math.inf
-        """When the first byte is on its way: the first receives' notices have come."""
-        self.done = machine.env.event()
-
-    def post(self, rank_class: int) -> None:
-        """Note when a member comes; its notice may have to wait, and it arrives only then."""
-        self.came_s[rank_class] = self.machine.env.now
-
-    def arrive(self, rank_class: int) -> simpy.Event:
-        """Return the event at which the collective is done; the last arrival starts it."""
-        self.missing.discard(rank_class)
-        self.came_s.setdefault(rank_class, self.machine.env.now)
-        if not self.missing:
-            self.leaves_s = self.machine.env.now + max(0.0, self._notice_s() - self._lead_s())
-            self.machine.env.process(self._run())
-        return self.done
-
-    def _notice_s(self) -> float:
-        """Return how long the notice of a message's receive is under way; 0 where there are none."""
-        scheduled = self.meeting.scheduled
-        if not scheduled.notices or not self.meeting.receivers:
-            return 0.0
-        empty = replace(scheduled.stages[0], size_bytes=0.0)
-        return self.machine.network.alone_s(empty, replace(scheduled.pace(empty), notices=False))
-
-    def _lead_s(self) -> float:
-        """Return how long all that receive in the first stage have been here: when they came, they posted that."""
-        receivers = self.meeting.receivers
-        return self.machine.env.now - max(self.came_s[each] for each in receivers) if receivers else 0.0
-
-    def _run(self) -> Generator[Any, Any, None]:
-        machine, scheduled, env = self.machine, self.meeting.scheduled, self.machine.env
-        lead_s = self._lead_s()
-        machine.note_communication(self.meeting, +1)
-        if scheduled.fixed_s:
-            yield env.timeout(scheduled.fixed_s)
-        for stage in scheduled.stages:
-            if scheduled.measured:
-                machine.network.count(stage)
-                continue
-            yield from machine.network.carry(stage, scheduled.pace(stage, lead_s=lead_s))
-            lead_s = 0.0
-            reduction_s = collectives.reduction_s(machine.cluster, stage.reduced_bytes)
-            if reduction_s:
-                yield env.timeout(reduction_s)
-        for stage in scheduled.stages:
-            machine.note_bytes(stage)
-        machine.note_communication(self.meeting, -1)
-        self.done.succeed()
 
 
 class Machine:
@@ -122,12 +67,7 @@ class Machine:
         self.cluster, self.program = cluster, program
         conditions = conditions or Conditions()
         shared = shared or Shared()
-        router = shared.once(
-            "router",
-            (Same(cluster), conditions.faults),
-            lambda: Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring, shared.large),
-            most=MOST_CLUSTERS,
-        )
+        router = router_of(cluster, conditions, shared)
         arranged = arrange(
             self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
         )
@@ -142,7 +82,8 @@ class Machine:
         self.roles = [program.role_of[each.representative] for each in self.classes]
         self.devices = [cluster.type_of(each.representative) for each in self.classes]
         self.memory = [Memory(dict(program.persistent[role])) for role in self.roles]
-        self.spans: list[Span] = []
+        self.lockstep: Lockstep | None = None
+        """Carries out all classes at once, where that is possible."""
         self.ends_s: list[list[float]] = [[] for _ in self.classes]
         self.begun: dict[tuple[int, str, int], Rendezvous] = {}
         self.messages: dict[tuple[int, int], Rendezvous] = {}
@@ -155,10 +96,19 @@ class Machine:
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
         self._busy_share: dict[Meeting, float] = {}
-        self._busy_s = [0.0 for _ in self.classes]
-        """How long each class has computed."""
-        self._waited_s: dict[tuple[int, str], float] = {}
-        """How long each class had not, when it last did a piece of compute."""
+        self._cold_s = [0.0 for _ in self.classes]
+        """How much longer each class will compute for the pauses before."""
+        self._paused_s = [0.0 for _ in self.classes]
+        """How long each class has waited since its caches were filled again for that."""
+        self._computed_s: dict[int, float] = {}
+        """When each class last computed."""
+        self._issued_s = [0.0 for _ in self.classes]
+        """When each class's host had issued the last piece that tells of it."""
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What occupied the streams of each class."""
+        return self.lockstep.spans() if self.lockstep is not None else []
 
     @property
     def scheduled(self) -> dict[str, Scheduled]:
@@ -207,8 +157,11 @@ class Machine:
 
     def run(self, steps: int) -> None:
         """Execute the program `steps` times; raise DeadlockError where it cannot end."""
-        done: list[simpy.Process] = []
         self.steps = steps
+        if self._may_go_in_lockstep():
+            self._in_lockstep(steps)
+            return
+        done: list[simpy.Process] = []
         for each in self.classes:
             tasks = self.program.tasks[self.roles[each.index]]
             awaited = {label for task in tasks for label in task.after}
@@ -225,6 +178,32 @@ class Machine:
             if everything.triggered or not self.waiting:
                 raise
             raise DeadlockError(f"deadlock: {'; '.join(self._waits())}") from error
+
+    def carry_out(self, meeting: Meeting) -> Generator[Any, Any, None]:
+        """Take the simulated time of a collective, of which nobody waits for notices."""
+        return carry_out(self, meeting)
+
+    def _may_go_in_lockstep(self) -> bool:
+        """Return whether there are many classes, of which each may go ahead and none waits for notices."""
+        if len(self.classes) < LEAST_IN_LOCKSTEP:
+            return False
+        waits = any(meeting.scheduled.notices for found in self.meetings.values() for meeting in found)
+        computes = all(any(task.stream == "compute" for task in tasks) for tasks in self.program.tasks)
+        return computes and not waits and all(self._is_alone(each.index) for each in self.classes)
+
+    def _in_lockstep(self, steps: int) -> None:
+        """Execute the program for all classes at once; see [Note: lockstep]."""
+        self.lockstep = lockstep_of(self, steps)
+        try:
+            self.lockstep.run()
+        except RuntimeError as error:
+            waits = self.lockstep.waits()
+            if not waits:
+                raise
+            raise DeadlockError(f"deadlock: {'; '.join(waits)}") from error
+        self.ends_s = self.lockstep.ends_s()
+        for index, peak in self.lockstep.peaks():
+            self.memory[index].peak = peak
 
     def _waits(self) -> list[str]:
         """Return who waits, where, and for what."""
@@ -253,7 +232,7 @@ class Machine:
                 memory.begin(stream, task.need)
                 if task.communication is not None:
                     yield from self._communicate(index, stream, step, task)
-                elif task.duration_s > 0:
+                elif task.duration_s > 0 or task.issue is not None:
                     yield from self._compute(index, task)
                 memory.end(stream)
                 if self.env.now > began_s:
@@ -269,11 +248,15 @@ class Machine:
 
     def _may_go_ahead(self, index: int) -> bool:
         """Return whether a class's streams may go ahead of the clock; see [Note: ahead]."""
-        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
-        alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
         tasks = self.program.tasks[self.roles[index]]
         beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
-        return alone and not beside and not any(task.cold for task in tasks)
+        return self._is_alone(index) and not beside
+
+    def _is_alone(self, index: int) -> bool:
+        """Return whether nothing changes the times of a class's tasks between two collectives."""
+        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
+        alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
+        return alone and not any(task.after_pauses for task in self.program.tasks[self.roles[index]])
 
     def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
@@ -283,6 +266,8 @@ class Machine:
                 if task.after:
                     now_s = yield from self._await_ahead(index, stream, step, task, now_s)
                 began_s, now_s = now_s, now_s + task.duration_s
+                if task.issue is not None:
+                    now_s = max(now_s, self._issue(index, task.issue, began_s))
                 if task.communication is not None:
                     yield from self._meet(began_s)
                     yield from self._communicate(index, stream, step, task)
@@ -321,11 +306,11 @@ class Machine:
         return float(latest_s)
 
     def _hold(self, index: int, steps: int) -> None:
-        """Take and give back the memory of all tasks, in their order."""
-        memory = self.memory[index]
-        for task in self._tasks_of(index, "compute") * steps:
-            memory.begin("compute", task.need)
-            memory.end("compute")
+        """Take and give back the memory of all tasks, in their order: always the same, whenever they are done."""
+        tasks = self._tasks_of(index, "compute") * steps
+        self.memory[index] = self.program.once(
+            ("held", self.roles[index], steps), partial(self.memory[index].through, tasks)
+        )
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""
@@ -346,10 +331,18 @@ class Machine:
         self._span(index, stream, label, "exposed_communication", began_s, end_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
-        alone_s = task.duration_s * (1 + self._cold_ratio(index, task)) * self._jitter(index)
         began_s = self.env.now
-        yield from self._taking(index, alone_s)
-        self._busy_s[index] += self.env.now - began_s
+        self._paused_s[index] += began_s - self._computed_s.get(index, began_s)
+        refill_s = self._refill_s(index, task)
+        yield from self._taking(index, (task.duration_s + refill_s) * self._jitter(index))
+        if task.issue is not None:
+            yield from self._meet(self._issue(index, task.issue, began_s))
+        self._computed_s[index] = self.env.now
+
+    def _issue(self, index: int, issue: Issue, began_s: float) -> float:
+        """Return when the host has issued a piece that the device begins at a time."""
+        self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
+        return self._issued_s[index]
 
     def _taking(self, index: int, alone_s: float) -> Generator[Any, Any, None]:
         """Take the time of a piece of compute, longer where others share its host."""
@@ -364,14 +357,20 @@ class Machine:
             communicating_ratio=device.communicating_slowdown_ratio,
         )
 
-    def _cold_ratio(self, index: int, task: Task) -> float:
-        """Return how much longer a task takes for the pauses since its device did the same last; 0 the first time."""
-        if task.cold is None:
+    def _refill_s(self, index: int, task: Task) -> float:
+        """Return how much longer a task takes for filling the caches again after pauses.
+
+        What pauses add falls on what is computed next that tells of it, where nothing takes more than twice its time;
+        all of them add no more than the longest.
+        """
+        excess = task.after_pauses
+        if excess is None:
             return 0.0
-        waited_s = self.env.now - self._busy_s[index]
-        before_s = self._waited_s.get((index, task.cold.piece), waited_s)
-        self._waited_s[index, task.cold.piece] = waited_s
-        return task.cold.excess_ratio(waited_s - before_s)
+        pause_s, self._paused_s[index] = min(self._paused_s[index], excess.sizes[-1]), 0.0
+        cold_s = min(self._cold_s[index] + excess.at(pause_s), max(excess.values))
+        filled_s = min(cold_s, task.duration_s)
+        self._cold_s[index] = cold_s - filled_s
+        return filled_s
 
     def _jitter(self, index: int) -> float:
         """Return the factor by which chance changes a task's compute: the step's, and the task's own."""

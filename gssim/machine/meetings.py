@@ -15,7 +15,7 @@ import simpy
 
 from gssim.cluster import Cluster
 from gssim.collectives import SINGLE_FLOWS, Communication, Hops, Stage
-from gssim.conditions import Conditions
+from gssim.conditions import Conditions, applied
 from gssim.machine.classes import Classes, Groups, RankClass, classes_of, families_of
 from gssim.machine.schedule import Scheduled, Scheduler
 from gssim.network import Network, Router, codes
@@ -60,8 +60,24 @@ class Arranged:
     network: Network
 
 
-MOST_CLUSTERS = 16
+MOST_CLUSTERS = 32
 """Of which routes and members of groups are kept: those of many devices are large."""
+
+
+def router_of(cluster: Cluster, conditions: Conditions, shared: Shared) -> Router:
+    """Return the routes over a cluster's links under the conditions' faults."""
+    return shared.once(
+        "router",
+        (Same(cluster), conditions.faults),
+        lambda: Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring, shared.large),
+        most=MOST_CLUSTERS,
+    )
+
+
+def scheduler_of(cluster: Cluster, router: Router, ranks: int, shared: Shared) -> Scheduler:
+    """Return what finds the ways of carrying out collectives among the first devices of a cluster."""
+    place = (Same(cluster), Same(router), ranks)
+    return shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks, shared), most=MOST_CLUSTERS)
 
 
 def arrange(
@@ -75,9 +91,7 @@ def arrange(
     unfolded: bool = False,
 ) -> Arranged:
     """Return the classes, meetings and network of a program."""
-    ranks = len(program.role_of)
-    place = (Same(cluster), Same(router), ranks)
-    scheduler = shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks), most=MOST_CLUSTERS)
+    scheduler = scheduler_of(cluster, router, len(program.role_of), shared)
     kinds = {groups: scheduler.kinds(groups) for groups in families_of(program)}
     ways = _Ways(scheduler, Choice(router, conditions))
     while True:
@@ -128,7 +142,7 @@ class _Ways:
         if groups_in_all == 1:
             return chosen
         stages = [
-            replace(stage, coupled=stage.coupled or len(stage.hops.source) * groups_in_all > SINGLE_FLOWS)
+            replace(stage, coupled=stage.coupled or stage.hops.count * groups_in_all > SINGLE_FLOWS)
             for stage in chosen.stages
         ]
         groups = communication.groups
@@ -180,7 +194,7 @@ def _told_apart(
             groups = meeting.communication.groups
             for stage in meeting.scheduled.stages if len(groups) > 1 else ():
                 key = (id(stage.hops), stage.coupled)
-                if key in seen or not len(stage.hops.source):
+                if key in seen or not stage.hops.count:
                     continue
                 seen.add(key)
                 marks = _marks(stage, len(groups), network, router)

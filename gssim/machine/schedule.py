@@ -83,8 +83,8 @@ MOST_KEPT = 512
 class Scheduler:
     """Finds the ways of carrying out collectives on a cluster; what a group's members are is found once."""
 
-    def __init__(self, cluster: Cluster, router: Router, ranks: int) -> None:
-        self.cluster, self.router = cluster, router
+    def __init__(self, cluster: Cluster, router: Router, ranks: int, shared: Shared | None = None) -> None:
+        self.cluster, self.router, self._shared = cluster, router, shared or Shared()
         gpus = any(cluster.device_types[name].kind == "cuda" for name in {d.type for d in cluster.devices[:ranks]})
         self.tuning = (cluster.nccl or GENERATIONS["ampere"]) if cluster.backend == "nccl" and gpus else None
         self._groups: dict[Members, Group] = {}
@@ -102,14 +102,17 @@ class Scheduler:
             topology = self.cluster.topology
             shape = getattr(topology, "shape", ()) if topology is not None and topology.kind == "torus" else ()
             rails = self.cluster.backend == "nccl"
-            self._members[group, root] = Members(
-                ranks,
-                self.hosts[ranks],
-                shape=tuple(shape) if prod(shape) == len(ranks) else (),
-                multirail=rails,
-                inside=self._packed(ranks) if rails and not root else None,  # of rings, which have no root
-                kept=self.router.kept,
-            )
+            inside = self._packed(ranks) if rails and not root else None  # of rings, which have no root
+            rings = () if inside is None else (inside.source, inside.target, inside.weight)
+            arrays = tuple(each.tobytes() for each in (ranks, self.hosts[ranks], *rings))
+            fills = tuple(shape) if prod(shape) == len(ranks) else ()
+
+            def made() -> Members:
+                kept = self.router.kept
+                return Members(ranks, self.hosts[ranks], shape=fills, multirail=rails, inside=inside, kept=kept)
+
+            key = (arrays, fills, rails)  # in clusters that differ in rates alone they are the same, and so their hops
+            self._members[group, root] = self._shared.once("members", key, made, most=MOST_KEPT)
         return self._members[group, root]
 
     def _packed(self, ranks: Ints) -> Hops | None:
@@ -160,11 +163,11 @@ class Scheduler:
         """Return the latency of long ways, which NCCL's constants do not know: what hops take beyond a data centre."""
         total_s = 0.0
         for stage in stages:
-            on = self.router.bundle(stage.hops) if stage.coupled else self.router.of(stage.hops)
-            beyond_s = np.maximum(0.0, on.latency_s - DATA_CENTRE_LATENCY_S)
-            if beyond_s.any():
-                mean_s = float(np.average(beyond_s, weights=stage.hops.weight))
-                total_s += stage.steps * mean_s if stage.coupled else float(beyond_s.max())
+            if stage.coupled:
+                total_s += stage.steps * self.router.latency_beyond_s(stage.hops, DATA_CENTRE_LATENCY_S)
+            else:
+                beyond_s = self.router.of(stage.hops).latency_s - DATA_CENTRE_LATENCY_S
+                total_s += float(beyond_s.max(initial=0.0))
         return total_s
 
     def _group(self, members: Members) -> Group:

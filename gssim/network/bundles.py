@@ -6,10 +6,12 @@ from there. So the work grows with targets times links, and not with pairs.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gssim.collectives import Hops, summed
+from gssim.collectives import Exchange, Hops, summed
 from gssim.topology import Wiring
 from gssim.units import Floats, Ints, UserError
 
@@ -27,7 +29,7 @@ class Bundle:
     load: Floats
     """For each byte of the stage's size."""
     latency_s: Floats
-    """Of each hop's path."""
+    """Of each hop's path; of an `Exchange` nothing: `Router.latency_beyond_s` tells the mean."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,7 @@ def runs(starts: Ints, lengths: Ints) -> Ints:
 
 def is_worthwhile(wiring: Wiring, hops: Hops) -> bool:
     """Return whether to bundle hops is less work than to follow each."""
-    return len(hops.source) * PAIR_LINKS > len(np.unique(hops.target)) * wiring.links
+    return hops.count * PAIR_LINKS > len(np.unique(hops.target)) * wiring.links
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +169,62 @@ def _load(wiring: Wiring, ways: _Ways, weight: Floats) -> Floats:
         load += summed(steps.link, through, wiring.links)
         flow += summed(steps.there, through, len(flow))
     return load
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """What links carry, of each kind of sender, of a byte that every one of it sends to a target: links by targets."""
+
+    loads: tuple[Any, ...]
+    """Sparse matrices, by kind."""
+    latency_s: Floats
+    """Of the path from the i-th to the j-th member, by rows."""
+
+    def carried(self, rows: Floats) -> Floats:
+        """Return what every link carries where senders of each kind have so much for the targets."""
+        return np.asarray(sum(load @ row for load, row in zip(self.loads, rows, strict=True)))
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it takes."""
+        return int(sum(load.nnz for load in self.loads)) // 3 + self.latency_s.size // 6  # of the usual 50 bytes
+
+
+def columns_of(wiring: Wiring, into: Adjacency, exchange: Exchange) -> Columns:
+    """Return what links carry of an exchange, however much is in it; see `paths_of`."""
+    from scipy.sparse import coo_array  # here, for only large exchanges need it
+
+    every, members = exchange.every, len(exchange.ranks)
+    paths = paths_of(wiring, into, every)
+    order = np.argsort(exchange.ranks)
+    target = order[np.searchsorted(exchange.ranks, every.target, sorter=order)]
+    kind = np.repeat(exchange.kinds, members - 1)
+    loads = []
+    for number in range(len(exchange.rows)):
+        parts = [_column_loads(ways, target, kind == number, every) for ways in paths.ways]
+        link, column, load = (np.concatenate(each) for each in zip(*parts, strict=True))
+        loads.append(coo_array((load, (link, column)), shape=(wiring.links, members)).tocsr())
+    latency_s = np.zeros((members, members))
+    latency_s[~np.eye(members, dtype=bool)] = paths.latency_s
+    return Columns(tuple(loads), latency_s)
+
+
+def _column_loads(ways: _Ways, target: Ints, chosen: NDArray[np.bool_], every: Hops) -> tuple[Ints, Ints, Floats]:
+    """Return (link, target, load) of the chosen ones of some hops, each of weight 1."""
+    width = len(np.unique(every.target[ways.hops]))
+    members = np.zeros(width, np.int64)
+    members[ways.at % width] = target[ways.hops]
+    inside = ways.at[chosen[ways.hops]]
+    flow = summed(inside, np.ones(len(inside)), ways.places)
+    links, columns, loads = [], [], []
+    for steps, share in zip(reversed(ways.levels), reversed(ways.shares), strict=True):
+        through = flow[steps.here] * share
+        used = np.flatnonzero(through)
+        links.append(steps.link[used])
+        columns.append(members[steps.here[used] % width])
+        loads.append(through[used])
+        flow += summed(steps.there, through, len(flow))
+    return np.concatenate(links), np.concatenate(columns), np.concatenate(loads)
 
 
 def _searched(wiring: Wiring, into: Adjacency, targets: Ints, wanted: Ints) -> tuple[list[_Steps], Floats, Floats]:

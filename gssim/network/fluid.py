@@ -49,14 +49,15 @@ class _Transfer:
         self.going = remaining > 0
         self.limit = np.full(len(remaining), NOWHERE)
         """The link that limits each session's rate."""
-        self.links = frozenset(sessions.link.tolist())
+        self.links = sessions.links
         self.version = 0
 
     def advance(self, now_s: float) -> None:
         """Let every session carry what it could since the last change."""
         if now_s > self.last_s:
             going = self.remaining > 0
-            self.remaining[going] -= self.rate[going] * (now_s - self.last_s)
+            left = self.remaining[going] - self.rate[going] * (now_s - self.last_s)
+            self.remaining[going] = np.maximum(left, 0.0)  # it may have ended since
             self.last_s = now_s
 
     def settle(self, now_s: float) -> Ints:
@@ -66,6 +67,12 @@ class _Transfer:
         self.remaining[ended] = 0.0
         self.going = self.going & ~ended
         return self.sessions.link[ended[self.sessions.session]]
+
+    def lasts_s(self) -> Floats:
+        """Return how long each session still goes at its rate; 0 for those that have ended."""
+        found = np.zeros(len(self.remaining))
+        np.divide(self.remaining, self.rate, out=found, where=self.remaining > 0)
+        return found
 
     @property
     def is_over(self) -> bool:
@@ -193,6 +200,8 @@ class Network:
             shares = self.capacity[only.link] / only.load
             fullest = int(shares.argmin())
             return np.array([float(shares[fullest])]), only.link[fullest : fullest + 1]
+        if len(groups) == 1:
+            return self._rates_alone(groups[0], None if going is None else going[0])
         starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])
         session = np.concatenate([g.session + start for g, start in zip(groups, starts, strict=False)])
         link = np.concatenate([group.link for group in groups])
@@ -204,8 +213,17 @@ class Network:
         rates, limit = limited_rates(session, link, load, self.capacity[places], sessions=int(starts[-1]))
         return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
 
+    def _rates_alone(self, group: Sessions, going: Any) -> tuple[Floats, Ints]:
+        """Return the same for one group, of whose links it is known which they are."""
+        session, (places, link), load = group.session, group.places, group.load
+        if going is not None and not going.all():
+            kept = going[session]
+            session, link, load = session[kept], link[kept], load[kept]
+        rates, limit = limited_rates(session, link, load, self.capacity[places], sessions=len(group.unit_bytes))
+        return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
+
     def _share(self, transfers: Sequence[_Transfer]) -> None:
-        """Give every session its fair rate and plan when the first of each transfer ends."""
+        """Give every session its fair rate and plan when that changes."""
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
@@ -215,22 +233,43 @@ class Network:
             end = start + len(transfer.remaining)
             transfer.rate, transfer.limit = rates[start:end], limit[start:end]
             start = end
-            self._plan(transfer)
+        self._plan(transfers)
 
-    def _plan(self, transfer: _Transfer) -> None:
-        transfer.version += 1
-        if not np.isfinite(transfer.remaining).all():
-            return  # others' traffic: it never ends
-        version = transfer.version
-        going = transfer.remaining > 0
-        first_s = float((transfer.remaining[going] / transfer.rate[going]).min()) if going.any() else 0.0
+    def _plan(self, transfers: Sequence[_Transfer]) -> None:
+        """Plan when a transfer is over, or a session ends that leaves room to others: until then all rates stay."""
+        for transfer in transfers:
+            transfer.version += 1
+        versions = [transfer.version for transfer in transfers]
+        lasts_s = [transfer.lasts_s() for transfer in transfers]
+        first_s = min(float(each.max()) for each in lasts_s)
+        changes_s = self._changes_s(transfers, lasts_s)
+        first_s = min(first_s, changes_s)
+        if math.isinf(first_s):
+            return  # others' traffic alone, which never ends
         wake = self.env.timeout(first_s)
         assert wake.callbacks is not None
-        wake.callbacks.append(lambda _event: self._woken(transfer, version))
+        wake.callbacks.append(lambda _event: self._wake(transfers, versions))
 
-    def _woken(self, transfer: _Transfer, version: int) -> None:
-        if version != transfer.version:
-            return  # planned before the flows changed
+    def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
+        """Return in what time a session ends on a link that limits others, which go on: infinite where none does."""
+        until_s = np.full(len(self.capacity), -np.inf)  # from now, by link: how long it limits somebody
+        for transfer, last_s in zip(transfers, lasts_s, strict=True):
+            limited = transfer.limit != NOWHERE
+            np.maximum.at(until_s, transfer.limit[limited], last_s[limited])
+        slack_s, found_s = 1e-12 + 2 * math.ulp(self.env.now), math.inf
+        for transfer, last_s in zip(transfers, lasts_s, strict=True):
+            if len(last_s) > 1 or len(transfers) > 1:
+                ends_s = last_s[transfer.sessions.session]
+                matters = (until_s[transfer.sessions.link] > ends_s + slack_s) & (ends_s > 0)
+                found_s = min(found_s, float(ends_s[matters].min(initial=math.inf)))
+        return found_s
+
+    def _wake(self, transfers: Sequence[_Transfer], versions: Sequence[int]) -> None:
+        for transfer, version in zip(transfers, versions, strict=True):
+            if version == transfer.version:  # else it was planned before the flows changed
+                self._woken(transfer)
+
+    def _woken(self, transfer: _Transfer) -> None:
         touched = self._touching(transfer)
         for each in touched:
             each.advance(self.env.now)
@@ -243,6 +282,5 @@ class Network:
         left = [each for each in touched if not each.is_over]
         if any(each.is_limited_by(freed) for each in left):
             self._share(left)
-        else:  # all that still go are as fast as before: what limits them is as full as it was
-            for each in left:
-                self._plan(each)
+        elif left:  # all that still go are as fast as before: what limits them is as full as it was
+            self._plan(left)

@@ -7,12 +7,13 @@ Source: Berkholz, Bonsma, Grohe 2017, "Tight lower and upper bounds for the comp
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gssim.collectives import Hops, Stage, summed
+from gssim.collectives import Exchange, Hops, Stage, summed
 from gssim.network.routes import Router
 from gssim.shared import Same, Shared
 from gssim.units import Floats, Ints
@@ -32,6 +33,17 @@ class Sessions:
     """Part of the session's rate that the link takes."""
     unit_bytes: Floats
     """Bytes of each session for each byte of the stage's size."""
+
+    @cached_property
+    def places(self) -> tuple[Ints, Ints]:
+        """The classes of links that there are, and of every entry which of these it is."""
+        found, inverse = np.unique(self.link, return_inverse=True)
+        return found, inverse
+
+    @cached_property
+    def links(self) -> frozenset[int]:
+        """The same classes."""
+        return frozenset(self.places[0].tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +67,12 @@ class Folded:
     """By (id of the hops, coupled)."""
     colours: dict[tuple[int, bool], Ints]
     """Class of every session, by the same: of hops that keep pace one for each group, else one for each hop."""
+    first: Ints
+    """Of each class of links."""
+
+    def with_rates(self, bandwidth_bytes_per_s: Floats) -> "Folded":
+        """Return the same where links that are equally fast here are so there, at other rates."""
+        return replace(self, capacity=bandwidth_bytes_per_s[self.first])
 
     def of(self, stage: Stage) -> Traffic:
         """Return the traffic of a stage."""
@@ -85,10 +103,12 @@ def fold(router: Router, stages: Sequence[Stage], *, unfolded: bool, shared: Sha
     found: dict[tuple[int, bool], tuple[Hops, bool]] = {}
     for stage in stages:
         found[id(stage.hops), stage.coupled] = (stage.hops, stage.coupled)
-    if sum(len(hops.source) for hops, _ in found.values()) > MOST_SESSIONS:
+    if sum(hops.elements for hops, _ in found.values()) > MOST_SESSIONS:
         return _folded(router, found, unfolded)
-    key = (Same(router), unfolded, *((Same(hops), coupled) for hops, coupled in found.values()))
-    return shared.once("fold", key, lambda: _folded(router, found, unfolded), most=MOST_FOLDS)
+    told = ((Same(hops), coupled) for hops, coupled in found.values())
+    key = (router.ways, router.equal_rates, unfolded, *told)
+    folded = shared.once("fold", key, lambda: _folded(router, found, unfolded), most=MOST_FOLDS)
+    return folded.with_rates(router.wiring.bandwidth_bytes_per_s)
 
 
 def _folded(router: Router, found: Mapping[tuple[int, bool], tuple[Hops, bool]], unfolded: bool) -> Folded:
@@ -110,12 +130,16 @@ def _folded(router: Router, found: Mapping[tuple[int, bool], tuple[Hops, bool]],
     representative[first[offset:]] = True
     traffic = {key: _traffic(pattern, link_class, representative) for key, pattern in patterns.items()}
     colours = {key: pattern.colour for key, pattern in patterns.items()}
-    return Folded(link_class, capacity[first[offset:]], traffic, colours)
+    return Folded(link_class, capacity[first[offset:]], traffic, colours, first[offset:])
 
 
 def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
     """Return the sessions of hops: one for all of a group where they keep pace, else one for each."""
-    sessions = len(hops.source)
+    sessions = hops.count
+    if coupled and isinstance(hops, Exchange):
+        bundle, none = router.bundle(hops), np.zeros(1, np.int64)
+        heaviest, late_s = np.array([hops.heaviest]), np.array([router.latency_beyond_s(hops, 0.0)])
+        return _Pattern(bundle.group, bundle.link, bundle.load / hops.heaviest, heaviest, late_s, none)
     if not coupled or not sessions:
         on = router.of(hops)
         return _Pattern(on.flow, on.link, on.share, hops.weight, on.latency_s, np.zeros(sessions, np.int64))

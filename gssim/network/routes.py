@@ -1,13 +1,25 @@
 """Which links a message takes: the paths of fewest links, of those the ones of least latency, shared equally."""
 
+import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gssim.collectives import Hops, summed
-from gssim.network.bundles import Adjacency, Bundle, adjacency, carried, is_worthwhile, paths_of, runs
+from gssim.collectives import Exchange, Hops, summed
+from gssim.network.bundles import (
+    Adjacency,
+    Bundle,
+    Columns,
+    adjacency,
+    carried,
+    columns_of,
+    is_worthwhile,
+    paths_of,
+    runs,
+)
 from gssim.shared import MOST_LARGE, Recent, Same
 from gssim.topology import Wiring
 from gssim.units import Floats, Ints, UserError
@@ -51,28 +63,62 @@ class Router:
         self.nodes = len(wiring.names)
         self._out = adjacency(wiring.source, self.nodes)
         self._into = adjacency(wiring.target, self.nodes)
+        links = (wiring.source, wiring.target, wiring.latency_s)
+        self.ways = (self.nodes, hashlib.sha256(b"".join(each.tobytes() for each in links)).digest())
+        """What routes hang on: equal where others differ in bandwidths alone."""
+
+    @cached_property
+    def equal_rates(self) -> bytes:
+        """Which links are as fast as which others."""
+        found = np.unique(self.wiring.bandwidth_bytes_per_s, return_inverse=True)[1]
+        return hashlib.sha256(np.ascontiguousarray(found).tobytes()).digest()
 
     def of(self, hops: Hops) -> Incidence:
         """Return the links of all hops, found once for hops between the same ends."""
-        key = ("hops", Same(self), Same(hops))
+        key = ("hops", self.ways, Same(hops))
         return self.kept.once(key, lambda: self._between(hops), weight=lambda _: len(hops.source))
 
     def _between(self, hops: Hops) -> Incidence:
-        key = ("ends", Same(self), hops.source.tobytes(), hops.target.tobytes())
+        key = ("ends", self.ways, hops.source.tobytes(), hops.target.tobytes())
         return self.kept.once(
             key, lambda: self.incidence(hops.source, hops.target), weight=lambda found: len(found.flow)
         )
 
     def bundle(self, hops: Hops) -> Bundle:
         """Return what links carry of hops that keep pace, found in whichever way is less work."""
-        key = ("bundle", Same(self), Same(hops))
+        key = ("bundle", self.ways, Same(hops))
         return self.kept.once(key, lambda: self._bundle(hops), weight=lambda found: len(found.load))
 
+    def _columns(self, exchange: Exchange) -> Columns:
+        key = ("columns", self.ways, Same(exchange.every), exchange.kinds.tobytes())
+        return self.kept.once(
+            key, lambda: columns_of(self.wiring, self._into, exchange), weight=lambda found: found.elements
+        )
+
+    def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
+        """Return by how much paths' latencies exceed a floor, the mean over what goes over them."""
+        if not isinstance(hops, Exchange):
+            beyond_s = np.maximum(0.0, self.bundle(hops).latency_s - floor_s)
+            return float(np.average(beyond_s, weights=hops.weight)) if beyond_s.any() else 0.0
+        key = ("latencies", self.ways, Same(hops.every), hops.kinds.tobytes(), floor_s)
+
+        def found() -> Floats:
+            beyond_s = np.maximum(0.0, self._columns(hops).latency_s - floor_s)
+            np.fill_diagonal(beyond_s, 0.0)
+            return np.array([beyond_s[hops.kinds == kind].sum(axis=0) for kind in range(len(hops.rows))])
+
+        by_kind = self.kept.once(key, found, weight=lambda found: found.size)
+        return hops.weighted(by_kind) / hops.weight_in_all
+
     def _bundle(self, hops: Hops) -> Bundle:
+        if isinstance(hops, Exchange):
+            load = self._columns(hops).carried(hops.rows)
+            used = np.flatnonzero(load)
+            return Bundle(np.zeros(len(used), np.int64), used, load[used], np.zeros(0))
         if not is_worthwhile(self.wiring, hops):
             return self._summed(hops)
         ends = (Same(hops.source), Same(hops.target), Same(hops.group))  # exchanges of other proportions have them too
-        key = ("paths", Same(self), *ends)
+        key = ("paths", self.ways, *ends)
         most = MOST_LARGE // 2  # however many steps there are, the hops themselves stay
         paths = self.kept.once(
             key, lambda: paths_of(self.wiring, self._into, hops), weight=lambda found: min(found.steps, most)

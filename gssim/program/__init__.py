@@ -41,7 +41,7 @@ from gssim.shared import Shared
 from gssim.slices import held_model, units_held
 from gssim.workload import LayerInstance, unrolled
 
-__all__ = ["Bucket", "Lowering", "Program", "Sent", "Steps", "Task", "Unit", "lower", "units"]
+__all__ = ["Bucket", "Lowering", "MicroBatch", "Program", "Sent", "Steps", "Task", "Unit", "lower", "units"]
 
 
 Pass = Callable[[Lowering, int, list[Task], MicroBatch], list[Task]]
@@ -122,6 +122,13 @@ class Steps:
                     self._tasks(low, low.group[: low.places], communications)
             self._sent[step] = _sent(parts[0], communications)
         return self._sent[step]
+
+    def first_rank(self, step: int = 0) -> tuple[tuple[Task, ...], Mapping[str, Communication]]:
+        """Return the tasks of the first rank alone, and the collectives that they name."""
+        low = self._parts[0].at_step(step)
+        communications: dict[str, Communication] = {}
+        (tasks,) = self._tasks(low, low.group[:1], communications)
+        return tasks, communications
 
     def _program(self, parts: Sequence[Lowering]) -> Program:
         communications: dict[str, Communication] = {}

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 from gssim import costs
-from gssim.cluster import Curve
 from gssim.memory import (
     Event,
     Lives,
@@ -21,8 +21,8 @@ from gssim.program.bucket import MicroBatch
 from gssim.program.lowering import Lowering
 from gssim.program.scratch import scratch_events
 from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
-from gssim.program.task import Cold, Task
-from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
+from gssim.program.task import Issue, Task
+from gssim.recompute import CPU_RANDOM_STATE_BYTES, LAST, recomputed_buffers
 from gssim.scenario import pause_excess
 from gssim.workload import LayerInstance
 
@@ -97,16 +97,19 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
         key = (phase, id(instance.layer), cut, *map(id, events))
         if key not in once:
             taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
-            duration_s = with_host_time(
-                low, rank, instance, phase, samples, alone_s=_layer_s(low, rank, instance, phase, samples)
-            )
+            alone_s = _layer_s(low, rank, instance, phase, samples)
+            duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s)
             if phase == "b":
                 duration_s += hook_s * len(instance.layer.parameters)
                 duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
-            once[key] = _parts(phase, [*events, *taken], scratch, duration_s, _ends(events, cut))
+            ends = _ends(events, cut)
+            once[key] = _parts(phase, [*events, *taken], scratch, duration_s, ends)
+            busy_s, host_s = _issue(low, rank, instance, phase, samples)
+            if host_s > busy_s:
+                once[key] = _issued(once[key], duration_s - alone_s + busy_s, host_s, _shares(events, ends))
         found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(once[key])]
         whole = reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
-        return [_cooling(task, excess.get(task.phase)) for task in whole] if excess else whole
+        return [replace(task, after_pauses=excess) for task in whole] if excess else whole
 
     tasks = []
     for instance in own.layers:
@@ -139,15 +142,12 @@ def _checkpointed(low: Lowering, rank: int) -> Lives:
 
 
 def _named(task: Task, label: str) -> Task:
-    return Task(label, task.phase, duration_s=task.duration_s, need=task.need)
+    return Task(label, task.phase, duration_s=task.duration_s, need=task.need, issue=task.issue)
 
 
-def _cooling(task: Task, excess: Curve | None) -> Task:
-    """Return a task that takes longer after a pause, where that has been measured."""
-    return replace(task, cold=Cold(task.label, excess)) if excess and task.duration_s else task
-
-
-def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> float:
+def _layer_s(
+    low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, issued: bool = True
+) -> float:
     return costs.layer_time_s(
         low.device(rank),
         low.scenario.workload,
@@ -156,7 +156,34 @@ def _layer_s(low: Lowering, rank: int, instance: LayerInstance, phase: str, samp
         batch_size=samples,
         selective=low.selective,
         whole=low.whole(instance),
+        issued=issued,
     )
+
+
+def _issue(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> tuple[float, float]:
+    """Return how long the device and its host each take for a phase in which ranks sum; nothing where they do not."""
+    sums = len(cut_after(instance.layer, phase))
+    if not sums:
+        return 0.0, 0.0
+    device, workload, selective = low.device(rank), low.scenario.workload, low.selective
+    host_s = costs.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, selective=selective)
+    return (_layer_s(low, rank, instance, phase, samples, issued=False) if host_s else 0.0), host_s
+
+
+def _issued(parts: Sequence[Task], busy_s: float, host_s: float, shares: Sequence[float]) -> list[Task]:
+    """Return a phase's parts, which the host issues one after another while the device waits for sums between them."""
+    return [
+        replace(task, duration_s=busy_s * share, issue=Issue(host_s * share, goes_on=place > 0))
+        for place, (task, share) in enumerate(zip(parts, shares, strict=True))
+    ]
+
+
+def _shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:
+    """Return which share of a phase's operations each part has; what only marks the phase's end is none of them."""
+    before = ends[-2] if len(ends) > 1 else -1
+    last = max([before + 1, *(event.position for event in events if event.position < LAST)])
+    bounds = (-1, *ends[:-1], last)
+    return [(end - before) / (bounds[-1] + 1) for before, end in pairwise(bounds)]
 
 
 def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:

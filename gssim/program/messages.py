@@ -48,7 +48,7 @@ def _row(
     low: Lowering, bucket: Bucket, place: int, samples: int, part: float
 ) -> tuple[Sequence[float], Sequence[float]]:
     """Return bytes and entries that go to each owner from those whose gradient is such a mean; see `_samples`."""
-    entries = [_entries(low, bucket, samples, part, *owned) for owned in low.division(bucket).ranges(place)]
+    entries = _entries(low, bucket, place, samples, part)
     messages = [*zip(map(float, low.division(bucket).owned[place]), entries, strict=True)]
     sizes = {each: _bytes(low, *each) for each in dict.fromkeys(messages)}  # neighbours' are often equal
     return tuple(sizes[each] for each in messages), tuple(entries)
@@ -65,17 +65,39 @@ def to_everybody(owned: Sequence[float], factor: int) -> Pairs:
     return Pairs([tuple(float(factor * elements) for elements in owned)], (0,) * len(owned))
 
 
-def _entries(low: Lowering, bucket: Bucket, samples: int, part: float, first: int, last: int) -> float:
-    """Return how many elements of the bucket's range [first, last) are sent to their owner; none without samples."""
+def _entries(low: Lowering, bucket: Bucket, place: int, samples: int, part: float) -> list[float]:
+    """Return how many elements of each owner's range of a bucket are sent to it; none without samples."""
+    ranges = low.division(bucket).ranges(place)
     if not samples:
-        return 0.0
+        return [0.0] * len(ranges)
     if not low.push.selects:
-        return float(last - first)
-    ratios, sent = _ratios(low, samples, part), 0.0
-    for instance, parameter, begin, end in bucket.inside(first, last):
-        found = ratios[parameter.name.replace("{}", instance.module)]
-        sent += (end - begin) * found.over(begin / parameter.elements, end / parameter.elements)
-    return sent
+        return [float(last - first) for first, last in ranges]
+    ratios, found = _ratios(low, samples, part), []
+    for pieces in pieces_of(low, bucket, place):
+        sent = 0.0
+        for elements, tensor, begin, end in pieces:
+            sent += elements * ratios[tensor].over(begin, end)
+        found.append(sent)
+    return found
+
+
+Piece = tuple[int, str, float, float]
+"""Of a tensor: how many elements, its name, and where they begin and end, as fractions of all."""
+
+
+def pieces_of(low: Lowering, bucket: Bucket, place: int) -> list[list[Piece]]:
+    """Return what each owner's range of a bucket has of tensors; found once for all steps."""
+    key = ("pieces", bucket.index, place)
+    if key not in low.every_step:
+        low.every_step[key] = [
+            [
+                (end - begin, p.name.replace("{}", instance.module), begin / p.elements, end / p.elements)
+                for instance, p, begin, end in bucket.inside(first, last)
+            ]
+            for first, last in low.division(bucket).ranges(place)
+        ]
+    found: list[list[Piece]] = low.every_step[key]
+    return found
 
 
 def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, density.Ratios]:
@@ -94,7 +116,7 @@ def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, density.Ra
     return low.shared.once("densities of pushes", key, found, most=MOST_DENSITIES)
 
 
-MOST_DENSITIES = 2048
+MOST_DENSITIES = 256
 """Of steps, thresholds and numbers of samples: a sweep of thresholds has as many as steps, for each of them."""
 
 

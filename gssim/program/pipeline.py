@@ -9,6 +9,7 @@ from gssim.memory import input_bytes, let_go
 from gssim.program.borders import Stage
 from gssim.program.bucket import MicroBatch
 from gssim.program.lowering import Lowering
+from gssim.program.replicated import is_reduction
 from gssim.program.task import Task
 from gssim.schedule import Action, Message
 
@@ -21,7 +22,9 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
 
     Messages go in the background, those to and from a peer in the order in which they are handed over; the rank waits
     where torch's schedule does. The backend starts a message when both ends have handed it over (gloo's sender waits
-    for the receiver's note, NCCL's kernel for its peer).
+    for the receiver's note, NCCL's kernel for its peer). Gradients are reduced in the last backward, as DDP does it;
+    where the plan lets nothing overlap, once the schedule is through (Megatron-LM, finalize_model_grads): a stage's
+    last message does not wait for them.
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _of_stage(low, stage) for stage in low.stages}
@@ -29,7 +32,7 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     writer.add(Task("begin", "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
         writer.write(action, chunk)
-    return writer.tasks
+    return [*writer.tasks, *writer.later]
 
 
 def _of_stage(low: Lowering, stage: Stage) -> Lowering:
@@ -55,6 +58,8 @@ class _Writer:
     output_bytes: Sequence[float]
     """Size of every stage's output for a micro-batch; micro-batches are equal."""
     tasks: list[Task] = field(default_factory=list)
+    later: list[Task] = field(default_factory=list)
+    """What comes behind the schedule."""
     latest: str = ""
     """The latest task of the compute stream: what is handed over now is handed over after it."""
 
@@ -86,6 +91,9 @@ class _Writer:
         part = found[:count] if action.kind == "forward" else found[count:]
         if low is not self.low:
             part = [self.of_stage(task, low, action.stage) for task in part]
+        if not self.low.scenario.plan.overlap:
+            self.later += [task for task in part if is_reduction(task)]
+            part = [task for task in part if not is_reduction(task)]
         self.add(*part)
 
     def of_stage(self, task: Task, low: Lowering, stage: int) -> Task:

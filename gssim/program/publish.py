@@ -37,7 +37,21 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
     begun, taken = low.found[key]
     if not low.policies.publish_overlaps:
         return [*tasks, update, *begun]
-    return [*begun, *inserted(tasks, before=taken, behind={}), update]
+    return [*_after_update(low, begun), *inserted(tasks, before=taken, behind={}), update]
+
+
+PUBLISH_BEGIN = "publish begin"
+
+
+def _after_update(low: Lowering, begun: Sequence[Task]) -> list[Task]:
+    """Return the tasks that publish, behind a mark of the step's beginning: what they send was updated just before.
+
+    On a CPU the compute itself posts the messages.
+    """
+    if _posts(low) or not begun:
+        return list(begun)
+    first, *others = begun
+    return [Task(PUBLISH_BEGIN, "forward"), replace(first, after=(*first.after, PUBLISH_BEGIN)), *others]
 
 
 def _published(low: Lowering, rank: int) -> tuple[list[Task], dict[str, list[Task]]]:

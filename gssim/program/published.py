@@ -23,11 +23,10 @@ from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold
 from gssim.program.bucket import Bucket
 from gssim.program.lowering import Lowering
-from gssim.program.messages import MOST_DENSITIES
+from gssim.program.messages import MOST_DENSITIES, Piece, pieces_of
 from gssim.program.push import COUNT_BYTES
 from gssim.program.task import Task
 from gssim.shared import Same
-from gssim.workload import LayerInstance, Parameter
 
 PLACE_BYTES = 8
 """torch lists places as int64."""
@@ -54,7 +53,8 @@ def messages_of(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...
     """Return the message of the owner on every node, at a place."""
     key = ("messages", bucket.index, place)
     if key not in low.found:
-        low.found[key] = tuple(_message(low, bucket, *owned) for owned in low.division(bucket).ranges(place))
+        ratios = _ratios(low) if low.scenario.plan.publish.selects else None
+        low.found[key] = tuple(_message(low, pieces, ratios) for pieces in pieces_of(low, bucket, place))
     found: tuple[Message, ...] = low.found[key]
     return found
 
@@ -64,21 +64,14 @@ def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]
     return tuple(message.size_bytes for message in messages_of(low, bucket, low.place(rank)))
 
 
-def _message(low: Lowering, bucket: Bucket, first: int, last: int) -> Message:
-    elements = last - first
-    entries = sum(_entries(low, *part) for part in bucket.inside(first, last))
+def _message(low: Lowering, pieces: Sequence[Piece], ratios: Mapping[str, density.Ratios] | None) -> Message:
+    """Return the message of an owner of some pieces; `ratios`: what of them is published, absent: all."""
+    elements = sum(piece[0] for piece in pieces)
+    entries = sum(n * ratios[tensor].over(begin, end) if ratios else n for n, tensor, begin, end in pieces)
     sizes = {"entries": entries, "elements": float(elements)}
     kind = encodings.chosen(low.scenario.plan.publish.encoding, **sizes, value_bytes=low.value_bytes)
     size = encodings.message_bytes(kind, **sizes, value_bytes=low.value_bytes)
     return Message(elements, entries, size, kind)
-
-
-def _entries(low: Lowering, instance: LayerInstance, parameter: Parameter, first: int, last: int) -> float:
-    """Return how many elements of a range of a parameter are published in this step."""
-    if not low.scenario.plan.publish.selects:
-        return last - first
-    name = parameter.name.replace("{}", instance.module)
-    return _ratios(low)[name].over(first / parameter.elements, last / parameter.elements) * (last - first)
 
 
 def _ratios(low: Lowering) -> Mapping[str, density.Ratios]:

@@ -9,6 +9,8 @@ from gssim.program.compute import insert_after, part_at
 from gssim.program.lowering import Lowering
 from gssim.program.task import Task
 
+REDUCTION = "all-reduce"
+
 
 def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
     """Leave the tasks as they are: nothing is communicated."""
@@ -29,7 +31,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     labels = []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
-        name = f"all-reduce bucket {bucket.index}"
+        name = f"{REDUCTION} bucket {bucket.index}"
         low.communications[name] = Communication("all-reduce", low.group, size)
         index = part_at(low, tasks, bucket.complete)
         copied = replace(tasks[index], duration_s=tasks[index].duration_s + costs.copy_time_s(device, size))
@@ -38,8 +40,13 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         task = Task(name, "exposed_communication", stream, communication=name, after=(copied.label,))
         insert_after(tasks, index, [task])
         labels.append(name)
-    tasks.append(Task("wait for all-reduce", "exposed_communication", after=tuple(labels)))
+    tasks.append(Task(f"wait for {REDUCTION}", "exposed_communication", after=tuple(labels)))
     return tasks
+
+
+def is_reduction(task: Task) -> bool:
+    """Return whether a task reduces gradients over the replicas, or waits for that."""
+    return task.label.startswith((f"{REDUCTION} bucket", f"wait for {REDUCTION}"))
 
 
 def _broadcast_buffers(low: Lowering) -> list[Task]:

@@ -85,7 +85,7 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
     def found() -> str:
         parts = {
             "cluster": shared.once("calibrated cluster", Same(cluster), lambda: _text(_plain(cluster))),
-            "gradients": _text(_plain(gradients) if gradients else None),
+            "gradients": shared.once("gradients as text", Same(gradients), lambda: _text(_plain(gradients) or None)),
         }
         return _digest(_joined(parts))
 

@@ -40,6 +40,9 @@ def load_scenario(
         workload["model"] = _part(workload, "workload.model", changes, file, folders, shared)
         if isinstance(workload.get("data"), dict):
             workload["data"] = _with_paths(workload["data"], folders)
+    if isinstance(data.get("search"), dict) and isinstance(data["search"].get("study"), str):
+        study = _find(data["search"]["study"], "search.study", file, folders)
+        data["search"] = data["search"] | {"study": str(study)}
     scenario = validated(Scenario, data, file=file)
     check(scenario, file=file)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed else None

@@ -11,6 +11,7 @@ from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
+from gssim.mesh import DATA_AXES
 from gssim.plan import Plan, Push, resolved_push
 from gssim.policies import TWO_LEVELS, Policies, resolve
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
@@ -202,14 +203,26 @@ class Scenario:
     def _wanted_shards(self) -> tuple[float, ...]:
         wanted, mesh = self.plan.shares.shards, self.policies.mesh
         if wanted == "compute":
-            costs = self._sample_costs()
-            return shares.proportional([1 / each for _, each in costs])
+            return self._by_part([1 / each for _, each in self._sample_costs()])
         if wanted in ("memory", "cost"):
             return owned_shares(self.cluster, self.workload, self.plan, self.policies, self.batch_sizes)
         if isinstance(wanted, str):
             return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
         found = shares.proportional(wanted)
         return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
+
+    def _by_part(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Return shares in proportion to weights by rank, among those that hold the same part of the model."""
+        mesh = self.policies.mesh
+        found = [0.0] * mesh.ranks
+        if mesh.data_ranks == mesh.ranks:
+            return shares.proportional(weights)
+        for part in range(mesh.ranks):
+            if mesh.data_rank(part) == 0:  # the first of those that hold it
+                ranks = mesh.group(part, *DATA_AXES)
+                for rank, share in zip(ranks, shares.proportional([weights[rank] for rank in ranks]), strict=True):
+                    found[rank] = share
+        return tuple(found)
 
     @cached_property
     def stages(self) -> tuple[tuple[LayerInstance, ...], ...]:

@@ -1,6 +1,6 @@
 """What of a device a workload meets: its profile, its peak, and the cost of a sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gssim.cluster import Curve, DeviceType, LayerProfile, Profile
 from gssim.units import PRECISION_BYTES, Precision, UserError
@@ -55,10 +55,10 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
     return None
 
 
-def pause_excess(device: DeviceType, workload: Workload) -> Mapping[str, Curve]:
-    """Return how much longer each phase takes after a pause, where it is measured; empty where it is not."""
+def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
+    """Return how much longer compute takes after a pause, by its seconds, where it is measured."""
     found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
-    return {str(phase): curve for phase, curve in found.pause_excess_ratio.items()} if found else {}
+    return found.pause_excess_s if found else None
 
 
 def _is_of(profile: Profile, workload: Workload) -> bool:

@@ -7,25 +7,30 @@ found is what simulating every plan would find.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from gssim.result import Result
 from gssim.scenario import Loaded
 from gssim.search.batches import Batches
 from gssim.search.bounds import Bound, Bounds
 from gssim.search.candidates import Candidate, candidates
-from gssim.search.explore import Exploration, Outcome, Wanted, explore, front
-from gssim.search.reasons import full_ratio, reason
+from gssim.search.counterparts import OWN, Counterpart, counterparts, nearest, own_plan
+from gssim.search.explore import Exploration, Outcome, Queue, Wanted, explore, front
+from gssim.search.reasons import full_ratio, reason, why_worse
+from gssim.search.studies import allowed
 from gssim.search.workers import Answer, Workers, searchers
-from gssim.space import SearchSpace
+from gssim.shared import Shared
+from gssim.space import Objective, SearchSpace
 from gssim.units import RunFailedError, UserError
 
 __all__ = ["Found", "Outcome", "Search", "searchers"]
 
 RIVALS: dict[str, Callable[[Candidate], bool]] = {
-    "the scenario's own plan": lambda each: each.index == 0,
+    OWN: lambda each: each.index == 0,
     "best with even shares": lambda each: each.plan.shares.batch == each.plan.shares.shards == "even",
     "best with shares proportional to compute": lambda each: (
         each.plan.shares.shards == "compute" and each.plan.shares.batch == "throughput"
@@ -47,6 +52,10 @@ class Found:
     """What the best is compared with, by name; None: no such plan fits."""
     counts: Exploration
     plans: int
+    counterparts: tuple[Counterpart, ...] = ()
+    """The best plan with other shares; none of a search that was interrupted."""
+    nearest: tuple[Candidate, Result] | None = None
+    """Where no plan fits: which needs least, and what would need less."""
 
     def results(self) -> list[Result]:
         """Return the best plans' Results in order, then those of the others on the front.
@@ -58,8 +67,25 @@ class Found:
         ranked = [*enumerate(self.best, start=1), *((None, each) for each in others)]
         return [self._placed(each, rank) for rank, each in ranked]
 
+    def comparisons(self, best: Outcome) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Give what the best plan is compared with, by name: plan, objective and why it is worse, as far as known."""
+        told = {each.name for each in self.counterparts}
+        for name, rival in self.rivals:
+            if name in told:
+                continue
+            if rival is None:
+                yield name, {"why": "none so far that fits" if self.counts.left else "none fits"}
+            else:
+                yield name, _compared(best, rival.candidate, rival.result, rival.objective)
+        for each in self.counterparts:
+            if each.result is None:
+                yield each.name, {"plan": each.candidate.override, "why": f"cannot run: {each.refusal}"}
+            else:
+                value = objective_of(each.result, self.space.objective)
+                yield each.name, _compared(best, each.candidate, each.result, value)
+
     def _placed(self, outcome: Outcome, rank: int | None) -> Result:
-        place = {
+        place: dict[str, Any] = {
             "rank": rank,
             "objective": self.space.objective,
             "on_front": outcome in self.front,
@@ -67,7 +93,29 @@ class Found:
             "full_ratio": outcome.full_ratio,
             "why": reason(outcome.result),
         }
+        if rank == 1:
+            place["others"] = {name: said for name, said in self.comparisons(outcome)}
         return replace(outcome.result, provenance=outcome.result.provenance | {"search": place})
+
+
+def objective_of(result: Result, objective: Objective) -> float:
+    """Return what is searched for, of a plan."""
+    values = {"step-time": result.step_time_s, "cost": result.cost_usd_per_step, "energy": result.energy_j_per_step}
+    found = values[objective]
+    assert found is not None
+    return found
+
+
+def _compared(best: Outcome, candidate: Candidate, other: Result, objective: float) -> dict[str, Any]:
+    """Return how much worse a plan is than the best, and why that is."""
+    if other.scenario_id == best.result.scenario_id:
+        return {"plan": candidate.override, "why": "it is the first"}
+    return {
+        "plan": candidate.override,
+        "step_time_s": other.step_time_s if other.fits else None,
+        "more_ratio": objective / best.objective - 1 if other.fits and best.objective else None,
+        "why": why_worse(best.result, other),
+    }
 
 
 class Search:
@@ -76,33 +124,54 @@ class Search:
     def __init__(self, loaded: Loaded, space: SearchSpace, top: int) -> None:
         """Raise UserError where the objective, or what thresholds leave, cannot be known."""
         _check_objective(loaded, space)
+        space = _with_allowed(loaded, space)
         _check_statistics(loaded, space)
         self.loaded, self.space, self.top = loaded, space, top
+        self.bounds = Bounds(loaded.scenario, space.objective)
         self.counts = Exploration()
-        self.ordered: list[tuple[Bound, Candidate]] = []
+        self.bounded: list[tuple[Bound, Candidate]] = []
         self.wanted: list[Wanted] = []
         self.plans = 0
+        self.own: list[Candidate] = []
+        """The scenario's own plan, once there are plans."""
+        self.began_s = time.monotonic()
+        self.counterparts: tuple[Counterpart, ...] = ()
+        self.nearest: tuple[Candidate, Result] | None = None
 
     def prepare(self) -> None:
-        """Make the plans, and put the most promising first."""
-        bounds = Bounds(self.loaded.scenario, self.space.objective)
-        for each in candidates(self.loaded.scenario, self.space, Batches(bounds)):
+        """Make the plans, with what each is at least."""
+        for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds)):
             self.plans += 1
+            self.own = self.own or [each]
             try:
-                self.ordered.append((bounds.of(each.plan), each))
+                self.bounded.append((self.bounds.of(each.plan), each))
             except UserError:
                 self.counts.refused += 1
-        self.ordered.sort(key=lambda entry: (entry[0].objective, entry[1].index))
-        there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.ordered)}
+        there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
         self.wanted = [Wanted("best", self.top, lambda each: True)]
         self.wanted += [Wanted(name, 1, holds) for name, holds in RIVALS.items() if name in there]
 
     def run(self, workers: Workers, told: Callable[[int, int], None] = lambda done, plans: None) -> None:
-        """Simulate what can be wanted; `told` hears (plans done with, of how many)."""
-        until_s = time.monotonic() + self.space.seconds if self.space.seconds else math.inf
-        self.prepare()
+        """Simulate what can be wanted of what is prepared; `told` hears (plans done with, of how many)."""
+        until_s = self.began_s + self.space.seconds if self.space.seconds else math.inf
         judge = partial(_judged, loaded=self.loaded, space=self.space)
-        explore(self.ordered, self.wanted, workers, judge, self.counts, told=told, until_s=until_s)
+        queue = Queue(self.bounded, self.bounds.closer)
+        objective = self.space.objective
+        explore(queue, self.wanted, workers, judge, self.counts, objective=objective, told=told, until_s=until_s)
+        best = self.found().best
+        if best:
+            self.counterparts = self._counterparts(best[0].candidate)
+        elif not self.counts.left:
+            self.nearest = nearest(self.loaded, self.bounded)
+
+    def _counterparts(self, best: Candidate) -> tuple[Counterpart, ...]:
+        """Return the best plan with other shares, and the scenario's own if it does not fit."""
+        shared = Shared()
+        found = counterparts(self.loaded, best, shared)
+        if any(each.candidate.index == 0 for each in self.counts.outcomes):
+            return found
+        own = [own_plan(self.loaded, each, shared) for each in self.own]
+        return (*own, *found)
 
     def found(self) -> Found:
         """Return the best so far."""
@@ -115,6 +184,8 @@ class Search:
             rivals=tuple((each.name, next(iter(each.best(outcomes)), None)) for each in rivals),
             counts=self.counts,
             plans=self.plans,
+            counterparts=self.counterparts,
+            nearest=self.nearest,
         )
 
 
@@ -130,11 +201,28 @@ def _check_objective(loaded: Loaded, space: SearchSpace) -> None:
                 )
 
 
+def _with_allowed(loaded: Loaded, space: SearchSpace) -> SearchSpace:
+    """Return the space with those thresholds alone that its study allows, if it names one."""
+    if space.study is None or space.most_loss_change is None:
+        return space
+    push = loaded.scenario.plan.push
+    found = allowed(
+        Path(space.study),
+        push.kind,
+        most_loss_change=space.most_loss_change,
+        thresholds=space.thresholds,
+        own=push.threshold,
+        scenario=loaded.file,
+    )
+    return replace(space, thresholds=found)
+
+
 def _check_statistics(loaded: Loaded, space: SearchSpace) -> None:
     """Raise UserError where thresholds are searched and nothing tells what they leave."""
-    if space.least_density is not None and loaded.scenario.workload.gradients is None:
+    if space.searches_thresholds and loaded.scenario.workload.gradients is None:
+        key = "least_density" if space.least_density is not None else "most_loss_change"
         raise UserError(
-            f"{loaded.file}: search.least_density = {space.least_density:g}: workload.gradients is missing; densities "
+            f"{loaded.file}: search.{key} = {getattr(space, key):g}: workload.gradients is missing; densities "
             "are predicted from gradient statistics (write them with `gsreal gradients`)"
         )
 
@@ -148,6 +236,10 @@ def _judged(
         return None
     if isinstance(answer, RunFailedError):
         raise RunFailedError(f"{loaded.file}: {candidate.override}: {answer}")
+    if isinstance(answer, Bound):
+        found.ruled_out += answer.full_ratio <= 1
+        found.too_large += answer.full_ratio > 1
+        return None
     found.simulated += 1
     if not answer.fits:
         found.too_large += 1
@@ -156,9 +248,7 @@ def _judged(
     if space.least_density is not None and density is not None and density < space.least_density:
         found.unwanted += 1
         return None
-    values = {"step-time": answer.step_time_s, "cost": answer.cost_usd_per_step, "energy": answer.energy_j_per_step}
-    objective = values[space.objective]
-    assert objective is not None
+    objective = objective_of(answer, space.objective)
     types = loaded.scenario.cluster.device_types
     full = full_ratio(answer, {name: device.memory_bytes for name, device in types.items()})
     return Outcome(candidate, answer, objective, full)

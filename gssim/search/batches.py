@@ -23,7 +23,7 @@ class Batches:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.total = bounds.workload.global_batch_size
+        self.total = bounds.parts.workload.global_batch_size
 
     def may_run(self, table: Mapping[str, Any]) -> bool:
         """Return whether a method can run on a mesh, as far as bounds tell."""
@@ -37,7 +37,7 @@ class Batches:
         """Give the shares by each rule for a plan with that table; those alike are given once."""
         plan = PLAN.validate_python({**table, "shares": {"shards": owned}})
         try:
-            policies = self.bounds.policies(plan)
+            policies = self.bounds.parts.policies(plan)
         except UserError:
             return
         seen: set[tuple[int, ...]] = set()
@@ -58,7 +58,7 @@ class Batches:
                 yield rule, (self.total // policies.data_ranks,) * policies.data_ranks
         elif rule == "throughput":
             wanted = replace(plan, shares=replace(plan.shares, batch="throughput"))
-            yield rule, self.bounds.batch_sizes(wanted, policies)
+            yield rule, self.bounds.parts.batch_sizes(wanted, policies)
         else:
             for ratio in USABLE_RATIOS:
                 for unit in dict.fromkeys((1, plan.micro_batches)):
@@ -78,9 +78,11 @@ class Batches:
             parts[policies.data_rank(rank)].append(rank)
         usual = max(1, self.total // (policies.data_ranks * plan.micro_batches))
         sample_s = [
-            max(self.bounds.micro_batch_s(rank, usual, plan.recompute) for rank in part) / usual for part in parts
+            max(self.bounds.compute.micro_batch_s(rank, usual, plan.recompute) for rank in part) / usual
+            for part in parts
         ]
-        most = [min(self.bounds.room(plan, policies, rank, ratio) for rank in part) // unit for part in parts]
+        room = self._room(plan, policies, ratio)
+        most = [min(room[rank] for rank in part) // unit for part in parts]
         least = plan.micro_batches // unit if unit > 1 else plan.micro_batches
         if min(most) < least or sum(most) * unit < self.total or least * len(parts) * unit > self.total:
             return None
@@ -92,3 +94,9 @@ class Batches:
             most=most,
         )
         return tuple(unit * each for each in found)
+
+    def _room(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
+        """Return for how many samples a part of each rank's memory has room at most."""
+        key = ("rooms", policies, plan.shares.shards, plan.micro_batches, plan.recompute, ratio)
+        memory, ranks = self.bounds.memory, range(policies.ranks)
+        return self.bounds.parts.once(key, lambda: [memory.room(plan, policies, rank, ratio) for rank in ranks])

@@ -14,7 +14,7 @@ from gssim.space import SearchSpace
 from gssim.units import UserError
 
 USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) for digit in (1, 3))
-"""Searched where a least density is given without thresholds: two a decade."""
+"""Searched where a least density alone is given, without thresholds: two a decade."""
 KEPT = ("bucket_bytes", "first_bucket_bytes", "overlap", "prefetch")
 """Keys of the scenario's own plan that each of its candidates has too, where they are set."""
 STAGED = ("pipeline", "ddp", "zero1")
@@ -69,7 +69,7 @@ def candidates(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iter
 def _sized(plan: Plan, batches: Batches) -> Plan:
     """Return a plan with its axes sized, as those are that are made here; as it is where that cannot be."""
     try:
-        policies = batches.bounds.policies(plan)
+        policies = batches.bounds.parts.policies(plan)
     except UserError:
         return plan
     return replace(plan, dp_replicate=policies.dp_replicate, dp_shard=policies.dp_shard)
@@ -207,6 +207,7 @@ MOST_MICRO_BATCHES = 32
 
 def _pushes(scenario: Scenario, space: SearchSpace, method: str) -> list[dict[str, Any]]:
     """Return what of the push is searched: the scenario's own, and thresholds where their effect is bounded."""
-    if PRESETS[method]["gradients"] != "push" or space.least_density is None:
+    if PRESETS[method]["gradients"] != "push" or not space.searches_thresholds:
         return [{}]
-    return [{}, *({"threshold": value} for value in space.thresholds or USUAL_THRESHOLDS)]
+    usual = USUAL_THRESHOLDS if space.study is None else ()
+    return [{}, *({"threshold": value} for value in space.thresholds or usual)]

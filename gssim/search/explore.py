@@ -2,17 +2,17 @@
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
+from gssim.plan import Plan
 from gssim.result import Result
 from gssim.search.bounds import Bound
 from gssim.search.candidates import Candidate
+from gssim.search.limits import FRONT_RATIO, Limits
 from gssim.search.workers import Answer, Workers
-
-FRONT_RATIO = 1.5
-"""Nobody trains so much longer to save memory that nothing else wants."""
+from gssim.space import Objective
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class Outcome:
     objective: float
     full_ratio: float
     """What is taken of the memory of the device that is fullest."""
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """Its time and how full the fullest device is."""
+        return self.result.step_time_s, self.full_ratio
 
     @property
     def order(self) -> tuple[float, int]:
@@ -40,8 +45,10 @@ class Wanted:
     holds: Callable[[Candidate], bool]
 
     def best(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the best of those, in order."""
-        return sorted((each for each in outcomes if self.holds(each.candidate)), key=lambda o: o.order)[: self.count]
+        """Return the best of those, in order; of plans that come to the same shares, the first."""
+        ordered = sorted((each for each in outcomes if self.holds(each.candidate)), key=lambda o: o.order)
+        different = {each.result.scenario_id: each for each in reversed(ordered)}
+        return [each for each in ordered if different[each.result.scenario_id] is each][: self.count]
 
     def limit(self, outcomes: Sequence[Outcome]) -> tuple[float, float]:
         """Return what a plan must be before in order, to be among the best."""
@@ -63,18 +70,6 @@ def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return found
 
 
-def can_be_on_front(bound: Bound, outcomes: Sequence[Outcome]) -> bool:
-    """Return whether a plan with such a bound may be on the front: nothing found is better than its bound in both."""
-    if outcomes and bound.time_s > FRONT_RATIO * outcomes[0].result.step_time_s:
-        return False
-    return not any(
-        each.result.step_time_s <= bound.time_s
-        and each.full_ratio <= bound.full_ratio
-        and (each.result.step_time_s < bound.time_s or each.full_ratio < bound.full_ratio)
-        for each in outcomes
-    )
-
-
 @dataclass
 class Exploration:
     """How far a search is."""
@@ -91,57 +86,100 @@ class Exploration:
     """By a bound."""
     left: int = 0
     """Plans that may be better and were not simulated: the search was ended before."""
+    front: tuple[tuple[float, float], ...] = ()
+    """Times and how full the fullest device is, of the plans on the front, the fastest first."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Take up a plan that fits and is wanted."""
+        self.outcomes.append(outcome)
+        self.front = tuple(each.point for each in front(self.outcomes))
 
 
-class Limits:
-    """What a plan must beat, as of the outcomes that there are."""
+@dataclass(frozen=True, order=True)
+class Waiting:
+    """A plan that may be wanted; the most promising is the least."""
 
-    def __init__(self, wanted: Sequence[Wanted], outcomes: Sequence[Outcome]) -> None:
-        self.front = front(outcomes)
-        self.wanted = [(each.holds, each.limit(outcomes)) for each in wanted]
+    objective: float
+    index: int
+    bound: Bound = field(compare=False)
+    candidate: Candidate = field(compare=False)
+    is_close: bool = field(compare=False)
+    """Whether the bound has what the plan sends in it."""
 
-    def rule_out(self, candidate: Candidate, bound: Bound) -> bool:
-        """Return whether a plan with such a bound fits nowhere, or can be neither on the front nor among the best."""
-        if bound.full_ratio > 1:
-            return True
-        order = (bound.objective, candidate.index)
-        may_be_best = any(order < limit and holds(candidate) for holds, limit in self.wanted)
-        return not may_be_best and not can_be_on_front(bound, self.front)
+
+class Queue:
+    """Plans that wait to be simulated, the scenario's own first, then by what they can reach."""
+
+    def __init__(self, plans: Iterable[tuple[Bound, Candidate]], closer: Callable[[Plan, Bound], Bound]) -> None:
+        entries = [(Waiting(bound.objective, each.index, bound, each, False)) for bound, each in plans]
+        self._heap = [replace(each, objective=-math.inf) if each.index == 0 else each for each in entries]
+        heapify(self._heap)
+        self._closer = closer
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """Give them, in no order."""
+        return iter(self._heap)
+
+    def next(self, rule_out: Callable[[Candidate, Bound], bool]) -> tuple[Candidate | None, int]:
+        """Return the most promising plan that nothing rules out, which waits no longer, and how many were ruled out."""
+        ruled_out = 0
+        while self._heap:
+            first = heappop(self._heap)
+            if rule_out(first.candidate, first.bound):
+                ruled_out += 1
+            elif first.is_close or first.index == 0:
+                return first.candidate, ruled_out
+            else:
+                bound = self._closer(first.candidate.plan, first.bound)
+                heappush(self._heap, Waiting(bound.objective, first.index, bound, first.candidate, True))
+        return None, ruled_out
+
+
+def limits_of(candidate: Candidate, wanted: Sequence[Wanted], found: Exploration, objective: Objective) -> Limits:
+    """Return what a plan must beat, as of what has been found."""
+    order = max(each.limit(found.outcomes) for each in wanted if each.holds(candidate))
+    return Limits(objective, candidate.index, order, found.front)
 
 
 def explore(
-    ordered: Sequence[tuple[Bound, Candidate]],
+    queue: Queue,
     wanted: Sequence[Wanted],
     workers: Workers,
     judge: Callable[[Candidate, Answer, Exploration], Outcome | None],
     found: Exploration,
     *,
+    objective: Objective = "step-time",
     told: Callable[[int, int], None] = lambda done, plans: None,
     until_s: float = math.inf,
 ) -> None:
-    """Simulate what can be wanted of plans in the order given, into `found`, which always has the best so far.
+    """Simulate what can be wanted, the most promising first, into `found`, which always has the best so far.
 
     Which plans are simulated hangs on how fast they are; which are the best, and on the front, does not. `until_s`: of
     `time.monotonic`, after which none is begun.
     """
-    waiting = deque(ordered)
-    limits = Limits(wanted, found.outcomes)
+
+    def rule_out(candidate: Candidate, bound: Bound) -> bool:
+        return limits_of(candidate, wanted, found, objective).rule_out(bound)
+
+    plans = len(queue)
     handed: dict[int, Candidate] = {}
-    while waiting or handed:
+    while queue or handed:
         late = time.monotonic() > until_s
-        while waiting and workers.idle and not late:
-            bound, candidate = waiting.popleft()
-            if limits.rule_out(candidate, bound):
-                found.ruled_out += 1
-                continue
-            handed[candidate.index] = candidate
-            workers.begin(candidate.index, candidate.override)
-        told(len(ordered) - len(waiting) - len(handed), len(ordered))
+        while queue and workers.idle and not late:
+            candidate, ruled_out = queue.next(rule_out)
+            found.ruled_out += ruled_out
+            if candidate is not None:
+                handed[candidate.index] = candidate
+                workers.begin(candidate.index, candidate.override, limits_of(candidate, wanted, found, objective))
+        told(plans - len(queue) - len(handed), plans)
         if not handed:
             break
         for number, answer in workers.ended():
             outcome = judge(handed.pop(number), answer, found)
             if outcome is not None:
-                found.outcomes.append(outcome)
-                limits = Limits(wanted, found.outcomes)
-    found.left += sum(not limits.rule_out(candidate, bound) for bound, candidate in waiting)
+                found.add(outcome)
+    found.left += sum(not rule_out(each.candidate, each.bound) for each in queue)

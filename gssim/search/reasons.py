@@ -1,8 +1,10 @@
 """Why a plan takes as long as it does: who sets the pace, what it waits for, and where memory is tightest."""
 
+from collections import Counter
+
 from gssim.expenses import WAITING_PHASES
 from gssim.result import LinkUse, RankClass, Result
-from gssim.units import human_bytes
+from gssim.units import human_bytes, human_seconds
 
 COMPUTES_RATIO = 0.5
 """A plan in which some rank computes for at least this part of the step is bound by compute."""
@@ -34,6 +36,52 @@ def bound_by(result: Result) -> str:
     if link is None or waiting_ratio(pace) <= 1 - COMPUTES_RATIO:
         return f"compute of {pace.device}"
     return f"link {link.name}"
+
+
+def why_worse(best: Result, other: Result) -> str:
+    """Return why another plan is worse than the best, in a line: what its slowest rank does for longer.
+
+    That is the rank of the other plan that waits least; what it does in the best plan stands beside it.
+    """
+    if other.does_not_fit is not None:
+        return memory_lack(other)
+    if other.step_time_s <= best.step_time_s:
+        return f"it takes {_used(other)} for {human_seconds(other.step_time_s)}; the first takes {_used(best)}"
+    pace = pace_setter(other)
+    name = f"{pace.device} (rank {pace.ranks[0]})"
+    same = next((each for each in best.ranks if pace.ranks[0] in each.ranks), None)
+    works_s = (1 - waiting_ratio(pace)) * other.step_time_s
+    if same is None:
+        return f"{name} computes for {human_seconds(works_s)}; the first does without it"
+    worked_s = (1 - waiting_ratio(same)) * best.step_time_s
+    waits_s, waited_s = other.step_time_s - works_s, best.step_time_s - worked_s
+    if works_s - worked_s >= waits_s - waited_s:
+        computes = f"{name} computes for {human_seconds(works_s)}, in the first for {human_seconds(worked_s)}"
+        return f"{computes} ({pace.batch_share:.1%} of the batch, in the first {same.batch_share:.1%})"
+    waits = f"{name} waits for {human_seconds(waits_s)}, in the first for {human_seconds(waited_s)}"
+    link = busiest_link(other)
+    if link is None:
+        return waits
+    carried = sum(each.bytes for each in best.links if each.name == link.name)
+    return f"{waits}; {link.name} carries {human_bytes(link.bytes)}, in the first {human_bytes(carried)}"
+
+
+def memory_lack(result: Result) -> str:
+    """Return where a plan does not fit, and what takes most there; that it fits, where it does."""
+    fit = result.does_not_fit
+    if fit is None:
+        return "it fits"
+    device = next(each.device for each in result.ranks if fit.rank in each.ranks)
+    lacks, category = human_bytes(fit.excess_bytes), fit.category.replace("_", " ")
+    return f"does not fit: {device} (rank {fit.rank}) lacks {lacks}, mostly for {category}"
+
+
+def _used(result: Result) -> str:
+    """Return how many devices a plan takes, by type."""
+    counts = Counter[str]()
+    for each in result.ranks:
+        counts[each.device] += each.count
+    return " + ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def pace_setter(result: Result) -> RankClass:

@@ -1,7 +1,9 @@
 """What a search found, for people, on the console."""
 
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +11,8 @@ from rich.table import Table
 from gssim.console import PIPE_WIDTH
 from gssim.plan import Plan
 from gssim.search import Found, Outcome
-from gssim.search.reasons import bound_by, reason
+from gssim.search.batches import PLAN
+from gssim.search.reasons import bound_by, memory_lack, reason
 from gssim.units import human_bytes, human_seconds
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
@@ -23,20 +26,34 @@ def print_found(found: Found, question: str) -> None:
         console.print(question, style="bold", highlight=False)
     console.print(_counts(found), highlight=False)
     if not found.best:
-        console.print(
-            "no plan of the space fits" if not found.counts.left else "no plan so far that fits", style="bold"
-        )
+        for line in nothing_fits(found):
+            console.print(line, highlight=False, markup=False)
         return
     console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
     for rank, each in enumerate(found.best, start=1):
-        console.print(f"{rank}: {reason(each.result)}", highlight=False)
+        console.print(f"{rank}: {reason(each.result)}", highlight=False, markup=False)
     console.print(_plan_table(found, found.front, "front of time and memory"))
-    for name, rival in found.rivals:
-        text = "none so far that fits" if rival is None and found.counts.left else _compared(found.best[0], rival)
-        console.print(f"{name}: {text}", highlight=False)
+    for name, rival in found.comparisons(found.best[0]):
+        console.print(f"{name}: {_compared(rival)}", highlight=False, markup=False)
+    if found.space.study is not None:
+        said = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
+        console.print(said, highlight=False, markup=False)
     console.print(
         f"the first: gssim run SCENARIO --set '{found.best[0].candidate.override}'", highlight=False, markup=False
     )
+
+
+def nothing_fits(found: Found) -> list[str]:
+    """Return in lines that nothing fits, what comes nearest, and what would help that."""
+    if found.nearest is None:
+        return ["no plan so far that fits" if found.counts.left else "no plan of the space can run"]
+    candidate, result = found.nearest
+    lines = ["no plan of the space fits", f"the nearest: {in_words(candidate.plan)}: {memory_lack(result)}"]
+    for each in result.remedies:
+        margin = each.margin.margin_bytes
+        then = f"{human_bytes(margin)} to spare" if each.fits else f"{human_bytes(-margin)} too much"
+        lines.append(f"  with {each.change}: {then}")
+    return lines
 
 
 def _counts(found: Found) -> str:
@@ -62,15 +79,13 @@ def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:
     return table
 
 
-def _compared(best: Outcome, rival: Outcome | None) -> str:
-    """Return how much worse a rival is than the best plan, and why that is."""
-    if rival is None:
-        return "none fits"
-    if rival.candidate == best.candidate:
-        return "it is the first"
-    more = rival.objective / best.objective - 1 if best.objective else 0.0
-    words = f"{human_seconds(rival.result.step_time_s)}, {more:+.1%}: {in_words(rival.candidate.plan)}"
-    return f"{words}\n  {reason(rival.result)}"
+def _compared(rival: Mapping[str, Any]) -> str:
+    """Return how much worse a plan is than the best, and why that is."""
+    if rival.get("step_time_s") is None:
+        return str(rival["why"])
+    plan = in_words(PLAN.validate_python(tomllib.loads(rival["plan"])["plan"]))
+    more = "" if rival["more_ratio"] is None else f", {rival['more_ratio']:+.1%}"
+    return f"{human_seconds(rival['step_time_s'])}{more}: {plan}\n  {rival['why']}"
 
 
 def in_words(plan: Plan) -> str:

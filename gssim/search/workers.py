@@ -1,4 +1,4 @@
-"""Processes that simulate plans, one at a time each."""
+"""Processes that look at plans, one at a time each: lowered, bounded, and simulated if that can be worth it."""
 
 import signal
 import sys
@@ -10,21 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from gssim.result import Result
-from gssim.scenario import load_scenario
+from gssim.scenario import Loaded, load_scenario
+from gssim.search.bounds import Bound, LoweredBounds
+from gssim.search.limits import Limits
 from gssim.shared import Shared
-from gssim.simulate import simulate
+from gssim.simulate import no_collection, simulate
 from gssim.units import RunFailedError, UserError
 
-Answer = Result | UserError | RunFailedError
-"""What becomes of a plan: simulated, refused, or without an end (a deadlock is a fault of ours, not of the plan)."""
+Answer = Result | Bound | UserError | RunFailedError
+"""What becomes of a plan: simulated, ruled out by what it has at least, refused, or without an end (a deadlock is a
+fault of ours, not of the plan)."""
 
 
-def simulated(file: Path, overrides: Sequence[str], shared: Shared) -> Answer:
+def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Shared) -> Answer:
     """Return what becomes of a scenario with overrides."""
     try:
-        return simulate(load_scenario(file, overrides, shared=shared), shared=shared).result
+        return judged(load_scenario(file, overrides, shared=shared), limits, shared)
     except (UserError, RunFailedError) as error:
         return error
+
+
+def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
+    """Return a scenario's prediction, or what it has at least if that is too much already."""
+    with no_collection():
+        bound = None
+        if LoweredBounds.are_of(loaded):
+            bounds = LoweredBounds(loaded, limits.objective, shared)
+            bound = bounds.allocated()
+            if not limits.rule_out(bound):
+                bound = bounds.reserved(bound)
+        if bound is not None and limits.rule_out(bound):
+            return bound
+        return simulate(loaded, shared=shared).result
 
 
 class Workers:
@@ -34,10 +51,10 @@ class Workers:
         self.idle = list(connections)
         self.busy: dict[Connection, int] = {}
 
-    def begin(self, number: int, override: str) -> None:
+    def begin(self, number: int, override: str, limits: Limits) -> None:
         """Hand a plan to a free process; `number`: what its answer goes by."""
         connection = self.idle.pop()
-        connection.send(override)
+        connection.send((override, limits))
         self.busy[connection] = number
 
     def ended(self) -> Iterator[tuple[int, Answer]]:
@@ -53,13 +70,18 @@ class Workers:
 
 
 @contextmanager
-def searchers(jobs: int, file: Path, overrides: Sequence[str]) -> Iterator[Workers]:
-    """Give so many processes that simulate a scenario with other plans; they end with the block, whatever they do."""
-    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+def searchers(jobs: int, file: Path, overrides: Sequence[str], shared: Shared | None = None) -> Iterator[Workers]:
+    """Give so many processes that look at a scenario's other plans; they end with the block, whatever they do.
+
+    `shared`: what is known of the scenario by now; where processes are forked, they start with that.
+    """
+    forks = sys.platform == "linux"
+    context: Any = get_context("fork" if forks else "spawn")
+    known = shared if forks else None
     connections, started = [], []
     for _ in range(jobs):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, file, tuple(overrides)), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, file, tuple(overrides), known), daemon=True)
         process.start()
         theirs.close()  # so that its end shows as the end of what comes
         connections.append(ours)
@@ -73,14 +95,14 @@ def searchers(jobs: int, file: Path, overrides: Sequence[str]) -> Iterator[Worke
             connection.close()
 
 
-def _serve(connection: Connection, file: Path, overrides: Sequence[str]) -> None:
+def _serve(connection: Connection, file: Path, overrides: Sequence[str], known: Shared | None) -> None:
     """Answer for plans until the process is ended; the user's interrupt is for the one that hands them out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    shared = Shared()
+    shared = known or Shared()
     while True:
         try:
-            override = connection.recv()
+            override, limits = connection.recv()
         except EOFError:
             return
-        connection.send(simulated(file, [*overrides, override], shared))
+        connection.send(answered(file, [*overrides, override], limits, shared))

@@ -23,10 +23,12 @@ from gssim.topology.kinds import (
     Topology,
     Torus,
 )
-from gssim.topology.wiring import Built, Links, wired
+from gssim.topology.wiring import Built, Links, Wiring, wired
 from gssim.units import Ints
 
 Ends = tuple[Ints, Ints]
+MOST_KEPT = 64
+"""Topologies: a sweep of rates goes round as many."""
 
 CUBE_MESH = {
     **dict.fromkeys([(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)], 2),
@@ -38,7 +40,7 @@ Source: NVIDIA 2017, "DGX-1 with Tesla V100 system architecture", and what `nvid
 """
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=MOST_KEPT)
 def build(topology: Topology) -> Built:
     """Return what a topology stands for. Equal topologies share one answer.
 
@@ -67,9 +69,13 @@ def _direct(topology: Ring | FullyConnected) -> Built:
     """
     devices = _grouped(topology.devices, topology.devices_per_host)
     count, link = len(devices), topology.link
-    a, b = _neighbours((count,), 0) if isinstance(topology, Ring) else np.triu_indices(count, 1)
-    part = Links(a.astype(np.int64), b.astype(np.int64), link.bandwidth_bytes_per_s, link.latency_s)
-    return Built(devices, (), wired(_names(devices), [part]))
+
+    def wire() -> Wiring:
+        a, b = _neighbours((count,), 0) if isinstance(topology, Ring) else np.triu_indices(count, 1)
+        part = Links(a.astype(np.int64), b.astype(np.int64), link.bandwidth_bytes_per_s, link.latency_s)
+        return wired(_names(devices), [part])
+
+    return Built(devices, (), wire)
 
 
 def _switched(topology: Switch) -> Built:
@@ -77,7 +83,7 @@ def _switched(topology: Switch) -> Built:
     devices = _grouped(topology.devices, topology.devices_per_host)
     count, link = len(devices), topology.link
     part = Links(np.arange(count), np.full(count, count), link.bandwidth_bytes_per_s, link.latency_s / 2)
-    return Built(devices, ("switch",), wired((*_names(devices), "switch"), [part]), ("switch",))
+    return Built(devices, ("switch",), lambda: wired((*_names(devices), "switch"), [part]), ("switch",))
 
 
 def _torus(topology: Torus) -> Built:
@@ -98,7 +104,7 @@ def _torus(topology: Torus) -> Built:
         Links(*_neighbours(shape, axis), link.bandwidth_bytes_per_s, link.latency_s)
         for axis, link in enumerate(topology.links)
     ]
-    return Built(devices, (), wired(_names(devices), parts))
+    return Built(devices, (), lambda: wired(_names(devices), parts))
 
 
 def _neighbours(shape: tuple[int, ...], axis: int) -> Ends:
@@ -144,7 +150,7 @@ def _servers(topology: Servers) -> Built:
     fabric, links = _fabric(topology, nics, ranks + len(inner))
     switches = (*inner, *fabric)
     tops = tuple(name for name in fabric if name.startswith("spine")) or tuple(fabric)
-    return Built(tuple(devices), switches, wired((*_names(devices), *switches), [*parts, *links]), tops)
+    return Built(tuple(devices), switches, lambda: wired((*_names(devices), *switches), [*parts, *links]), tops)
 
 
 def _words(group: ServerGroup) -> list[str]:
@@ -251,7 +257,15 @@ def _sites(topology: Sites) -> Built:
     devices = tuple((f"{s}/{n}", kind, f"{s}/{host}") for s, part in built for n, kind, host in part.devices)
     switches = [f"{s}/{name}" for s, part in built for name in (*part.switches, "gateway")]
     names = (*_names(devices), *switches)
-    place = {name: i for i, name in enumerate(names)}
+
+    def wire() -> Wiring:
+        return wired(names, _of_sites(topology, {name: i for i, name in enumerate(names)}, built))
+
+    return Built(devices, tuple(switches), wire)
+
+
+def _of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str, Built]]) -> list[Links]:
+    """Return the links of all sites, by where nodes are among those of all, and those between sites."""
     parts = []
     for s, part in built:
         index = np.array([place[f"{s}/{name}"] for name in part.wiring.names], dtype=np.int64)
@@ -269,4 +283,4 @@ def _sites(topology: Sites) -> Built:
     gateways = [place[f"{s}/gateway"] for s, _ in built]
     pairs = np.array(list(combinations(gateways, 2)), dtype=np.int64)
     parts.append(Links(pairs[:, 0], pairs[:, 1], topology.link.bandwidth_bytes_per_s, topology.link.latency_s))
-    return Built(devices, tuple(switches), wired(names, parts))
+    return parts

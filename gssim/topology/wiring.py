@@ -1,7 +1,8 @@
 """Directed links as arrays: what a topology, or a list of links, comes to."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,9 +41,15 @@ class Built:
     devices: tuple[tuple[str, str, str], ...]
     """Name, type and host of each device, in rank order."""
     switches: tuple[str, ...]
-    wiring: Wiring
+    wire: Callable[[], Wiring]
+    """Makes the links: who asks what devices there are needs none, and there may be a million."""
     tops: tuple[str, ...] = ()
     """The uppermost switches: where a gateway would be linked."""
+
+    @cached_property
+    def wiring(self) -> Wiring:
+        """The links."""
+        return self.wire()
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,17 @@ def test_thresholds_on_links_of_many_rates(benchmark, ranks):
     benchmark.pedantic(lambda: answer(points), rounds=3)
 
 
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_thresholds_among_many_on_links_of_many_rates(benchmark, ranks):
+    statistics = f"workload.gradients={SCENARIOS / 'gradients/gpt-byte-1m-1024.json'}"
+    changes = ["plan.push.threshold=1e-3", statistics, "workload.global_batch_size=1024"]
+    rates, file = (1, 3, 10, 30, 100, 300), SCENARIOS / "demo.toml"
+    steps = ["run.steps=8", "run.warmup_steps=4"]
+    points = [(file, [SWITCH.format(ranks=ranks, rate=rate), *changes, *steps]) for rate in rates]
+    benchmark.extra_info["points"] = len(points)
+    benchmark.pedantic(lambda: answer(points), rounds=3)
+
+
 def test_fully_sharded_training_of_70_billion_parameters_on_64_devices(benchmark):
     model = f"workload.model={SCENARIOS / 'models/llama2-70b.toml'}"
     changes = [OF_H100.format(servers=8), model, "plan.method=fsdp", "workload.global_batch_size=64"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from analysis.published.runs import Run, SkippedError
-from analysis.published.shape import Shape, Software
-from analysis.published.tables.fields import divided, needed, padded, positive
+from analysis.published.shape import Software, gpt
+from analysis.published.tables.fields import method_of, micro_batches_of, needed, padded, positive
 
 GPU = "T4"
 RANKS, MACHINE = 16, 4
@@ -38,24 +38,21 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
         source="AMP, GPT-2 medium on 16 T4",
         gpu=GPU,
         per_node=MACHINE,
-        shape=Shape(
-            kind="gpt",
+        shape=gpt(
             layers=LAYERS,
             hidden=HIDDEN,
             heads=HEADS,
-            kv_heads=HEADS,
-            ffn=4 * HIDDEN,
             vocabulary=padded(VOCABULARY, tp),
             sequence_length=SEQUENCE,
         ),
-        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1),
-        method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single",
+        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True),
+        method=method_of(dp, tp, pp),
         dp=dp,
         tp=tp,
         pp=pp,
         blocks_of_stages=blocks if pp > 1 else None,
         micro_batch=micro,
-        micro_batches=divided(divided(GLOBAL_BATCH, dp, "samples"), micro, "micro-batches"),
+        micro_batches=micro_batches_of(GLOBAL_BATCH, dp, micro),
         recompute="full",
         overlap=False,
         step_s=step_s,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import isfinite
 
-from analysis.published.runs import SkippedError
+from analysis.published.runs import Method, SkippedError
 
 
 def number(record: Mapping[str, str], key: str) -> float | None:
@@ -44,6 +44,22 @@ def divided(total: int, parts: int, what: str) -> int:
     if total % parts:
         raise SkippedError(f"{what} do not divide evenly")
     return total // parts
+
+
+def micro_batches_of(global_batch: int, dp: int, micro_batch: int) -> int:
+    """Return how many micro-batches each replica has; raise SkippedError where they do not come out even."""
+    return divided(divided(global_batch, dp, "samples"), micro_batch, "micro-batches")
+
+
+def method_of(data: int, tp: int, pp: int, replicas: Method = "ddp") -> Method:
+    """Return the method of a plan, `replicas` where there are several that share the data.
+
+    >>> method_of(8, 1, 1), method_of(1, 2, 4), method_of(1, 2, 1), method_of(1, 1, 1)
+    ('ddp', 'pipeline', 'tensor', 'single')
+    """
+    if data > 1:
+        return replicas
+    return "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
 
 
 def padded(vocabulary: int, tp: int) -> int:

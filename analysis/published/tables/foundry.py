@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from analysis.published.platforms import first_attention_ratio_of, float8_ratio_of
 from analysis.published.runs import Run, SkippedError
-from analysis.published.shape import Shape, Software
-from analysis.published.tables.fields import needed, number, positive
+from analysis.published.shape import Shape, Software, gpt
+from analysis.published.tables.fields import micro_batches_of, needed, number, positive
 
 GPUS = {"a100_40gb": "A100-SXM-40GB", "a100_80gb": "A100-SXM-80GB", "h100_80gb": "H100-SXM-80GB"}
 MODELS = {
@@ -38,8 +38,6 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
     if record["GPU"] not in GPUS:
         raise SkippedError("a GPU that platforms.toml does not know")
     ranks, micro, batch = (needed(record, key) for key in ("# GPUs", "MicroBatchSize", "GlobalBatchSize"))
-    if batch % (ranks * micro):
-        raise SkippedError("micro-batches do not divide evenly")
     if record["Activation CPUOffload"] == "True":
         raise SkippedError("activations go to the host")
     shape, rate = _shape(record), positive(record, "Throughput (T/s)")
@@ -55,7 +53,7 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
         method=STRATEGIES[record["Sharding Strategy"]] if ranks > 1 else "single",  # type: ignore[arg-type]
         dp=ranks,
         micro_batch=micro,
-        micro_batches=batch // (ranks * micro),
+        micro_batches=micro_batches_of(batch, ranks, micro),
         recompute="full" if record["Activation Checkpointing"] == "True" else "none",
         overlap=True,
         step_s=batch * shape.sequence_length / rate,
@@ -72,13 +70,10 @@ def _shape(record: Mapping[str, str]) -> Shape:
     if name not in MODELS:
         raise SkippedError(f"the model {record['Model']} is not known")
     layers, hidden, heads = MODELS[name]
-    shape = Shape(
-        kind="gpt",
+    shape = gpt(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        ffn=4 * hidden,
         vocabulary=VOCABULARY,
         sequence_length=needed(record, "SeqLen (T)"),
     )

@@ -6,7 +6,7 @@ from typing import Literal
 from analysis.published.platforms import float8_ratio_of, platform_of
 from analysis.published.runs import Method, Metric, Run, SkippedError
 from analysis.published.shape import Shape, Software
-from analysis.published.tables.fields import count, divided, needed, positive
+from analysis.published.tables.fields import count, divided, method_of, needed, positive
 
 GIB = 2**30
 UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")
@@ -57,11 +57,11 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
         dp=dp,
         tp=tp,
         pp=pp,
-        chunks=count(record, "vpp") or 1,
+        chunks=_chunks(record),
         micro_batch=micro,
         micro_batches=micro_batches,
         recompute=_recompute(record),
-        overlap=not _is_early_megatron(record),
+        overlap=not _is_early_megatron(record) and (pp == 1 or _is_torchtitan(record)),
         step_s=positive(record, "iter_time_s"),
         memory_bytes=memory * GIB if memory is not None and metric else None,
         memory_metric=metric if memory is not None else None,
@@ -140,7 +140,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         full = said in ("tf32", "fp32")
         return Software(precision="fp32" if full else "bf16", tensor_float=said == "tf32", fused_softmax=False)
     if _is_early_megatron(record):
-        return Software(early_stop=False, partitioned=tp > 1 and pp > 1)
+        return Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True)
     if said in ("tf32", "fp32"):
         return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
     platform, ratio = platform_of(record["gpu"]), float8_ratio_of(record["gpu"])
@@ -150,15 +150,17 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         flash_attention=True,
         dropout=False,
         attention_ratio=platform.attention_ratio if platform else 1.0,
+        ring_attention_ratio=platform.ring_attention_ratio if platform else 1.0,
         compiled=record["compile"] == "yes" or _is_bridge(record),
         sequence_parallel=tp > 1,
-        gathers_inputs="torchtitan" in record["source"] and tp > 1,
+        gathers_inputs=_is_torchtitan(record) and tp > 1,
         pipelined_maps="AsyncTP" in record["extras"],
-        parallel_loss="torchtitan" in record["source"] and tp > 1,
+        parallel_loss=_is_torchtitan(record) and tp > 1,
         fused_loss=record["compile"] == "yes" and "_2024" not in record["source"],  # before 2025, it was not compiled
         context_ranks=context,
         map_speedup=(ratio or 1.0) if float8 else 1.0,
         float8_casts=float8,
+        float_gradients=_is_torchtitan(record) and pp > 1,  # reduced in float, they are added up in it
     )
 
 
@@ -168,14 +170,24 @@ def _is_bridge(record: Mapping[str, str]) -> bool:
 
 
 def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> Method:
+    """Return the method; FSDP2 over a pipeline's stages moves and keeps what a sharded optimizer does.
+
+    It keeps what it gathered for the first micro-batch up to the last one's backward, and reduces gradients in that one
+    (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan, models/llama/parallelize.py:
+    it reshards after a forward only where there is no pipeline).
+    """
     if record["sharding"] not in METHODS:
         raise SkippedError(f"sharding '{record['sharding']}' is not known")
     method = METHODS[record["sharding"]]
     if method in ("zero2", "zero3") and pp > 1:
-        raise SkippedError("FSDP over the stages of a pipeline")
-    if data == 1:
-        return "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
-    return method
+        if not _is_torchtitan(record):
+            raise SkippedError("FSDP over the stages of a pipeline")
+        method = "zero1"
+    return method_of(data, tp, pp, method)
+
+
+def _is_torchtitan(record: Mapping[str, str]) -> bool:
+    return "torchtitan" in record["source"]
 
 
 def _batches(record: Mapping[str, str], dp: int, pp: int) -> tuple[int, int]:
@@ -186,7 +198,16 @@ def _batches(record: Mapping[str, str], dp: int, pp: int) -> tuple[int, int]:
         return samples, 1
     if micro is None:
         raise SkippedError("the row does not say micro_batch")
+    if _is_torchtitan(record) and pp > 1 and micro == samples:  # its rows say a rank's batch, cut into pp by default
+        return divided(samples, pp, "micro-batches"), pp
     return micro, divided(samples, micro, "micro-batches")
+
+
+def _chunks(record: Mapping[str, str]) -> int:
+    """Return the stages of each of a pipeline's ranks."""
+    if record["vpp"] and count(record, "vpp") is None:
+        raise SkippedError("the row does not say vpp")
+    return count(record, "vpp") or 1
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:

@@ -6,9 +6,9 @@ Most run in deterministic mode, and models are small: steps are as long as the h
 from collections.abc import Mapping
 from typing import Literal
 
-from analysis.published.runs import Method, Run, SkippedError
+from analysis.published.runs import Run, SkippedError
 from analysis.published.shape import Shape, Software
-from analysis.published.tables.fields import count, divided, needed, padded, positive
+from analysis.published.tables.fields import count, divided, method_of, micro_batches_of, needed, padded, positive
 
 GPUS = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "gb200": "GB200"}
 """By what a platform's name holds."""
@@ -44,15 +44,15 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
         per_node=count(record, "gpus_per_node"),
         shape=shape,
         software=_software(record, tp, context),
-        method=_method(record, dp * context, pp, tp),
+        method=method_of(dp * context, tp, pp, "zero1" if record["use-distributed-optimizer"] == "True" else "ddp"),
         dp=dp,
         tp=tp,
         pp=pp,
         chunks=_chunks(record, shape.layers, pp),
         micro_batch=micro,
-        micro_batches=divided(divided(needed(record, "global-batch-size"), dp, "samples"), micro, "micro-batches"),
+        micro_batches=micro_batches_of(needed(record, "global-batch-size"), dp, micro),
         recompute=_recompute(record),
-        overlap=record["overlap-grad-reduce"] == "True",
+        overlap=record["overlap-grad-reduce"] == "True" and pp == 1,  # of a pipeline, what is left comes behind it
         step_s=positive(record, "iter_time_median_s"),
         memory_bytes=positive(record, "mem_max_allocated_bytes"),
         memory_metric="allocated",
@@ -108,13 +108,8 @@ def _software(record: Mapping[str, str], tp: int, context: int) -> Software:
         sequence_parallel=tp > 1 and record["sequence-parallel"] == "True",
         context_ranks=context,
         float_gradients=record["bf16"] == "True",
+        in_place_loss=True,
     )
-
-
-def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> Method:
-    if data == 1:
-        return "pipeline" if pp > 1 else "tensor" if tp > 1 else "single"
-    return "zero1" if record["use-distributed-optimizer"] == "True" else "ddp"
 
 
 def _chunks(record: Mapping[str, str], layers: int, pp: int) -> int:

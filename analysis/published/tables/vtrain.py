@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from analysis.published.runs import Run, SkippedError
-from analysis.published.shape import Shape, Software
-from analysis.published.tables.fields import divided, needed, positive
+from analysis.published.shape import Software, gpt
+from analysis.published.tables.fields import method_of, micro_batches_of, needed, positive
 
 GPU = "A100-SXM-80GB, 4 cards"
 NODE = 8
@@ -22,13 +22,10 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
         raise SkippedError("dp x tp x pp are not the GPUs")
     if milliseconds is None:
         raise SkippedError("the row has neither a time nor a memory")
-    shape = Shape(
-        kind="gpt",
+    shape = gpt(
         layers=needed(record, "# layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=heads,
-        ffn=4 * hidden,
         vocabulary=VOCABULARY,
         sequence_length=needed(record, "sequence length"),
     )
@@ -38,13 +35,13 @@ def vtrain(record: Mapping[str, str], identity: str) -> Run:
         gpu=GPU,
         per_node=8,
         shape=shape,
-        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1),
-        method="ddp" if dp > 1 else "pipeline" if pp > 1 else "tensor" if tp > 1 else "single",
+        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True),
+        method=method_of(dp, tp, pp),
         dp=dp,
         tp=tp,
         pp=pp,
         micro_batch=micro,
-        micro_batches=divided(divided(needed(record, "global batch"), dp, "samples"), micro, "micro-batches"),
+        micro_batches=micro_batches_of(needed(record, "global batch"), dp, micro),
         recompute="full",
         overlap=False,
         step_s=milliseconds / 1e3,

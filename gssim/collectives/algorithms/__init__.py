@@ -24,7 +24,7 @@ from gssim.collectives.algorithms.rings import (
 )
 from gssim.collectives.algorithms.trees import CHUNK_BYTES, binomial, binomial_at_once, chain, double_tree, tree_depth
 from gssim.collectives.communication import Communication
-from gssim.collectives.stage import Hops, Stage, summed
+from gssim.collectives.stage import Hops, Stage
 from gssim.units import Floats
 
 __all__ = [
@@ -89,5 +89,4 @@ def algorithms_for(kind: str) -> Sequence[str]:
 
 def carried_by_rank(hops: Hops, ranks: int) -> tuple[Floats, Floats]:
     """Return what each rank sends and receives for each byte of the size."""
-    sent = summed(hops.source, hops.weight, ranks)
-    return sent, summed(hops.target, hops.weight, ranks)
+    return hops.carried_by_rank(ranks)

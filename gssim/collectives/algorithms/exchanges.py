@@ -6,6 +6,7 @@ import numpy as np
 
 from gssim.collectives.algorithms.members import Members, made_once
 from gssim.collectives.communication import Communication
+from gssim.collectives.pairs import Exchange, Pairs
 from gssim.collectives.stage import Hops, Stage
 from gssim.shared import Same
 
@@ -37,7 +38,10 @@ def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
 
 def direct_uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Everybody sends to everybody what there is for them; exchanges in the same proportions share their hops."""
-    matrix = np.array(communication.pair_bytes, dtype=float)
+    pairs, many = communication.pair_bytes, members.count * (members.count - 1) > SINGLE_FLOWS
+    if many and isinstance(pairs, Pairs) and pairs.most and pairs.kind_count < members.count // 4:
+        return (Stage(_exchange(members, pairs), pairs.most, coupled=True),)
+    matrix = np.array(pairs, dtype=float)
     np.fill_diagonal(matrix, 0.0)
     most = float(matrix.max()) or 1.0
     matrix /= most
@@ -52,6 +56,17 @@ def direct_uneven(members: Members, communication: Communication) -> tuple[Stage
     key = ("exchange", Same(members), hashlib.sha256(matrix.tobytes()).digest())
     hops = members.kept.once(key, made, weight=lambda hops: len(hops.source))
     return (Stage(hops, most, coupled=len(hops.source) > SINGLE_FLOWS),)
+
+
+def _exchange(members: Members, pairs: Pairs) -> Exchange:
+    """Return the hops of many members, most of whom send the same; those in the same proportions once."""
+    rows = np.array(pairs.rows, dtype=float) / pairs.most
+    key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), tuple(pairs.kinds))
+    return members.kept.once(
+        key,
+        lambda: Exchange(_pairs(members), members.ranks, rows, np.array(pairs.kinds)),
+        weight=lambda hops: hops.elements,
+    )
 
 
 def send(members: Members, communication: Communication) -> tuple[Stage, ...]:

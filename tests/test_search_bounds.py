@@ -1,0 +1,58 @@
+"""Bounds of plans: no prediction is better than they say, on devices with streams beside their compute as well."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from searching import InThisProcess, check_bounds
+
+from gssim.scenario import load_scenario
+from gssim.search.batches import Batches
+from gssim.search.bounds import Bounds
+from gssim.search.candidates import candidates
+from gssim.units import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = (
+    'workload.model="models/gpt-byte-1m.toml"',
+    "workload.sequence_length=64",
+    "workload.global_batch_size=32",
+    "plan.micro_batches=2",
+    "search.micro_batches=[1, 2, 5]",
+    "search.devices=[8, 4]",
+)
+
+
+def question():
+    """Return the show's cluster with a small model."""
+    return load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", SMALL)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_on_gpus_is_better_than_its_bounds(seed):
+    loaded = question()
+    bounds = Bounds(loaded.scenario, "step-time")
+    every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
+    workers = InThisProcess(loaded)
+    looked_at = 0
+    for each in random.Random(seed).sample(every, 60):
+        result = workers.answer(each.plan)
+        if not isinstance(result, UserError):
+            check_bounds(workers, bounds, each, result)
+            looked_at += 1
+    assert looked_at > 20
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs", "gs_z3"])
+def test_what_is_sent_takes_no_less_than_its_bound_and_grows_with_micro_batches(method):
+    loaded = question()
+    bounds = Bounds(loaded.scenario, "step-time")
+    found = []
+    for micro_batches in (1, 2, 4):
+        plan = replace(loaded.scenario.plan, method=method, micro_batches=micro_batches)
+        found.append(bounds.traffic.least_s(plan, bounds.parts.policies(plan)))
+    assert found[0] > 0
+    leaves_each_time = bounds.parts.policies(plan).gradient_sync == "micro-batch"
+    assert found[2] - found[1] == pytest.approx(2 * (found[1] - found[0]))
+    assert (found[1] > found[0]) == leaves_each_time
