@@ -339,7 +339,7 @@ def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
 def test_runs_that_differ_in_name_alone_are_predicted_once(tmp_path, monkeypatch):
     asked = []
 
-    def counted(run: Run) -> Prediction:
+    def counted(run: Run, _: object) -> Prediction:
         asked.append(run)
         return Prediction(1.0, 1.0, 1.0, 1.0)
 
@@ -353,7 +353,7 @@ def test_runs_that_differ_in_name_alone_are_predicted_once(tmp_path, monkeypatch
 
 
 def test_a_fault_of_ours_ends_its_row_alone_and_is_told(tmp_path, monkeypatch):
-    def failing(run: Run) -> Prediction:
+    def failing(run: Run, _: object) -> Prediction:
         if run.micro_batch == 2:
             raise ZeroDivisionError("oh")
         return Prediction(1.0, 1.0, 1.0, 1.0)
@@ -368,7 +368,7 @@ def test_a_fault_of_ours_ends_its_row_alone_and_is_told(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_leaves_what_is_finished(tmp_path, monkeypatch):
-    def interrupted(run: Run) -> Prediction:
+    def interrupted(run: Run, _: object) -> Prediction:
         if run.micro_batch == 2:
             raise KeyboardInterrupt
         return Prediction(1.0, 1.0, 1.0, 1.0)

@@ -99,7 +99,7 @@ def float8_ratio_of(gpu: str) -> float | None:
 def calibration_rows() -> frozenset[str]:
     """Return the ids of all rows that a device's numbers were fitted to."""
     hosts, every = _file()
-    return frozenset(row for each in (hosts, *every.values()) for row in each.calibrated_on)
+    return frozenset(hosts.calibrated_on).union(*(platform.calibrated_on for platform in every.values()))
 
 
 Server = tuple[str, int]

@@ -87,7 +87,7 @@ class _Writer:
         """Write the forward or the backward of a stage down."""
         low = self.stages[action.stage]
         found = chunk(low, self.low.micro_batches[action.micro_batch])
-        count = sum(1 for task in found if task.label.startswith("forward"))
+        count = next(place for place, task in enumerate(found) if task.label.startswith(("recompute ", "backward ")))
         part = found[:count] if action.kind == "forward" else found[count:]
         if low is not self.low:
             part = [self.of_stage(task, low, action.stage) for task in part]
