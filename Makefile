@@ -95,7 +95,7 @@ $(DEMO)/cluster.toml: | $(VENV)/.demo
 	$(CALIBRATE)
 
 $(DEMO)/gradients.json: | $(VENV)/.demo
-	$(BIN)/gsreal gradients $(SCENARIO) --thresholds 0 --set run.steps=30 --set cluster=$(DEMO)/cluster.toml --out $@
+	$(BIN)/gsreal gradients $(SCENARIO) --courses 2 --set run.steps=30 --set cluster=$(DEMO)/cluster.toml --out $@
 
 $(DEMO)/again-%: | $(DEMO)/cluster.toml
 	$(CALIBRATE) --again

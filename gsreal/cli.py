@@ -186,14 +186,13 @@ def gradients_command(
         str | None,
         typer.Option(
             "--thresholds",
-            help="Push thresholds to train under besides densely; predictions lie between. Absent: the one that sends "
-            "a hundredth.",
+            help="Push thresholds to train under besides densely; predictions lie between. Absent: none.",
         ),
     ] = None,
     every: Annotated[int, typer.Option("--every", help="Steps between two that are looked at.")] = 10,
     courses: Annotated[
         int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
-    ] = 4,
+    ] = 8,
     batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 2,
 ) -> None:
     """Train the scenario's model for real and write statistics of every rank's gradients."""
@@ -207,7 +206,7 @@ def gradients_command(
     _check_places(out)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_data(loaded.scenario.workload, where=loaded.file)
-    chosen = None if thresholds is None else _numbers(thresholds, "--thresholds")
+    chosen = [] if thresholds is None else _numbers(thresholds, "--thresholds")
     write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches))
 
 

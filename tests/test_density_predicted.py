@@ -64,9 +64,9 @@ def pushes(*thresholds: float) -> list[Push]:
 
 
 def test_sketches_of_one_training_predict_the_density_of_another():
-    """Digits, of whose gradients a seventh is sent; statistics are of dense training alone, to be quick."""
+    """Digits, of whose gradients a seventh is sent; two courses, to be quick."""
     scenario = loaded("resnet-digits.toml", "run.steps=14", "run.warmup_steps=3")
-    error, worst = errors(scenario, pushes(0.01), thresholds=[], courses=2)
+    error, worst = errors(scenario, pushes(0.01), courses=2)
     assert error <= 0.15
     assert worst <= 0.40
 
@@ -94,7 +94,7 @@ def test_densities_under_thresholds_that_move_are_predicted():
         Push(kind="target-density", threshold=0.03, error_feedback=feedback, reestimate_steps=32)
         for feedback in (False, True)
     ]
-    error, worst = errors(loaded("demo.toml"), relative + estimated, thresholds=[])
+    error, worst = errors(loaded("demo.toml"), relative + estimated)
     assert error <= 0.15
     assert worst <= 0.40
 

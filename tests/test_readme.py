@@ -33,9 +33,11 @@ PROGRAMS = {"gssim": ["gssim"], "gsreal": ["gsreal"], "analysis": ["python", "-m
 NEEDED = {"gssim": (), "gsreal": ("torch", "tomli_w", "sklearn"), "analysis": ("polars", "matplotlib")}
 SLOW_VERBS = {("gsreal", "calibrate"), ("gsreal", "gradients"), ("gsreal", "run"), ("gsreal", "lab")}
 LIMIT_S = 120
+SHORT = ("--set", "run.steps=2", "--set", "run.warmup_steps=1")
 SMALL: dict[tuple[str, str], tuple[str, ...]] = {
-    ("gsreal", "run"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
-    ("gsreal", "lab"): ("--set", "run.steps=2", "--set", "run.warmup_steps=1"),
+    ("gssim", "run"): SHORT,
+    ("gsreal", "run"): SHORT,
+    ("gsreal", "lab"): SHORT,
     ("gsreal", "gradients"): (
         *("--set", "run.steps=4", "--set", "run.warmup_steps=1"),
         *("--every", "2", "--batches", "1", "--courses", "1"),

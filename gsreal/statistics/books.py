@@ -1,6 +1,7 @@
 """What is written down of a training's courses: sketches of gradients and changes, at the steps that are looked at."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,8 @@ from torch import Tensor
 
 from gsreal.gradient_sharding.thresholds import TINY
 from gsreal.statistics.feedback import Feedback, Reached
-from gsreal.statistics.sketches import BLOCKS, SMALL, BlockSketches, partition, rounded
+from gsreal.statistics.sketches import BLOCKS, SMALL, BlockSketches, partition, rounded, sketch, typical
 from gsreal.statistics.training import Gradients, Replica
-from gssim.gradients import SKETCH_EDGES
 from gssim.plan import Push
 from gssim.scenario import Scenario
 
@@ -25,13 +25,15 @@ class GradientBook:
     def __init__(
         self, steps: Sequence[int], thresholds: Sequence[float], multiples: Sequence[float], *, small: bool
     ) -> None:
-        self.thresholds, self.multiples, self.small = thresholds, multiples, small
+        self.steps, self.thresholds, self.multiples, self.small = steps, thresholds, multiples, small
         self.first: BlockSketches | None = None
-        self.pages = {step: _Page() for step in steps}
+        self.courses: list[dict[int, _Page]] = []
+        """Each one's pages, by step."""
 
     def begin(self) -> None:
         """Begin a course, in which nothing is held back yet."""
         self.feedback = Feedback(self.thresholds, self.multiples)
+        self.courses.append({step: _Page() for step in self.steps})
 
     def see_first(self, gradient: Tensor) -> None:
         """Add a gradient of the first step."""
@@ -41,34 +43,39 @@ class GradientBook:
     def see(self, step: int, gradient: Tensor) -> None:
         """Add a gradient to a step's page."""
         held_against = self.thresholds or self.multiples
-        self.pages[step].add(gradient, self.feedback.reached(gradient) if held_against else None)
+        self.courses[-1][step].add(gradient, self.feedback.reached(gradient) if held_against else None)
+
+    def pages(self, step: int) -> list["_Page"]:
+        """Return what all courses showed at a step."""
+        return [course[step] for course in self.courses]
 
     def trace(self) -> dict[str, Any]:
         """Return the book as a TensorTrace."""
-        pages = [*self.pages.values()]
-        parts = partition([page.sketches.means for page in pages], small=self.small)
-        correlations = [page.correlation() for page in pages] if all(page.pairs for page in pages) else []
-        return {"correlations": correlations, "blocks": [self._block(part) for part in parts]}
+        pages = [self.pages(step) for step in self.steps]
+        means = [np.sum([page.sketches.means for page in every], axis=0) for every in pages]
+        parts = partition(means, small=self.small)
+        told = all(page.pairs for every in pages for page in every)
+        correlations = [rounded(fmean(page.correlation() for page in every), 3) for every in pages] if told else []
+        return {"correlations": correlations, "blocks": [self._block(pages, part) for part in parts]}
 
-    def _block(self, part: slice) -> dict[str, Any]:
+    def _block(self, pages: list[list["_Page"]], part: slice) -> dict[str, Any]:
         """Return what is told of some of the blocks together, as a BlockTrace."""
-        pages = [*self.pages.values()]
-        found: dict[str, Any] = {"sketches": [page.sketches.sketch(part) for page in pages]}
+        found: dict[str, Any] = {"sketches": [sketch([page.sketches for page in every], part) for every in pages]}
         if self.thresholds:
-            found["feedback"] = [page.feedback(part) for page in pages]
+            found["feedback"] = [_feedback(every, part) for every in pages]
         if self.multiples:
-            found["relative"] = [page.relative(part) for page in pages]
-        return found | ({"first": self.first.sketch(part)} if self.first else {})
+            found["relative"] = [_relative(every, part) for every in pages]
+        return found | ({"first": sketch([self.first], part)} if self.first else {})
 
 
 class _Page:
-    """One parameter's gradients at one step: of several ranks, over several batches, in several courses."""
+    """One parameter's gradients at one step of one course: of several ranks, over several batches."""
 
     def __init__(self) -> None:
         self.sketches = BlockSketches()
         self.reached: Reached | None = None
         self.directions: Any = 0
-        """Of this course's gradients, added up."""
+        """Of the gradients, added up."""
         self.count = self.pairs = 0
         self.cosines = 0.0
 
@@ -86,58 +93,66 @@ class _Page:
         self.count += 1
 
     def close(self) -> None:
-        """End the course: weights, and what gradients have in common, are others in the next one."""
-        self.directions, self.count = 0, 0
-
-    def feedback(self, blocks: slice) -> dict[str, Any]:
-        """Return what error feedback sends of some of the blocks, as a FeedbackDensity."""
-        assert self.reached is not None
-        held = [self._ratios(levels, blocks, digits=2) for levels in self.reached.held]
-        return {"sent_ratios": self._ratios(self.reached.sent, blocks), "held_ratios": held}
-
-    def relative(self, blocks: slice) -> dict[str, Any]:
-        """Return what relative thresholds send of some of the blocks, as a RelativeDensity."""
-        assert self.reached is not None
-        plain, kept = (self._ratios(rows, blocks) for rows in self.reached.relative)
-        return {"sent_ratios": plain, "feedback_ratios": kept}
-
-    def _ratios(self, rows: np.ndarray, blocks: slice, digits: int = 3) -> list[float]:
-        elements = max(1, int(self.sketches.elements[blocks].sum()))
-        return [rounded(float(row[blocks].sum()) / elements, digits) for row in rows]
+        """End the step: nothing as large as a gradient is kept."""
+        self.directions = 0
 
     def correlation(self) -> float:
-        """Return the mean cosine of two gradients of one course."""
-        return rounded(min(1.0, max(-1.0, self.cosines / self.pairs)), 3)
+        """Return the mean cosine of two of the gradients."""
+        return min(1.0, max(-1.0, self.cosines / self.pairs))
+
+
+def _feedback(pages: Sequence[_Page], blocks: slice) -> dict[str, Any]:
+    """Return what error feedback sends of some of the blocks, as a FeedbackDensity."""
+    sent = typical([_ratios(page, page.reached.sent, blocks) for page in pages if page.reached])
+    held = typical([_ratios(page, page.reached.held, blocks) for page in pages if page.reached])
+    return {"sent_ratios": _rounded(sent), "held_ratios": [_rounded(levels, 2) for levels in held]}
+
+
+def _relative(pages: Sequence[_Page], blocks: slice) -> dict[str, Any]:
+    """Return what relative thresholds send of some of the blocks, as a RelativeDensity."""
+    plain, kept = typical([_ratios(page, page.reached.relative, blocks) for page in pages if page.reached])
+    return {"sent_ratios": _rounded(plain), "feedback_ratios": _rounded(kept)}
+
+
+def _ratios(page: _Page, counts: np.ndarray, blocks: slice) -> np.ndarray:
+    """Return the part of some blocks' elements that are counted; `counts`: by block along the last axis."""
+    return np.asarray(counts[..., blocks].sum(-1) / max(1, int(page.sketches.elements[blocks].sum())))
+
+
+def _rounded(ratios: np.ndarray, digits: int = 3) -> list[float]:
+    return [rounded(float(ratio), digits) for ratio in ratios]
 
 
 class ChangeBook:
     """One parameter's changes, as its owner would publish them."""
 
     def __init__(self, steps: Sequence[int], thresholds: Sequence[float], elements: int, *, small: bool) -> None:
-        self.thresholds, self.small = thresholds, small
+        self.steps, self.thresholds, self.small = steps, thresholds, small
         self.elements = np.bincount(np.arange(elements) * BLOCKS // elements, minlength=BLOCKS)
-        self.pages = {step: np.zeros((len(thresholds), BLOCKS)) for step in steps}
-        """How many elements are sent, by threshold and block."""
-        self.courses = 0
+        self.courses: list[dict[int, np.ndarray]] = []
+        """Each one's number of elements that are sent, by step, and by threshold and block."""
 
     def begin(self) -> None:
         """Begin a course, in which nothing is held back yet."""
         self.feedback = Feedback(self.thresholds)
-        self.courses += 1
+        self.courses.append({})
 
     def add(self, step: int, change: Tensor) -> None:
         """Add a step's change; where it is looked at, write down what of it is sent."""
-        if step in self.pages:
-            self.pages[step] += self.feedback.reached(change).sent
+        if step in self.steps:
+            self.courses[-1][step] = self.feedback.reached(change).sent
         self.feedback.add(change)
 
     def trace(self) -> dict[str, Any]:
         """Return the book as a ChangeTrace."""
-        elements = np.maximum(1, self.courses * self.elements)
-        pages = [*self.pages.values()]
-        parts = partition([page.sum(0) / elements for page in pages], small=self.small)
-        rows = [[page[:, part].sum(1) / elements[part].sum() for page in pages] for part in parts]
-        return {"blocks": [[[rounded(float(ratio), 3) for ratio in row] for row in block] for block in rows]}
+        pages = [[course[step] for course in self.courses] for step in self.steps]
+        elements = np.maximum(1, self.elements)
+        parts = partition([np.sum(every, axis=(0, 1)) / elements for every in pages], small=self.small)
+        rows = [[self._sent(every, part) for every in pages] for part in parts]
+        return {"blocks": [[_rounded(row) for row in block] for block in rows]}
+
+    def _sent(self, every: Sequence[np.ndarray], part: slice) -> np.ndarray:
+        return typical([sent[:, part].sum(1) / max(1, self.elements[part].sum()) for sent in every])
 
 
 class Books:
@@ -157,7 +172,6 @@ class Books:
         self.push, self.batches = push, batches
         self.sampled = frozenset(sampled)
         self.steps = scenario.run.warmup_steps + scenario.run.steps
-        self.warmup = min(scenario.run.warmup_steps, self.steps - 1)
         self.samples = {rank: samples for rank, samples in enumerate(scenario.batch_sizes) if samples}
         self.keeping = {samples: rank for rank, samples in self.samples.items()}
         """Whose gradients add up under error feedback: the last rank's of those with the same number of samples."""
@@ -191,7 +205,7 @@ class Books:
             self.changes[name].add(step, master - before[name])
         if step in self.sampled:
             for book in self._gradient_books():
-                book.pages[step].close()
+                book.courses[-1][step].close()
 
     def _look_at_other_batches(self, replica: Replica, step: int) -> None:
         """Write down what is to be seen at a step with other batches than its own."""
@@ -235,11 +249,3 @@ class Books:
             }
             for samples, books in sorted(self.gradients.items())
         ]
-
-    def thresholds(self, ratios: Sequence[float]) -> tuple[float, ...]:
-        """Return, rising, the thresholds that these parts of gradients reach after the warm-up, to a sketch's edge."""
-        pages = [page for book in self._gradient_books() for step, page in book.pages.items() if step >= self.warmup]
-        sketches = [page.sketches for page in pages]
-        reached = sum(each.reached.sum(0) for each in sketches) / sum(each.elements.sum() for each in sketches)
-        chosen = {SKETCH_EDGES[int(np.abs(np.log(reached.clip(1e-12)) - np.log(ratio)).argmin())] for ratio in ratios}
-        return tuple(float(f"{threshold:.2g}") for threshold in sorted(chosen))
