@@ -10,6 +10,7 @@ from gssim.cluster.costs import (
     Profile,
     ShardedUnitCost,
 )
+from gssim.cluster.neighbours import communicating_excess, core_shares, dealt, is_coupled, neighbourhoods
 
 __all__ = [
     "BackendCost",
@@ -25,4 +26,9 @@ __all__ = [
     "OptimizerCost",
     "Profile",
     "ShardedUnitCost",
+    "communicating_excess",
+    "core_shares",
+    "dealt",
+    "is_coupled",
+    "neighbourhoods",
 ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from gssim.cluster.costs import CompressionCost, Curve, CutBlockCost, OptimizerCost, Profile, ShardedUnitCost
+from gssim.cluster.costs import CompressionCost, Curve, CutBlockCost, OptimizerCost, Profile, ShardedUnitCost, Slowdown
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
 from gssim.topology import Topology, Wiring, build, wiring_of_links
@@ -22,13 +22,12 @@ from gssim.units import (
     FlopPerSecond,
     NonNegativeFloat,
     PositiveBytes,
+    PositiveInt,
     Precision,
     Seconds,
     Watts,
     spec,
 )
-
-Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 @spec
@@ -39,6 +38,8 @@ class Emulation:
     """Part of a core's time in which the device computes."""
     processor: str | None = None
     """The machine's processor when the costs were measured; absent: they are not."""
+    cores: PositiveInt | None = None
+    """How many cores the machine has, to which the lab deals its devices; absent: none slows another down there."""
 
 
 @spec
@@ -66,9 +67,13 @@ class DeviceType:
     expandable_segments: bool = False
     """Whether the segments of PyTorch's allocator expand (`PYTORCH_ALLOC_CONF`); kind `cuda` alone has it."""
     communicating_slowdown_ratio: Slowdown = 1.0
-    """Compute time while this device communicates, over compute time alone."""
+    """Compute time while this device communicates, over compute time alone: with a processor all busy with the bytes;
+    where the links leave it idle for part of the time, that much less."""
+    communicating_excess_ratio: Curve | None = None
+    """Measured rate by rate (see the profiles' own), instead of `communicating_slowdown_ratio`."""
     neighbour_slowdown_ratio: Slowdown = 1.0
-    """Compute time while every other device of the host computes, over compute time alone."""
+    """Compute time while every other device of the host computes, over compute time alone. In the lab, where each
+    device is a host: while one as fast computes on the same core."""
     step_jitter_ratio: NonNegativeFloat = 0.0
     """Random variation of a whole step's compute (standard deviation over median): what makes peers late."""
     task_jitter_ratio: NonNegativeFloat = 0.0
@@ -102,7 +107,8 @@ class DeviceType:
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
-        for key in [key for key in ("busy_power_w", "idle_power_w") if data[key] is None]:
+        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio")
+        for key in [key for key in optional if data[key] is None]:
             del data[key]
         return data
 
