@@ -13,7 +13,7 @@ from gsreal.benchmarks.steps import batch_of, middle_batch_size, step_marks, tra
 from gssim.workload import Model
 
 ROUNDS = 4
-STEPS_PER_ROUND = 4
+STEPS_PER_ROUND = 3
 
 
 def communicating_excess(bench: Bench, model: Model) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate, combinations
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from gssim.cluster import BackendCost, Cluster, Device, DeviceType, Link
 from gssim.result import write_text
 from gssim.units import validated
 
-RATES_BYTES_PER_S = (12.5e6, 50e6, 125e6)
-"""Of links, at which it is measured how much slower devices compute while they communicate: 100, 400, 1000 Mbit/s."""
+RATES_BYTES_PER_S = (12.5e6, 125e6)
+"""Of links, at which it is measured how much slower devices compute while they communicate: 100 and 1000 Mbit/s."""
 
 
 def calibrate_types(
@@ -49,6 +49,8 @@ def calibrate_types(
         kind = cluster.device_types[name]
         measured = _measured(lab, settings)
         data = device_type_data(measured, settings, source_of(measured) + ", in the lab")
+        posted = measured["communication"]
+        data["posting"] = {"exchange_s": posted["posting_s"], "message_s": posted["posting_message_s"]}
         on_a_core(data, _beside_neighbours(cluster, name, settings, where=where))
         beside_messages(data, _beside_messages(cluster, name, settings, where=where))
         cores = len(usable_cores())
@@ -91,14 +93,25 @@ def _beside_neighbours(cluster: Cluster, name: str, settings: Settings, *, where
 
 
 def beside_messages(data: dict[str, Any], measured: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Say in a device type's data how much communication slows its models down, from (bytes/s, excess) of each.
-
-    More bytes take no less time.
-    """
+    """Say in a device type's data how much communication slows its models down, from (bytes/s, excess) of each."""
     for profile in data["profiles"]:
         points = sorted(measured[profile["model"]])
-        excess = list(accumulate((value for _, value in points), max))
+        excess = never_falling([value for _, value in points])
         profile["communicating_excess_ratio"] = {"sizes": [rate for rate, _ in points], "values": excess}
+
+
+def never_falling(values: Sequence[float]) -> list[float]:
+    """Return the values with means in place of neighbours that fall: more bytes take no less, but for chance.
+
+    >>> never_falling([1.0, 4.0, 2.0, 5.0])
+    [1.0, 3.0, 3.0, 5.0]
+    """
+    runs: list[list[float]] = []
+    for value in values:
+        runs.append([value])
+        while len(runs) > 1 and statistics.fmean(runs[-1]) < statistics.fmean(runs[-2]):
+            runs[-2] += runs.pop()
+    return [statistics.fmean(run) for run in runs for _ in run]
 
 
 def _beside_messages(

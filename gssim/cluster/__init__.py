@@ -7,6 +7,7 @@ from gssim.cluster.costs import (
     CutBlockCost,
     LayerProfile,
     OptimizerCost,
+    PostingCost,
     Profile,
     ShardedUnitCost,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "LayerProfile",
     "Link",
     "OptimizerCost",
+    "PostingCost",
     "Profile",
     "ShardedUnitCost",
     "communicating_excess",

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from gssim.cluster.costs import CompressionCost, Curve, CutBlockCost, OptimizerCost, Profile, ShardedUnitCost, Slowdown
+from gssim.cluster.costs import (
+    CompressionCost,
+    Curve,
+    CutBlockCost,
+    OptimizerCost,
+    PostingCost,
+    Profile,
+    ShardedUnitCost,
+    Slowdown,
+)
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
 from gssim.topology import Topology, Wiring, build, wiring_of_links
@@ -82,6 +91,8 @@ class DeviceType:
     """Measured, by optimizer; without, an update goes by memory bandwidth."""
     compression: CompressionCost | None = None
     """Measured; absent: by memory bandwidth."""
+    posting: PostingCost | None = None
+    """Measured on this device; absent: as the backend's costs say."""
     sharded_unit: ShardedUnitCost | None = None
     """Measured; absent: nothing is added."""
     cut_block: CutBlockCost | None = None
@@ -107,7 +118,7 @@ class DeviceType:
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
-        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio")
+        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting")
         for key in [key for key in optional if data[key] is None]:
             del data[key]
         return data
@@ -154,7 +165,9 @@ class BackendCost:
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
     posting_s: Seconds = 0.0
-    """Host time to hand over point-to-point messages, whatever their size."""
+    """Host time to hand over an exchange of one point-to-point message, whatever its size."""
+    posting_message_s: Seconds = 0.0
+    """The same for each message more."""
     posting_byte_s: Seconds = 0.0
     """Host time per byte to copy a point-to-point message into the socket; the transfer begins with the first."""
     posting_limit_bytes: PositiveBytes | None = None
@@ -174,7 +187,7 @@ class BackendCost:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        for key in ("message_s", "posting_limit_bytes", "processor_byte_s"):
+        for key in ("message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"):
             if not data[key]:
                 del data[key]
         return data

@@ -100,6 +100,16 @@ class OptimizerCost:
 
 
 @spec
+class PostingCost:
+    """Host time of a device to hand over point-to-point messages, whatever their size."""
+
+    exchange_s: Seconds
+    """Of an exchange of one message, sent and received."""
+    message_s: Seconds
+    """For each more."""
+
+
+@spec
 class CompressionCost:
     """Time to find, pack and add gradients over a threshold, per element; what is absent goes by memory bandwidth."""
 
