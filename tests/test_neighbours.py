@@ -123,3 +123,21 @@ def test_four_hosts_compute_slower_on_two_cores_than_on_four(cores, slower):
 def test_hosts_that_are_no_lab_keep_their_law():
     cluster = star(2, types={"fast": device_type(neighbour_slowdown_ratio=2.0)})
     assert neighbourhoods(cluster) == ("host0", "host1")
+
+
+def test_calibration_gives_each_model_what_was_measured_of_it():
+    from gsreal.lab.calibration import beside_messages, crowd_size, on_a_core
+
+    data = {
+        "neighbour_slowdown_ratio": 1.01,
+        "profiles": [{"model": "a", "neighbour_slowdown_ratio": 1.02}, {"model": "b"}],
+    }
+    on_a_core(data, {"a": 1.1, "b": 1.3})
+    assert [each["neighbour_slowdown_ratio"] for each in (data, *data["profiles"])] == pytest.approx([1.2, 1.1, 1.3])
+    on_a_core(data, {})  # nothing shares its core
+    assert "neighbour_slowdown_ratio" not in data and all("neighbour_slowdown_ratio" not in p for p in data["profiles"])
+    beside_messages(data, {"a": [(8.0, 0.5), (2.0, 0.25)], "b": [(2.0, 0.5), (8.0, 0.25)]})
+    first, second = (each["communicating_excess_ratio"] for each in data["profiles"])
+    assert first == {"sizes": [2.0, 8.0], "values": [0.25, 0.5]}
+    assert second == {"sizes": [2.0, 8.0], "values": [0.375, 0.375]}  # that more bytes take less is chance
+    assert [crowd_size(share) for share in (1.0, 0.6, 0.5, 0.4, 0.1)] == [0, 0, 3, 4, 4]
