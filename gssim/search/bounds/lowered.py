@@ -121,13 +121,10 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
     """
     found: list[tuple[int, Mapping[str, float]]] = []
     for role, tasks in enumerate(program.tasks):
-        own = [task.need for task in tasks if task.stream == "compute"]
         if any(task.need.peak or task.need.kept for task in tasks if task.stream != "compute"):
             return None
-        memory = Memory(dict(program.persistent[role]))
-        for need in own * STEPS:
-            memory.begin("compute", need)
-            memory.end("compute")
+        own = [task for task in tasks if task.stream == "compute"]
+        memory = Memory(dict(program.persistent[role])).through(own * STEPS)
         found.append((program.role_of.index(role), memory.peak))
     return found
 
