@@ -31,7 +31,7 @@ class Task:
     issue: "Issue | None" = None
 
     def renamed(self, label: str, communication: str | None, after: tuple[str, ...]) -> "Task":
-        """Return the same under another name, and with what it names (`dataclasses.replace` takes several times as long).
+        """Return the same under another name, naming others (`dataclasses.replace` takes several times as long).
 
         >>> later = Task("a", "forward", duration_s=2.0).renamed("a 1", None, ("start",))
         >>> later.label, later.after, later.duration_s

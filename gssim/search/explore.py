@@ -140,7 +140,7 @@ class Queue:
         return self._heap[0].objective if self._heap else math.inf
 
     def look_ahead(self, rule_out: Callable[[Candidate, Bound], bool]) -> int:
-        """Find the most promising plan that nothing rules out, which then comes next; return how many were ruled out."""
+        """Find the most promising plan that nothing rules out, which comes next then; return how many were."""
         ruled_out = 0
         while self._heap:
             first = self._heap[0]

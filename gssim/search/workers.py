@@ -35,7 +35,7 @@ def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Share
 
 
 def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
-    """Return a scenario's prediction, or what it has at least: if that is too much already, or others shall go first."""
+    """Return a scenario's prediction, or what it has at least: that is too much already, or others shall go first."""
     with no_collection():
         if LoweredBounds.are_of(loaded):
             bounds = LoweredBounds(loaded, limits.objective, shared)
