@@ -41,6 +41,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     replicas = options["process_group"] or dist.group.WORLD
+    assert replicas is not None
     if not scenario.plan.overlap:
         wrapped.register_comm_hook(None, _blocking_sum(replicas, timeline))
     make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
@@ -63,15 +64,15 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
 
 def _blocking_sum(
     group: dist.ProcessGroup, timeline: Timeline
-) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
+) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
     """Return a hook of DistributedDataParallel that sums a bucket over the ranks before the backward goes on."""
 
-    def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def summed(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
             work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
             assert work is not None
             work.wait()
-        return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+        return work.get_future().then(lambda done: done.value()[0])
 
     return summed
 
