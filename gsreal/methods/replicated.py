@@ -67,7 +67,8 @@ def _blocking_sum(
 ) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
     """Return a hook of DistributedDataParallel that sums a bucket over the ranks before the backward goes on."""
 
-    def summed(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    # DDP looks at these annotations
+    def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
             work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
             assert work is not None

@@ -147,8 +147,8 @@ class Search:
                 self.own = self.own or [each]
                 try:
                     self.bounded.append((self.bounds.of(each.plan), each))
-                except UserError:
-                    self.counts.refused += 1
+                except UserError as error:
+                    self.counts.refuse(error)
         there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
         self.wanted = [Wanted("best", self.top, lambda each: True)]
         self.wanted += [Wanted(name, 1, holds) for name, holds in RIVALS.items() if name in there]
@@ -235,7 +235,7 @@ def _judged(
 ) -> Outcome | None:
     """Return what becomes of a plan that was simulated, if it fits and is wanted; count it in any case."""
     if isinstance(answer, UserError):
-        found.refused += 1
+        found.refuse(answer)
         return None
     if isinstance(answer, RunFailedError):
         raise RunFailedError(f"{loaded.file}: {candidate.override}: {answer}")

@@ -13,6 +13,7 @@ from gssim.search.candidates import Candidate
 from gssim.search.limits import FRONT_RATIO, Limits
 from gssim.search.workers import Answer, Workers
 from gssim.space import Objective
+from gssim.units import UserError
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Exploration:
     simulated: int = 0
     refused: int = 0
     """Plans that cannot run."""
+    refusal: str = ""
+    """Why the first of them cannot."""
     too_large: int = 0
     """Plans that were simulated and do not fit."""
     unwanted: int = 0
@@ -88,6 +91,11 @@ class Exploration:
     """Plans that may be better and were not simulated: the search was ended before."""
     front: tuple[tuple[float, float], ...] = ()
     """Times and how full the fullest device is, of the plans on the front, the fastest first."""
+
+    def refuse(self, error: UserError) -> None:
+        """Count a plan that cannot run."""
+        self.refused += 1
+        self.refusal = self.refusal or str(error)
 
     def add(self, outcome: Outcome) -> None:
         """Take up a plan that fits and is wanted."""
