@@ -218,6 +218,11 @@ def test_attention_in_a_ring_merges_what_it_gets_of_the_others_in_float():
     assert added == pytest.approx(64 * 512 * (2 * 4 + 0.75 * 2 + 4 * 2 * 2))
 
 
+@pytest.mark.parametrize("identity", ["a/b", "two\nlines", ""])
+def test_a_row_may_be_named_in_any_way(identity):
+    assert predict(replace(RUN, identity=identity)) == predict(RUN)
+
+
 def test_a_loss_in_place_holds_one_tensor_of_logits_in_float():
     run = replace(RUN, shape=replace(GPT, vocabulary=50304, sequence_length=2048))
     needed = [predict(replace(run, software=Software(in_place_loss=each))).allocated_bytes for each in (False, True)]
