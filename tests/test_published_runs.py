@@ -218,6 +218,19 @@ def test_attention_in_a_ring_merges_what_it_gets_of_the_others_in_float():
     assert added == pytest.approx(64 * 512 * (2 * 4 + 0.75 * 2 + 4 * 2 * 2))
 
 
+def test_a_compiler_keeps_no_output_that_no_backward_needs():
+    shape = replace(GPT, kind="llama")
+    eager, compiled = (
+        layers_of(shape, Software(flash_attention=True, compiled=each), 1, tied=False)[1] for each in (False, True)
+    )
+    kept, needed = (set(each.selective_positions or ()) for each in (eager, compiled))
+    assert eager.recompute_positions is not None
+    assert needed < kept
+    # what is left over is behind all that a second forward makes
+    assert {place >= eager.recompute_positions for place in kept - needed} == {True}
+    assert eager.selective_flop == compiled.selective_flop
+
+
 @pytest.mark.parametrize("identity", ["a/b", "two\nlines", ""])
 def test_a_row_may_be_named_in_any_way(identity):
     assert predict(replace(RUN, identity=identity)) == predict(RUN)

@@ -270,7 +270,11 @@ class Writer:
         )
 
     def llama_block(self) -> tuple[Operation, ...]:
-        """Return a Llama block; torchtitan's selective recomputation keeps every other map (`_get_custom_policy`)."""
+        """Return a Llama block; torchtitan's selective recomputation keeps every other map (`_get_custom_policy`).
+
+        That of the last one is kept for nothing, as no backward needs it: a compiler keeps only what lies between
+        forward and backward (torch 2.13, _functorch/partitioners.py).
+        """
         h, ffn, kv = self.shape.hidden, self.shape.ffn, self.shape.kv_width
         eager = not self.software.compiled
         rotated = h + kv
@@ -310,7 +314,7 @@ class Writer:
                 saves=("gate", "up"),
                 kernels=2 if eager else 1,
             ),
-            self.linear("down", "swiglu", ffn, h, by_rows=True),
+            self.linear("down", "swiglu", ffn, h, by_rows=True, kept=eager),
             self.add("mapped", ("down", "attended"), last=True),
         )
 
