@@ -110,7 +110,8 @@ def never_falling(values: Sequence[float]) -> list[float]:
     for value in values:
         runs.append([value])
         while len(runs) > 1 and statistics.fmean(runs[-1]) < statistics.fmean(runs[-2]):
-            runs[-2] += runs.pop()
+            last = runs.pop()
+            runs[-1] += last
     return [statistics.fmean(run) for run in runs for _ in run]
 
 
