@@ -29,17 +29,19 @@ APART = 1_000_003
 
 
 def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
-    """Return the steps that are looked at: from the first one after the warm-up on, `every` steps apart.
+    """Return the steps that are looked at: the first after the warm-up, the last, and some between, as far apart.
 
-    In the warm-up, when gradients change fastest, each that is looked at is twice as far as the one before: runs with
-    shorter warm-ups are told from the same statistics.
+    They are at least `every` steps apart: where no two are, it is the first alone. In the warm-up, when gradients
+    change fastest, each that is looked at is twice as far as the one before: runs with shorter warm-ups are told from
+    the same statistics.
 
     >>> sampled_steps(45, first=5)
-    (1, 2, 5, 15, 25, 35)
+    (1, 2, 5, 18, 31, 44)
     """
     first = min(first, steps - 1)
     early = (2**k for k in range(first.bit_length()) if 2 ** (k + 1) <= first)
-    return (*early, *range(first, steps, every))
+    gaps = (steps - 1 - first) // every
+    return (*early, first, *(first + round(gap * (steps - 1 - first) / gaps) for gap in range(1, gaps + 1)))
 
 
 def take_statistics(

@@ -40,10 +40,10 @@ class GradientBook:
         self.first = self.first or BlockSketches()
         self.first.add(gradient)
 
-    def see(self, step: int, gradient: Tensor) -> None:
-        """Add a gradient to a step's page."""
+    def see(self, step: int, batch: int, gradient: Tensor) -> None:
+        """Add a gradient to a step's page; `batch`: of that step, the number of the batch that it is of."""
         held_against = self.thresholds or self.multiples
-        self.courses[-1][step].add(gradient, self.feedback.reached(gradient) if held_against else None)
+        self.courses[-1][step].add(batch, gradient, self.feedback.reached(gradient) if held_against else None)
 
     def pages(self, step: int) -> list["_Page"]:
         """Return what all courses showed at a step."""
@@ -52,38 +52,51 @@ class GradientBook:
     def trace(self) -> dict[str, Any]:
         """Return the book as a TensorTrace."""
         pages = [self.pages(step) for step in self.steps]
-        means = [np.sum([page.sketches.means for page in every], axis=0) for every in pages]
+        looks = [[look for page in every for look in page.looks.values()] for every in pages]
+        means = [np.sum([look.sketches.means for look in every], axis=0) for every in looks]
         parts = partition(means, small=self.small)
         told = all(page.pairs for every in pages for page in every)
         correlations = [rounded(fmean(page.correlation() for page in every), 3) for every in pages] if told else []
-        return {"correlations": correlations, "blocks": [self._block(pages, part) for part in parts]}
+        return {"correlations": correlations, "blocks": [self._block(looks, part) for part in parts]}
 
-    def _block(self, pages: list[list["_Page"]], part: slice) -> dict[str, Any]:
+    def _block(self, looks: list[list["_Look"]], part: slice) -> dict[str, Any]:
         """Return what is told of some of the blocks together, as a BlockTrace."""
-        found: dict[str, Any] = {"sketches": [sketch([page.sketches for page in every], part) for every in pages]}
+        found: dict[str, Any] = {"sketches": [sketch([look.sketches for look in every], part) for every in looks]}
         if self.thresholds:
-            found["feedback"] = [_feedback(every, part) for every in pages]
+            found["feedback"] = [_feedback(every, part) for every in looks]
         if self.multiples:
-            found["relative"] = [_relative(every, part) for every in pages]
+            found["relative"] = [_relative(every, part) for every in looks]
         return found | ({"first": sketch([self.first], part)} if self.first else {})
 
 
-class _Page:
-    """One parameter's gradients at one step of one course: of several ranks, over several batches."""
+class _Look:
+    """One parameter's gradients over one batch, of several ranks."""
 
     def __init__(self) -> None:
         self.sketches = BlockSketches()
         self.reached: Reached | None = None
-        self.directions: Any = 0
-        """Of the gradients, added up."""
-        self.count = self.pairs = 0
-        self.cosines = 0.0
 
     def add(self, gradient: Tensor, reached: Reached | None) -> None:
         """Add a gradient, and what of it thresholds send with error feedback."""
         self.sketches.add(gradient)
         if reached is not None:
             self.reached = self.reached + reached if self.reached else reached
+
+
+class _Page:
+    """One parameter's gradients at one step of one course: of several ranks, over several batches."""
+
+    def __init__(self) -> None:
+        self.looks: dict[int, _Look] = {}
+        """By batch."""
+        self.directions: Any = 0
+        """Of the gradients, added up."""
+        self.count = self.pairs = 0
+        self.cosines = 0.0
+
+    def add(self, batch: int, gradient: Tensor, reached: Reached | None) -> None:
+        """Add a gradient over a batch, and what of it thresholds send with error feedback."""
+        self.looks.setdefault(batch, _Look()).add(gradient, reached)
         flat = gradient.detach().reshape(-1).double()
         direction = flat / flat.norm().clamp_min(TINY)
         if self.count:
@@ -101,22 +114,22 @@ class _Page:
         return min(1.0, max(-1.0, self.cosines / self.pairs))
 
 
-def _feedback(pages: Sequence[_Page], blocks: slice) -> dict[str, Any]:
+def _feedback(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:
     """Return what error feedback sends of some of the blocks, as a FeedbackDensity."""
-    sent = typical([_ratios(page, page.reached.sent, blocks) for page in pages if page.reached])
-    held = typical([_ratios(page, page.reached.held, blocks) for page in pages if page.reached])
+    sent = typical([_ratios(look, look.reached.sent, blocks) for look in looks if look.reached])
+    held = typical([_ratios(look, look.reached.held, blocks) for look in looks if look.reached])
     return {"sent_ratios": _rounded(sent), "held_ratios": [_rounded(levels, 2) for levels in held]}
 
 
-def _relative(pages: Sequence[_Page], blocks: slice) -> dict[str, Any]:
+def _relative(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:
     """Return what relative thresholds send of some of the blocks, as a RelativeDensity."""
-    plain, kept = typical([_ratios(page, page.reached.relative, blocks) for page in pages if page.reached])
+    plain, kept = typical([_ratios(look, look.reached.relative, blocks) for look in looks if look.reached])
     return {"sent_ratios": _rounded(plain), "feedback_ratios": _rounded(kept)}
 
 
-def _ratios(page: _Page, counts: np.ndarray, blocks: slice) -> np.ndarray:
+def _ratios(look: _Look, counts: np.ndarray, blocks: slice) -> np.ndarray:
     """Return the part of some blocks' elements that are counted; `counts`: by block along the last axis."""
-    return np.asarray(counts[..., blocks].sum(-1) / max(1, int(page.sketches.elements[blocks].sum())))
+    return np.asarray(counts[..., blocks].sum(-1) / max(1, int(look.sketches.elements[blocks].sum())))
 
 
 def _rounded(ratios: np.ndarray, digits: int = 3) -> list[float]:
@@ -212,7 +225,7 @@ class Books:
         with replica.aside():
             for other in range(1, self.batches):
                 for rank in self.samples:
-                    self._see(step, rank, replica.gradients(step + other * self.steps, rank)[0])
+                    self._see(step, other, rank, replica.gradients(step + other * self.steps, rank)[0])
 
     def _gradient_books(self) -> list[GradientBook]:
         return [book for books in self.gradients.values() for book in books.values()]
@@ -225,16 +238,16 @@ class Books:
         return {name: master.detach().clone() for name, master in masters.items()}
 
     def _shown(self, step: int, rank: int, gradients: Gradients) -> None:
-        self._see(step, rank, gradients)
+        self._see(step, 0, rank, gradients)
         if self.keeping[self.samples[rank]] == rank and step >= self.push.warmup_steps:
             for name, gradient in gradients.items():
                 self.gradients[self.samples[rank]][name].feedback.add(gradient)
 
-    def _see(self, step: int, rank: int, gradients: Gradients) -> None:
+    def _see(self, step: int, batch: int, rank: int, gradients: Gradients) -> None:
         for name, gradient in gradients.items():
             book = self.gradients[self.samples[rank]][name]
             if step in self.sampled:
-                book.see(step, gradient)
+                book.see(step, batch, gradient)
             if self._is_first(step):
                 book.see_first(gradient)
 
