@@ -62,6 +62,9 @@ def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
 def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
     """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
     for each in machine.classes:
+        if len(each.members) == 1:
+            yield each, each.members
+            continue
         carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
         which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
         for kind in dict.fromkeys(which.tolist()):

@@ -79,6 +79,7 @@ class Machine:
             for each in meeting.classes
         }
         self.hosts = self._hosts()
+        self._is_coupled = any(host.coupled for host in self.hosts.values())
         self.roles = [program.role_of[each.representative] for each in self.classes]
         self.devices = [cluster.type_of(each.representative) for each in self.classes]
         self.memory = [Memory(dict(program.persistent[role])) for role in self.roles]
@@ -133,7 +134,7 @@ class Machine:
 
     def note_communication(self, meeting: Meeting, change: int) -> None:
         """Tell the hosts of a collective's members that it begins or ends."""
-        if not any(self.hosts[each.host].coupled for each in meeting.classes):
+        if not self._is_coupled or not any(self.hosts[each.host].coupled for each in meeting.classes):
             return
         if meeting not in self._busy_share:
             self._busy_share[meeting] = meeting.scheduled.processor_share(self.network)
