@@ -58,7 +58,6 @@ def by_likeness(points: Sequence[Point]) -> list[int]:
 
     What rates links have comes last: programs, and who meets whom, do not hang on it.
     """
-
     return sorted(range(len(points)), key=lambda place: (str(points[place].file), _ranked(points[place]), place))
 
 

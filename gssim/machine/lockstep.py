@@ -1,7 +1,7 @@
 """Many classes of ranks at once: what one of them does in a time, all of a family do in a vector of times.
 
 [Note: lockstep] Thresholds leave hardly two ranks alike: all do the same tasks, but each in times of its own. Where
-ranks go ahead of the clock between collectives ([Note: ahead] in `machine`), nothing but these brings them together, so
+ranks go ahead of the clock between collectives ([Note: ahead] in `ahead`), nothing but these brings them together, so
 that only collectives take part in simulated time, and between them times are added up for all ranks of a family that
 came from the same one. Every sum is made in the same order as for one rank alone, to the last digit.
 """
@@ -105,7 +105,7 @@ class Lockstep:
             if ranks.takes_time[place]:
                 now_s = now_s + ranks.duration_s[place, who]
             issue = tasks[place].issue
-            if issue is not None:  # as `Machine._issue` has it
+            if issue is not None:  # as `Machine.issued_s` has it
                 host_s = ranks.family.host_s[place, ranks.columns][who]
                 ranks.issued_s[who] = (ranks.issued_s[who] if issue.goes_on else began_s) + host_s
                 now_s = np.maximum(now_s, ranks.issued_s[who])

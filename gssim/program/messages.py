@@ -43,7 +43,7 @@ def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: i
 
 
 def _kinds_of_senders(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[int, float]], Sequence[int]]:
-    """Return what gradients are means over, see `_samples`, and which of these each node's is; in all steps the same."""
+    """Return what gradients are means over, see `_samples`, and which of these each node's is; found once."""
     key = ("kinds of senders", micro_batch)
     if key not in low.every_step:
         of_nodes = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
