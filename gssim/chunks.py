@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from gssim.inputs import Packed, code_digest, unpacked
 from gssim.shared import Shared
-from gssim.sweep import Point
+from gssim.sweep import Point, is_rate
 from gssim.units import RunFailedError, UserError
 from gssim.workers import Workers
 
@@ -74,14 +74,10 @@ def _but_rates(point: Point) -> tuple[Any, ...]:
 WEIGHTY = ("cluster", "workload.", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
 
 
-RATES = ("_per_s", "latency_s", "oversubscription")
-"""How the keys of links' rates end."""
-
-
 @lru_cache(maxsize=4096)
 def _rank(override: str) -> int:
     key = override.partition("=")[0]
-    if key.startswith("cluster.") and key.endswith(RATES):
+    if is_rate(key):
         return len(WEIGHTY) + 1
     return next((i for i, begin in enumerate(WEIGHTY) if key.startswith(begin)), len(WEIGHTY))
 

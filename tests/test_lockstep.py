@@ -60,7 +60,7 @@ def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):
     everyone = {"x": Communication("all-reduce", (0, 1, 2), 1000)}
 
     def outcome():
-        found = machine_for(star(3), *map(tasks, range(3)), communications=everyone)
+        found = machine_for(star(3, backend="nccl"), *map(tasks, range(3)), communications=everyone)
         found.run(2)
         return found.lockstep, [list(each) for each in found.ends_s], set(found.spans)
 
