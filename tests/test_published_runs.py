@@ -24,6 +24,7 @@ from gssim.scenario import Loaded, Scenario, check
 from gssim.simulate import simulate
 from gssim.slices import held_model
 from gssim.units import UserError
+from gssim.workload import Layer
 
 GPT = Shape(
     kind="gpt", layers=4, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=1024, sequence_length=256
@@ -199,15 +200,40 @@ def test_hosts_and_their_calibration_rows_are_told_once():
 # Software ------------------------------------------------------------------------------------------------------------
 
 
-def test_attention_to_other_ranks_parts_has_a_rate_of_its_own():
-    def flop(ratio: float) -> float:
-        software = Software(flash_attention=True, context_ranks=4, ring_attention_ratio=ratio)
-        return layers_of(GPT, software, 1, tied=True)[1].forward_flop.at(b=1, s=64)
+def test_attention_in_a_ring_merges_what_it_gets_of_the_others_in_float():
+    def block(ranks: int, compiled: bool) -> Layer:
+        software = Software(flash_attention=True, context_ranks=ranks, compiled=compiled)
+        return layers_of(GPT, software, 1, tied=True)[1]
 
-    maps = layers_of(GPT, Software(flash_attention=True), 1, tied=True)[1].forward_flop.at(b=1, s=64)
-    own = 4 * 512 / 2 * 64 * 64  # a causal half
-    assert flop(1.0) == pytest.approx(maps - own + 4 * own)
-    assert flop(0.5) == pytest.approx(maps - own + (1 + 3 * 2) * own)
+    own = 4 * 512 / 2 * 64 * 64  # a causal half; so are the other parts, of two halves each
+    for compiled in (False, True):
+        alone, pair, four = (block(ranks, compiled) for ranks in (1, 2, 4))
+        assert four.forward_flop.at(b=1, s=64) == alone.forward_flop.at(b=1, s=64) + 3 * own
+        for of in ("forward_streamed_bytes", "backward_streamed_bytes"):
+            one, two, all_four = (getattr(each, of).at(b=1, s=64) for each in (alone, pair, four))
+            assert all_four - one == pytest.approx(3 * (two - one))
+    # compiled: sums read and written in float, what is added in 16 bits, three quarters of it; keys and values copied,
+    # read, received
+    added = block(2, True).forward_streamed_bytes.at(b=1, s=64) - block(1, True).forward_streamed_bytes.at(b=1, s=64)
+    assert added == pytest.approx(64 * 512 * (2 * 4 + 0.75 * 2 + 4 * 2 * 2))
+
+
+def test_a_compiler_keeps_no_output_that_no_backward_needs():
+    shape = replace(GPT, kind="llama")
+    eager, compiled = (
+        layers_of(shape, Software(flash_attention=True, compiled=each), 1, tied=False)[1] for each in (False, True)
+    )
+    kept, needed = (set(each.selective_positions or ()) for each in (eager, compiled))
+    assert eager.recompute_positions is not None
+    assert needed < kept
+    # what is left over is behind all that a second forward makes
+    assert {place >= eager.recompute_positions for place in kept - needed} == {True}
+    assert eager.selective_flop == compiled.selective_flop
+
+
+@pytest.mark.parametrize("identity", ["a/b", "two\nlines", ""])
+def test_a_row_may_be_named_in_any_way(identity):
+    assert predict(replace(RUN, identity=identity)) == predict(RUN)
 
 
 def test_a_loss_in_place_holds_one_tensor_of_logits_in_float():

@@ -38,8 +38,6 @@ class Platform:
     """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
     attention_ratio: PositiveFloat = 1.0
     """Rate of flash attention over that of maps; see `Software`."""
-    ring_attention_ratio: PositiveFloat = 1.0
-    """Rate of flash attention to other ranks' parts of a sequence over that to a rank's own."""
     first_attention_ratio: PositiveFloat = 1.0
     """The same of FlashAttention's first version, as Triton has it."""
     calibrated_on: tuple[str, ...] = field(default=())

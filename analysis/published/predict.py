@@ -111,7 +111,9 @@ def scenario_of(run: Run, micro_batches: int) -> Scenario:
         optimizer=run.optimizer,
         optimizer_implementation="fused",
     )
-    return Scenario(name=run.identity, cluster=cluster_of_run(run), workload=workload, plan=plan_of(run, micro_batches))
+    # tables name their rows as they like; files may be named after scenarios
+    name = "".join(each if each.isprintable() and each != "/" else "-" for each in run.identity) or "row"
+    return Scenario(name=name, cluster=cluster_of_run(run), workload=workload, plan=plan_of(run, micro_batches))
 
 
 def plan_of(run: Run, micro_batches: int) -> Plan:

@@ -94,8 +94,6 @@ class Software:
     float8_casts: bool = False
     attention_ratio: float = 1.0
     """Rate of flash attention over that of maps."""
-    ring_attention_ratio: float = 1.0
-    """Rate of flash attention to other ranks' parts of a sequence over that to a rank's own."""
     gathers_inputs: bool = False
     """With sequence parallelism, what cut maps read is gathered into a tensor that they all keep; see
     `Writer.cut_input`."""

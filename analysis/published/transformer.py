@@ -143,9 +143,7 @@ class Writer:
         shape = self.shape
         # forward 2 products of 2 FLOP, half of it masked; backward 5 of them (Dao 2023, FlashAttention-2, section 3.1)
         forward = 4 * shape.hidden / 2 / shape.heads / self.software.attention_ratio
-        # of a sequence that ranks share, one part is a rank's own
-        parts, ring = self.software.context_ranks, self.software.ring_attention_ratio
-        forward *= (1 + (parts - 1) / ring) / parts
+        merged, merged_back = self.ring() if self.software.context_ranks > 1 else (NOTHING, NOTHING)
         return Operation(
             name="context",
             reads=reads,
@@ -153,10 +151,35 @@ class Writer:
             flop=self.scores(forward),
             backward_flop=self.scores(2.5 * forward),
             operands=self.tokens(2 * shape.hidden + 2 * shape.kv_width),
+            streamed=merged,
+            backward_streamed=merged_back,
             saves=(*reads, "context"),
             noted=self.tokens(shape.heads, value=FLOAT),
             kept=True,
         )
+
+    def ring(self) -> tuple[Polynomial, Polynomial]:
+        """Return the bytes that attention in a ring streams, forward and backward, beside the attention itself.
+
+        Each other rank's part costs as many FLOP as the own causal half (load-balanced), and besides (torch 2.13,
+        distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention` and its backward):
+        its output is cast to float and merged; keys and values, of every head (torchtitan, `repeat_kv`), are joined and
+        sent; in the backward, gradients of all three are added up in float, and those of keys and values are joined and
+        sent on. Messages are taken to hide behind the attention to the part before.
+        """
+        v, others = self.value, self.software.context_ranks - 1
+        # of the other parts, half are against all own queries, and half against the second half of them: then what is
+        # not added to is copied (`_partial_update`), but where one kernel does it all
+        if self.software.compiled:
+            merged = added = 2 * FLOAT + 0.75 * v
+            joined = 0
+        else:
+            merged, added = (0.75 * (passes * FLOAT + v) + FLOAT for passes in (9, 2))
+            joined = 4 * FLOAT
+        handed, handed_back = 8 * v, 4 * FLOAT  # keys and values: joined, read to be sent, written on arrival
+        forward, backward = merged + handed, 3 * added + joined + handed_back + handed
+        width = self.shape.hidden * others
+        return self.tokens(width, value=forward), self.tokens(width, value=backward)
 
     def unfused(self, reads: str) -> list[Operation]:
         """Return attention whose scores are written.
@@ -247,7 +270,11 @@ class Writer:
         )
 
     def llama_block(self) -> tuple[Operation, ...]:
-        """Return a Llama block; torchtitan's selective recomputation keeps every other map (`_get_custom_policy`)."""
+        """Return a Llama block; torchtitan's selective recomputation keeps every other map (`_get_custom_policy`).
+
+        That of the last one is kept for nothing, as no backward needs it: a compiler keeps only what lies between
+        forward and backward (torch 2.13, _functorch/partitioners.py).
+        """
         h, ffn, kv = self.shape.hidden, self.shape.ffn, self.shape.kv_width
         eager = not self.software.compiled
         rotated = h + kv
@@ -287,7 +314,7 @@ class Writer:
                 saves=("gate", "up"),
                 kernels=2 if eager else 1,
             ),
-            self.linear("down", "swiglu", ffn, h, by_rows=True),
+            self.linear("down", "swiglu", ffn, h, by_rows=True, kept=eager),
             self.add("mapped", ("down", "attended"), last=True),
         )
 

@@ -150,7 +150,6 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         flash_attention=True,
         dropout=False,
         attention_ratio=platform.attention_ratio if platform else 1.0,
-        ring_attention_ratio=platform.ring_attention_ratio if platform else 1.0,
         compiled=record["compile"] == "yes" or _is_bridge(record),
         sequence_parallel=tp > 1,
         gathers_inputs=_is_torchtitan(record) and tp > 1,
