@@ -4,7 +4,8 @@ from gsreal.data import check_data
 from gsreal.evaluation import check_evaluation
 from gsreal.machine import check_machine
 from gsreal.stages import check_stages
-from gssim.scenario import Loaded
+from gssim.scenario import Loaded, Scenario
+from gssim.units import UserError
 
 
 def check_real(loaded: Loaded) -> None:
@@ -14,3 +15,19 @@ def check_real(loaded: Loaded) -> None:
     check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=where)
     check_evaluation(ours, where=where)
+    check_overlap(ours, where=where)
+
+
+def check_overlap(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError where nothing shall overlap, but PyTorch lets collectives run beside the compute in any case.
+
+    On gloo, FSDP2's collectives do not (they are waited for where they begin), and a plan need not say so.
+    """
+    policies = scenario.policies
+    if scenario.plan.overlap or policies.data_ranks == 1:
+        return
+    said = f"{where}: plan.overlap = false"
+    if policies.pp > 1:
+        raise UserError(f"{said}: replicas of a pipeline's stages can be predicted so, but not run; allowed: true")
+    if policies.gradients == "reduce-scatter" and scenario.cluster.backend == "nccl":
+        raise UserError(f"{said}: FSDP2 overlaps on nccl in any case, so it cannot be run; allowed: true")

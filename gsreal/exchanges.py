@@ -65,13 +65,18 @@ class Pending:
         self._works.extend(works)
         self._kept.extend(tensors)
 
-    def wait(self) -> None:
-        """Block until every message is done, then let go of the buffers."""
+    def end(self) -> None:
+        """Block until every message is done."""
         for work in self._works:
             work.wait()
+        self._works = []
+
+    def wait(self) -> None:
+        """Block until every message is done, then let go of the buffers."""
+        self.end()
         for target, host in self._staged:
             target.copy_(host)
-        self._works, self._kept, self._staged = [], [], []
+        self._kept, self._staged = [], []
 
 
 def all_to_all_v(

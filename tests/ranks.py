@@ -44,7 +44,8 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     device, rank = torch.device("cpu"), dist.get_rank()
     gc.collect()
     counter._base += counter.alive()  # what earlier cases left (caches) is not this one's
-    training = build(scenario, Timeline(rank, device), device)
+    timeline = Timeline(rank, device)
+    training = build(scenario, timeline, device)
     feed = Feed(scenario, rank, device)
 
     def peak_of(step: int) -> int:
@@ -60,6 +61,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     while len(peaks) < FEWEST_PEAKS or (len(peaks) < MOST_PEAKS and not all_agree(peaks.count(min(peaks)) >= SEEN)):
         peaks.append(peak_of(STEPS + len(peaks)) - held)
     inputs, targets, weights = feed.at(STEPS + len(peaks))
+    before = timeline.spans_so_far
     with CollectiveRecorder() as recorder:
         training.step(inputs, targets, weights, rank)
         if case.get("plant"):
@@ -81,6 +83,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
         "collectives": [list(entry.key) for entry in collectives_of(seen)],
         "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
         "peaks": all_peaks,
+        "labels": [mark.label for mark in timeline.marks_since(before)],
         "dtensors": sum(isinstance(parameter, DTensor) for parameter in training.module.parameters()),
     }
 

@@ -111,7 +111,7 @@ def check_bounds(workers, bounds, candidate, result):
     first = bounds.of(plan)
     last = LoweredBounds(workers.with_plan(plan), objective, workers.shared)
     allocated = last.allocated()
-    for bound in (first, bounds.closer(plan, first), allocated):
+    for bound in (first, bounds.closer(plan, first), allocated, last.met(allocated)):
         assert bound.time_s <= result.step_time_s * (1 + 1e-9), candidate.override
         assert bound.objective <= value_of(result, objective) * (1 + 1e-9), candidate.override
         assert bound.full_ratio <= fullest(workers.loaded, result) * (1 + 1e-9), candidate.override

@@ -9,7 +9,7 @@ from searching import InThisProcess, check_bounds
 
 from gssim.scenario import load_scenario
 from gssim.search.batches import Batches
-from gssim.search.bounds import Bounds
+from gssim.search.bounds import Bounds, LoweredBounds
 from gssim.search.candidates import candidates
 from gssim.units import UserError
 
@@ -56,3 +56,23 @@ def test_what_is_sent_takes_no_less_than_its_bound_and_grows_with_micro_batches(
     leaves_each_time = bounds.parts.policies(plan).gradient_sync == "micro-batch"
     assert found[2] - found[1] == pytest.approx(2 * (found[1] - found[0]))
     assert (found[1] > found[0]) == leaves_each_time
+
+
+@pytest.mark.parametrize(("method", "mesh"), [("gs", {"dp_shard": 3, "tp": 2}), ("gs_hier", {"dp_replicate": 3})])
+def test_groups_that_meet_as_one_share_their_links(method, mesh):
+    loaded = question()
+    space = replace(loaded.scenario.search, methods=(method,), devices=(6,))
+    workers = InThisProcess(loaded)
+    bounds = Bounds(loaded.scenario, "step-time")
+    more = []
+    for each in candidates(loaded.scenario, space, Batches(bounds)):
+        if not all(getattr(each.plan, key) == size for key, size in mesh.items()):
+            continue
+        result = workers.answer(each.plan)
+        if not isinstance(result, UserError):
+            last = LoweredBounds(workers.with_plan(each.plan), "step-time", workers.shared)
+            more.append(last.met(last.allocated()).time_s / last.allocated().time_s)
+            check_bounds(workers, bounds, each, result)
+        if len(more) == 4:
+            break
+    assert max(more) > 1.01

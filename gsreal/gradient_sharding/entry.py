@@ -75,9 +75,9 @@ def shard_gradients(
 
     `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own. `parameter_order`: the
     order in which gradients become ready (reversed registration by default). `overlap`: whether gathers and reductions
-    inside nodes begin early, to go on beside the compute: by default where they can (nccl). `publish_overlaps`: whether
-    the next forward begins while published parameters are under way, each module waiting for its own (by default on
-    GPUs only).
+    inside nodes begin early, to go on beside the compute: by default where they can (nccl). False: pushes, too, are
+    waited for where they begin. `publish_overlaps`: whether the next forward begins while published parameters are
+    under way, each module waiting for its own (by default on GPUs only).
 
     Raises ValueError where parameters, units and options do not fit one another.
     """
@@ -98,11 +98,14 @@ def shard_gradients(
     for bucket in buckets:
         bucket.take_shard(master=publish.threshold is not None)
     first = buckets[0].flat
+    pushes_overlap = overlap is not False
     overlap = runs_beside(levels.across, first.device) if overlap is None else overlap
     gather_just_in_time(model, kept=parameters == "gathered", prefetch=overlap)
     optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
-    pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe)
+    pusher = Pusher(
+        rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=pushes_overlap
+    )
     overlaps = first.is_cuda if publish_overlaps is None else publish_overlaps
     publisher = Publisher(publish, pusher, buckets, overlaps=overlaps, inside=levels.inside)
     if overlaps and parameters == "replicated":

@@ -68,8 +68,11 @@ class Pusher:
         *,
         point_to_point: bool,
         observe: Observer,
+        overlaps: bool = True,
     ) -> None:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
+        self.overlaps = overlaps
+        """Whether the backward goes on while a push is under way."""
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = shares.even(self.ranks)
         """Each node's part of the step's loss terms: what its mean gradient counts."""
@@ -118,6 +121,9 @@ class Pusher:
         counts = self._exchange_counts([entries for _, entries in sends], label)
         with self.observe(f"post push {label}", "exposed_communication"):
             self._incoming = self._posted(bucket, total, [message for message, _ in sends], counts)
+        if not self.overlaps:
+            with self.observe(f"push {label}", "exposed_communication"):
+                self._incoming.pending.end()
 
     def _pay(self, bucket: Bucket) -> None:
         residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]

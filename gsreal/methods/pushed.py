@@ -36,6 +36,7 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
         push=scenario.push,
         publish=plan.publish,
         publish_overlaps=policies.publish_overlaps,
+        overlap=None if plan.overlap else False,
         point_to_point=policies.point_to_point,
         bucket_bytes=plan.bucket_bytes,
         first_bucket_bytes=plan.first_bucket_bytes,

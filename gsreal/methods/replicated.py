@@ -1,5 +1,6 @@
 """Parameters whole on every rank: one device alone, and DistributedDataParallel."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +24,10 @@ def train_alone(scenario: Scenario, module: nn.Module, timeline: Timeline, devic
 
 
 def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """DistributedDataParallel with its gradients as views of its buckets; its optimizer whole, or dealt out."""
+    """DistributedDataParallel with its gradients as views of its buckets; its optimizer whole, or dealt out.
+
+    Where the plan lets nothing overlap, each bucket's all-reduce is waited for as soon as it begins.
+    """
     last: list[Any] = []
 
     def note(_parameter: Tensor) -> None:
@@ -36,6 +40,10 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     options: dict[str, Any] = {} if cap == DDP_BUCKET_BYTES else {"bucket_cap_mb": cap / MIB}
     options["process_group"] = data_group(scenario.policies, device, "dp_replicate")
     wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+    replicas = options["process_group"] or dist.group.WORLD
+    assert replicas is not None
+    if not scenario.plan.overlap:
+        wrapped.register_comm_hook(None, _blocking_sum(replicas, timeline))
     make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
     optimizer = make(scenario.workload, wrapped, timeline, device)
 
@@ -46,12 +54,28 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
         wrapped,
         optimizer,
         timeline,
-        scale=float(scenario.policies.data_ranks),
+        scale=float(scenario.policies.data_ranks) if scenario.plan.overlap else 1.0,  # DDP itself takes the mean
         last_gradient=last,
-        replicas=options["process_group"] or dist.group.WORLD,
+        replicas=replicas,
         sync_each=scenario.policies.gradient_sync == "micro-batch",
         syncing=syncing,
     )
+
+
+def _blocking_sum(
+    group: dist.ProcessGroup, timeline: Timeline
+) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
+    """Return a hook of DistributedDataParallel that sums a bucket over the ranks before the backward goes on."""
+
+    # DDP looks at these annotations
+    def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
+            work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+            assert work is not None
+            work.wait()
+        return work.get_future().then(lambda done: done.value()[0])
+
+    return summed
 
 
 def _whole_optimizer(

@@ -40,7 +40,13 @@ class Memory:
 
     def through(self, tasks: "Iterable[Task]") -> "Memory":
         """Return itself after tasks of the compute stream, one after another."""
+        beside = sum(part.peak_bytes for stream, part in self._transient.items() if stream != "compute")
         for task in tasks:
-            self.begin("compute", task.need)
-            self.end("compute")
+            need = task.need
+            if self._held_bytes + beside + need.peak_bytes > self.peak_bytes:
+                self.begin("compute", need)
+            for category, size in need.kept:
+                self.held[category] = self.held.get(category, 0.0) + size
+                self._held_bytes += size
+        self._transient["compute"] = NOTHING
         return self

@@ -295,7 +295,7 @@ def _suffixed(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:
         if name and task.communication:
             low.communications[name] = low.communications[task.communication]
         after = tuple(label + suffix for label in task.after)
-        found.append(replace(task, label=task.label + suffix, communication=name, after=after))
+        found.append(task.renamed(task.label + suffix, name, after))
     return found
 
 
@@ -315,7 +315,7 @@ def _named(
         name = task.communication if alone else f"{task.communication} of {_ranks_text(communication.group)}"
         if name not in communications:
             communications[name] = _in_every_slice(communication, low.policies.tp, copies)
-        found.append(task if alone else replace(task, communication=name))
+        found.append(task if alone else task.renamed(task.label, name, task.after))
     return found
 
 

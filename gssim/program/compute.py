@@ -1,6 +1,6 @@
 """Forward and backward of every layer, with their memory: the first pass, which all others add to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +24,7 @@ from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
 from gssim.program.task import Issue, Task
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, LAST, recomputed_buffers
 from gssim.scenario import pause_excess
+from gssim.shared import Same
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
@@ -128,10 +129,22 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 
 def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], lives: Lives) -> Timeline:
     length, scale = low.scenario.workload.sequence_length or 1, low.traced_scale
-    if not low.stages:
+
+    def made() -> Timeline:
         return activation_timeline(layers, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
+
+    if not low.stages:
+        return _kept_timeline(low, (samples, length, scale), lives, made) if layers is low.layers else made()
     (stage,) = low.stages
     return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
+
+
+def _kept_timeline(low: Lowering, size: tuple[int, int, float], lives: Lives, made: Callable[[], Timeline]) -> Timeline:
+    """Return the timeline of the layers that each rank of a part of the model runs; other plans of it have the same."""
+    slices = (low.scenario.slice_shares, low.tensor_part) if low.policies.tp > 1 else ()
+    how = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
+    key = (Same(low.scenario.workload.model), slices, size, how)
+    return low.shared.once("timeline", key, made)
 
 
 def _checkpointed(low: Lowering, rank: int) -> Lives:

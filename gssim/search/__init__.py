@@ -24,6 +24,7 @@ from gssim.search.reasons import full_ratio, reason, why_worse
 from gssim.search.studies import allowed
 from gssim.search.workers import Answer, Workers, searchers
 from gssim.shared import Shared
+from gssim.simulate import no_collection
 from gssim.space import Objective, SearchSpace
 from gssim.units import RunFailedError, UserError
 
@@ -140,13 +141,14 @@ class Search:
 
     def prepare(self) -> None:
         """Make the plans, with what each is at least."""
-        for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds)):
-            self.plans += 1
-            self.own = self.own or [each]
-            try:
-                self.bounded.append((self.bounds.of(each.plan), each))
-            except UserError:
-                self.counts.refused += 1
+        with no_collection():
+            for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds)):
+                self.plans += 1
+                self.own = self.own or [each]
+                try:
+                    self.bounded.append((self.bounds.of(each.plan), each))
+                except UserError as error:
+                    self.counts.refuse(error)
         there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
         self.wanted = [Wanted("best", self.top, lambda each: True)]
         self.wanted += [Wanted(name, 1, holds) for name, holds in RIVALS.items() if name in there]
@@ -157,7 +159,8 @@ class Search:
         judge = partial(_judged, loaded=self.loaded, space=self.space)
         queue = Queue(self.bounded, self.bounds.closer)
         objective = self.space.objective
-        explore(queue, self.wanted, workers, judge, self.counts, objective=objective, told=told, until_s=until_s)
+        with no_collection():
+            explore(queue, self.wanted, workers, judge, self.counts, objective=objective, told=told, until_s=until_s)
         best = self.found().best
         if best:
             self.counterparts = self._counterparts(best[0].candidate)
@@ -232,7 +235,7 @@ def _judged(
 ) -> Outcome | None:
     """Return what becomes of a plan that was simulated, if it fits and is wanted; count it in any case."""
     if isinstance(answer, UserError):
-        found.refused += 1
+        found.refuse(answer)
         return None
     if isinstance(answer, RunFailedError):
         raise RunFailedError(f"{loaded.file}: {candidate.override}: {answer}")

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from gssim.plan import Plan
 from gssim.result import Result
@@ -13,6 +13,7 @@ from gssim.search.candidates import Candidate
 from gssim.search.limits import FRONT_RATIO, Limits
 from gssim.search.workers import Answer, Workers
 from gssim.space import Objective
+from gssim.units import UserError
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Exploration:
     simulated: int = 0
     refused: int = 0
     """Plans that cannot run."""
+    refusal: str = ""
+    """Why the first of them cannot."""
     too_large: int = 0
     """Plans that were simulated and do not fit."""
     unwanted: int = 0
@@ -88,6 +91,11 @@ class Exploration:
     """Plans that may be better and were not simulated: the search was ended before."""
     front: tuple[tuple[float, float], ...] = ()
     """Times and how full the fullest device is, of the plans on the front, the fastest first."""
+
+    def refuse(self, error: UserError) -> None:
+        """Count a plan that cannot run."""
+        self.refused += 1
+        self.refusal = self.refusal or str(error)
 
     def add(self, outcome: Outcome) -> None:
         """Take up a plan that fits and is wanted."""
@@ -105,6 +113,8 @@ class Waiting:
     candidate: Candidate = field(compare=False)
     is_close: bool = field(compare=False)
     """Whether the bound has what the plan sends in it."""
+    is_lowered: bool = field(compare=False, default=False)
+    """Whether it is that of the lowered plan: there is none closer."""
 
 
 class Queue:
@@ -124,19 +134,33 @@ class Queue:
         """Give them, in no order."""
         return iter(self._heap)
 
-    def next(self, rule_out: Callable[[Candidate, Bound], bool]) -> tuple[Candidate | None, int]:
+    def next(self, rule_out: Callable[[Candidate, Bound], bool]) -> tuple[Waiting | None, int]:
         """Return the most promising plan that nothing rules out, which waits no longer, and how many were ruled out."""
+        ruled_out = self.look_ahead(rule_out)
+        return heappop(self._heap) if self._heap else None, ruled_out
+
+    def wait(self, candidate: Candidate, bound: Bound) -> None:
+        """Take a plan back which takes long to simulate, with its closest bound."""
+        heappush(self._heap, Waiting(bound.objective, candidate.index, bound, candidate, True, True))
+
+    def next_objective(self) -> float:
+        """Return the least that a plan can reach of those that wait."""
+        return self._heap[0].objective if self._heap else math.inf
+
+    def look_ahead(self, rule_out: Callable[[Candidate, Bound], bool]) -> int:
+        """Find the most promising plan that nothing rules out, which comes next then; return how many were."""
         ruled_out = 0
         while self._heap:
-            first = heappop(self._heap)
+            first = self._heap[0]
             if rule_out(first.candidate, first.bound):
+                heappop(self._heap)
                 ruled_out += 1
             elif first.is_close or first.index == 0:
-                return first.candidate, ruled_out
+                break
             else:
                 bound = self._closer(first.candidate.plan, first.bound)
-                heappush(self._heap, Waiting(bound.objective, first.index, bound, first.candidate, True))
-        return None, ruled_out
+                heapreplace(self._heap, Waiting(bound.objective, first.index, bound, first.candidate, True))
+        return ruled_out
 
 
 def limits_of(candidate: Candidate, wanted: Sequence[Wanted], found: Exploration, objective: Objective) -> Limits:
@@ -170,16 +194,24 @@ def explore(
     while queue or handed:
         late = time.monotonic() > until_s
         while queue and workers.idle and not late:
-            candidate, ruled_out = queue.next(rule_out)
+            first, ruled_out = queue.next(rule_out)
             found.ruled_out += ruled_out
-            if candidate is not None:
-                handed[candidate.index] = candidate
-                workers.begin(candidate.index, candidate.override, limits_of(candidate, wanted, found, objective))
+            if first is not None:
+                handed[first.index] = first.candidate
+                limits = limits_of(first.candidate, wanted, found, objective)
+                least = math.inf if first.is_lowered else queue.next_objective()
+                workers.begin(first.index, first.candidate.override, replace(limits, next_objective=least))
         told(plans - len(queue) - len(handed), plans)
         if not handed:
             break
+        if not late:
+            found.ruled_out += queue.look_ahead(rule_out)  # which would else be done while processes wait for a plan
         for number, answer in workers.ended():
-            outcome = judge(handed.pop(number), answer, found)
+            candidate = handed.pop(number)
+            if isinstance(answer, Bound) and not rule_out(candidate, answer):
+                queue.wait(candidate, answer)
+                continue
+            outcome = judge(candidate, answer, found)
             if outcome is not None:
                 found.add(outcome)
     found.left += sum(not rule_out(each.candidate, each.bound) for each in queue)

@@ -25,6 +25,8 @@ class Limits:
     """Objective and index of what it must come before, to be among the best of some kind."""
     front: Sequence[tuple[float, float]]
     """Times and how full the fullest device is, of the plans on the front so far, the fastest first."""
+    next_objective: float = math.inf
+    """The least that a plan can reach which waits: one that takes long to simulate lets it go first."""
 
     def rule_out(self, bound: Bound) -> bool:
         """Return whether a plan with such a bound fits nowhere, or can be neither on the front nor among the best."""

@@ -46,7 +46,8 @@ def print_found(found: Found, question: str) -> None:
 def nothing_fits(found: Found) -> list[str]:
     """Return in lines that nothing fits, what comes nearest, and what would help that."""
     if found.nearest is None:
-        return ["no plan so far that fits" if found.counts.left else "no plan of the space can run"]
+        refused = [f"the first that was refused: {found.counts.refusal}"] if found.counts.refusal else []
+        return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *refused]
     candidate, result = found.nearest
     lines = ["no plan of the space fits", f"the nearest: {in_words(candidate.plan)}: {memory_lack(result)}"]
     for each in result.remedies:

@@ -22,6 +22,10 @@ Answer = Result | Bound | UserError | RunFailedError
 fault of ours, not of the plan)."""
 
 
+DEAR_TASKS = 5000
+"""Of all roles: a program of more takes much longer to simulate than to lower."""
+
+
 def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Shared) -> Answer:
     """Return what becomes of a scenario with overrides."""
     try:
@@ -31,16 +35,17 @@ def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Share
 
 
 def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
-    """Return a scenario's prediction, or what it has at least if that is too much already."""
+    """Return a scenario's prediction, or what it has at least: that is too much already, or others shall go first."""
     with no_collection():
-        bound = None
         if LoweredBounds.are_of(loaded):
             bounds = LoweredBounds(loaded, limits.objective, shared)
             bound = bounds.allocated()
-            if not limits.rule_out(bound):
-                bound = bounds.reserved(bound)
-        if bound is not None and limits.rule_out(bound):
-            return bound
+            for closer in (bounds.met, bounds.reserved):
+                if limits.rule_out(bound):
+                    return bound
+                bound = closer(bound)
+            if limits.rule_out(bound) or (bounds.tasks > DEAR_TASKS and bound.objective > limits.next_objective):
+                return bound
         return simulate(loaded, shared=shared).result
 
 

@@ -5,7 +5,7 @@ else (communication, waiting for others, the update, slow-downs by neighbours) o
 micro-batch goes forward and backward it holds what that keeps, and what it always holds. Its collectives, one after
 another on their stream, take no less than each alone on idle links, and links no less than the bytes that cross them.
 What is not known to be a bound is left out. There are three, each dearer than the one before and closer: `of` from the
-plan alone, `closer` with what it sends, and those of `LoweredBounds` once it is lowered.
+plan alone, `closer` with what it sends, and those of `LoweredBounds` once it is lowered (which are three in turn).
 """
 
 import math
@@ -98,6 +98,11 @@ class LoweredBounds:
         self.loaded, self.objective, self.shared = loaded, objective, shared
         self.program = program_of(loaded, shared)
         self.peaks = lowered.peaks(self.program)
+        self.tasks = sum(map(len, self.program.tasks))
+        """Of all roles."""
+        scenario = loaded.scenario
+        key = (Same(scenario.cluster), scenario.network.faults, scenario.ranks)
+        self.collectives = shared.once("bounded collectives", key, lambda: Collectives(scenario, shared))
 
     @staticmethod
     def are_of(loaded: Loaded) -> bool:
@@ -107,13 +112,20 @@ class LoweredBounds:
 
     def allocated(self) -> Bound:
         """Return the bound by time, and by what is allocated."""
-        scenario, shared = self.loaded.scenario, self.shared
-        key = (Same(scenario.cluster), scenario.network.faults, scenario.ranks)
-        collectives = shared.once("bounded collectives", key, lambda: Collectives(scenario, shared))
-        time_s = lowered.step_time_s(scenario, self.program, collectives)
-        busy_s = lowered.busy_s(scenario, self.program)
+        scenario = self.loaded.scenario
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
-        return Bound(time_s, least(scenario, self.objective, time_s, busy_s), full)
+        return self._of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
+
+    def met(self, bound: Bound) -> Bound:
+        """Return a bound with groups that share links, where they meet as one; see [Note: met] in `lowered`."""
+        if not any(each.beside for each in self.program.communications.values()):
+            return bound
+        time_s = lowered.met_step_time_s(self.loaded.scenario, self.program, self.collectives, self.shared)
+        return bound if time_s <= bound.time_s else self._of_time(time_s, bound.full_ratio)
+
+    def _of_time(self, time_s: float, full_ratio: float) -> Bound:
+        busy_s = lowered.busy_s(self.loaded.scenario, self.program)
+        return Bound(time_s, least(self.loaded.scenario, self.objective, time_s, busy_s), full_ratio)
 
     def reserved(self, bound: Bound) -> Bound:
         """Return a bound by allocation with what the allocator adds: as full as in a simulation."""

@@ -60,12 +60,12 @@ class Collectives:
 
     def _of_group(self, communication: Communication) -> Taken:
         if communication not in self._taken:
-            ways = [self._of_way(each) for each in self.scheduler.candidates(communication)]
+            ways = [self.of_way(each) for each in self.scheduler.candidates(communication)]
             alone_s = min(each.alone_s for each in ways)
             self._taken[communication] = Taken(alone_s, np.min([each.links_s for each in ways], axis=0))
         return self._taken[communication]
 
-    def _of_way(self, scheduled: Scheduled) -> Taken:
+    def of_way(self, scheduled: Scheduled) -> Taken:
         """Return what one way of carrying it out takes: no stage ends before its busiest link has carried it all."""
         busy_s = np.zeros(self.links)
         if scheduled.measured:

@@ -5,6 +5,10 @@ no later than it really does: whatever others do, tasks only begin later and tak
 they wait for the step's compute may have been done in the step before. In the steady state links carry as much in the
 time of a step as a step sends.
 
+[Note: met] Groups whose ranks are alike, such as those of every slice, carry out a collective at the same time: the
+simulation has them meet as one, and their flows share links. What they then take at least all together is known once it
+is arranged who meets whom, which is done for what nothing else rules out.
+
 What is allocated is what tasks of the compute stream hold, one after another, where no other stream holds any: exactly
 what a simulation finds.
 """
@@ -13,12 +17,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from gssim.machine import Machine
 from gssim.machine.held import Memory
 from gssim.occupancy import outside_bytes
 from gssim.program import Program, Task
 from gssim.scenario import Scenario
 from gssim.search.bounds.collectives import Collectives
 from gssim.search.bounds.compute import chance_of
+from gssim.shared import Shared
 
 STEPS = 2
 """That are added up of memory: what the first leaves is there in the second."""
@@ -33,6 +39,23 @@ def step_time_s(scenario: Scenario, program: Program, collectives: Collectives) 
     return least_chance(scenario) * found
 
 
+def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectives, shared: Shared) -> float:
+    """Return what a step takes at least, where groups that are alike meet as one; see [Note: met]."""
+    machine = Machine(scenario.cluster, program, conditions=scenario.network, shared=shared)
+    alone_s: list[dict[str, float]] = [{} for _ in machine.classes]
+    known: dict[tuple[int, int], float] = {}
+    for label, meetings in machine.meetings.items():
+        for number, meeting in enumerate(meetings):
+            key = (id(program.communications[label]), number)
+            if key not in known:
+                known[key] = collectives.of_way(meeting.scheduled).alone_s
+            for each in meeting.classes:
+                alone_s[each.index][label] = known[key]
+    return least_chance(scenario) * max(
+        role_time_s(program.tasks[role], own_s) for role, own_s in zip(machine.roles, alone_s, strict=True)
+    )
+
+
 def least_chance(scenario: Scenario) -> float:
     """Return the least factor by which chance changes what a step takes.
 
@@ -43,11 +66,15 @@ def least_chance(scenario: Scenario) -> float:
 
 def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: Collectives) -> dict[str, float]:
     """Return how long each collective of a rank takes at least."""
-    found = {}
+    found: dict[str, float] = {}
+    known: dict[int, float] = {}  # equal micro-batches share their collectives
     for task in tasks:
         name = task.communication
         if name is not None and name not in found:
-            found[name] = collectives.alone_s(program.communications[name], rank)
+            communication = program.communications[name]
+            if id(communication) not in known:
+                known[id(communication)] = collectives.alone_s(communication, rank)
+            found[name] = known[id(communication)]
     return found
 
 
@@ -94,13 +121,10 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
     """
     found: list[tuple[int, Mapping[str, float]]] = []
     for role, tasks in enumerate(program.tasks):
-        own = [task.need for task in tasks if task.stream == "compute"]
         if any(task.need.peak or task.need.kept for task in tasks if task.stream != "compute"):
             return None
-        memory = Memory(dict(program.persistent[role]))
-        for need in own * STEPS:
-            memory.begin("compute", need)
-            memory.end("compute")
+        own = [task for task in tasks if task.stream == "compute"]
+        memory = Memory(dict(program.persistent[role])).through(own * STEPS)
         found.append((program.role_of.index(role), memory.peak))
     return found
 
