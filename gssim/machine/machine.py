@@ -1,7 +1,7 @@
 """A program on a cluster in simulated time."""
 
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,6 +31,8 @@ STREAMS = ("compute", "communication", "replication")
 (FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
 LEAST_IN_LOCKSTEP = 3
 """Classes from which on it pays to carry them out together."""
+Work = Callable[[int, str, int], Generator[Any, Any, None]]
+"""What carries out a class's stream so many times."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
@@ -170,7 +172,7 @@ class Machine:
                 for label in awaited:
                     self.finished[each.index, step, label] = self.env.event()
             streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
-            work = partial(ahead, self) if may_go_ahead(self, each.index) else self._stream
+            work: Work = partial(ahead, self) if may_go_ahead(self, each.index) else self._stream
             done.extend(self.env.process(work(each.index, stream, steps)) for stream in streams)
         everything = self.env.all_of(done)
         try:
