@@ -163,6 +163,9 @@ def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
         if before["sizes"] == curve["sizes"]:
             pairs = zip(before["values"], curve["values"], strict=True)
             before["values"] = [(then * count + now) / (count + 1) for then, now in pairs]
+    if "neighbour_slowdown_ratio" in new:
+        then = old.get("neighbour_slowdown_ratio", new["neighbour_slowdown_ratio"])
+        old["neighbour_slowdown_ratio"] = (then * count + new["neighbour_slowdown_ratio"]) / (count + 1)
     old["measurements"] = count + 1
 
 

@@ -255,7 +255,7 @@ def calibrate_command(
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
     before = measured_before(out, device_name(torch.device(kind))) if again else None
-    settings = Settings(names, sizes, sequence_length, precision, kind, again)
+    settings = Settings(names, sizes, sequence_length, precision, kind, "layers" if again else "")
     measured = measure(settings, ranks=count)
     data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
     write_cluster(out, data)

@@ -29,7 +29,7 @@ from gssim.result import (
     Span,
     typical_phases,
 )
-from gssim.scenario import Loaded, Scenario
+from gssim.scenario import Loaded, Scenario, as_it_runs
 from gssim.segments import Segment, Told, walk
 from gssim.shared import Shared
 from gssim.timeline import step_of
@@ -254,9 +254,8 @@ def _walked(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *, recorded: bool = False) -> _Steady:
     seed = scenario.run.seed
-    machine = Machine(
-        scenario.cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded, shared=shared
-    )
+    cluster = as_it_runs(scenario.cluster, scenario.workload)
+    machine = Machine(cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded, shared=shared)
     if recorded:
         machine.memory = [Recorded(memory.held, lambda: float(machine.env.now)) for memory in machine.memory]
     steps = JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS

@@ -412,6 +412,7 @@ def measured(name):
             "overhead_s": {"all-reduce": 1e-4},
             "processor_byte_s": {"default": 1e-10},
             "posting_s": 1e-5,
+            "posting_message_s": 4e-6,
             "posting_byte_s": 1e-10,
             "posting_limit_bytes": 4e6,
         },
@@ -422,24 +423,35 @@ def test_types_are_measured_two_by_two_and_the_backend_by_the_fastest(tmp_path, 
     cluster = load_cluster(SCENARIOS / "clusters" / "lab-unequal-devices.toml")
     asked = []
 
-    def measure(pair, _settings):
-        asked.append([device.type for device in pair.devices])
-        return measured(pair.devices[0].type)
+    def measure(some, settings, *, shaped=False):
+        asked.append(([device.type for device in some.devices], settings.only, shaped))
+        if settings.only == "neighbours":
+            return {"beside": {"gpt-byte-1m": 1.04, "resnet-digits": 1.16, "bert-byte-1m": 1.06}}
+        if settings.only == "communication":
+            return {"beside": {"gpt-byte-1m": [2 * some.links[0].bandwidth_bytes_per_s, 0.1]}}
+        return measured(some.devices[0].type)
 
-    monkeypatch.setattr(calibration, "lab_of", lambda pair, *, where: pair)
+    monkeypatch.setattr(calibration, "lab_of", lambda some, *, where, on=None: some)
     monkeypatch.setattr(calibration, "_measured", measure)
     monkeypatch.setattr(calibration, "processor_name", lambda: "this one")
-    settings = Settings((), (2, 4), 128, "fp32", "cpu")
+    monkeypatch.setattr(calibration, "usable_cores", lambda: [3, 4, 5])
+    settings = Settings(("gpt-byte-1m.toml",), (2, 4), 128, "fp32", "cpu")
     path = tmp_path / "devices.toml"
     for types, backend in calibration.calibrate_types(cluster, settings, where="test"):
         calibration.write_types(path, types, backend)
-    assert asked == [[f"lab-core-{share}"] * 2 for share in (0.8, 0.4, 0.2)]
+    for share in (0.8, 0.4, 0.2):
+        pair, four = ([f"lab-core-{share}"] * count for count in (2, 4))
+        crowded = [(four, "neighbours", False)] if share < 0.8 else []
+        expected = [(pair, "", False), *crowded, *[(four if crowded else pair, "communication", True)] * 2]
+        assert [asked.pop(0) for _ in expected] == expected
+    assert not asked
     files = f'device_types = "{path}"\nbackend_cost = "{calibration.backend_path(path)}"\n'
     devices = 'devices = [{name = "a", type = "lab-core-0.2", host = "h"}]\n'
     (tmp_path / "cluster.toml").write_text('name = "c"\nbackend = "gloo"\nsource = "test"\n' + files + devices)
     found = load_cluster(tmp_path / "cluster.toml")
     kind = found.device_types["lab-core-0.2"]
-    assert (kind.lab.cpu_share_ratio, kind.lab.processor) == (0.2, "this one")
+    assert (kind.lab.cpu_share_ratio, kind.lab.processor, kind.lab.cores) == (0.2, "this one", 3)
+    assert kind.neighbour_slowdown_ratio == 1.06
     assert kind.memory_bytes == pytest.approx(cluster.device_types["lab-core-0.2"].memory_bytes, rel=1e-4)
     assert found.backend_cost.overhead_s == {"all-reduce": 1e-4}
     assert found.backend_cost.message_s == 150e-6

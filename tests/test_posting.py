@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from strategies import cluster_of, communication_time_s, device_type, loaded_of, scenario_of, star
 
 from gssim import collectives
-from gssim.cluster import BackendCost
+from gssim.cluster import BackendCost, Curve
 from gssim.collectives import Communication
-from gssim.machine.host import Host
+from gssim.machine.host import Host, Load
 from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
@@ -92,12 +92,23 @@ def test_of_three_ranks_the_one_that_sends_and_receives_most_counts():
 
 def test_posting_takes_no_more_bytes_than_the_sockets_do():
     limited = star(2, backend_cost=replace(COST, posting_limit_bytes=1e6))
-    assert collectives.posting_s(limited, 0) == 0
-    assert collectives.posting_s(limited, 5e5) == pytest.approx(1e-5 + 5e5 * 4e-8)
-    assert (
-        collectives.posting_s(limited, 1e6) == collectives.posting_s(limited, 1e9) == pytest.approx(1e-5 + 1e6 * 4e-8)
-    )
-    assert collectives.posting_s(star(2, backend_cost=COST), 1e9) == pytest.approx(1e-5 + 1e9 * 4e-8)
+    assert posting_s(limited, 0) == 0
+    assert posting_s(limited, 5e5) == pytest.approx(1e-5 + 5e5 * 4e-8)
+    assert posting_s(limited, 1e6) == posting_s(limited, 1e9) == pytest.approx(1e-5 + 1e6 * 4e-8)
+    assert posting_s(limited, 1e9, 3) == pytest.approx(1e-5 + 3e6 * 4e-8)  # each peer has a socket of its own
+    assert posting_s(star(2, backend_cost=COST), 1e9) == pytest.approx(1e-5 + 1e9 * 4e-8)
+
+
+def test_each_message_more_takes_its_own_time_and_a_slow_device_more_of_it():
+    cluster = star(4, backend_cost=replace(COST, posting_message_s=2e-6))
+    assert posting_s(cluster, 1.0, 3) == pytest.approx(1e-5 + 2 * 2e-6 + 4e-8)
+    slow = {"fast": device_type(posting={"exchange_s": 5e-5, "message_s": 1e-5})}
+    cluster = star(4, types=slow, backend_cost=replace(COST, posting_message_s=2e-6))
+    assert posting_s(cluster, 1.0, 3) == pytest.approx(5e-5 + 2 * 1e-5 + 4e-8)
+
+
+def posting_s(cluster, size_bytes, messages=1):
+    return collectives.posting_s(cluster, cluster.type_of(0), size_bytes, messages)
 
 
 def test_what_the_network_carries_while_it_is_posted_is_not_waited_for_again():
@@ -165,13 +176,16 @@ def test_the_measured_machine_with_a_thousandth_of_its_link_goes_at_the_links_pa
 # Beside compute ------------------------------------------------------------------------------------------------------
 
 
-def computed_s(*busy_shares: float) -> float:
+HALVED = star(1, types={"fast": device_type(communicating_slowdown_ratio=2.0)}).type_of(0)
+
+
+def computed_s(*busy_shares: float, rates: tuple[float, ...] = (), device=HALVED) -> float:
     """Return what a second of compute takes, slowed to half by communication that keeps its processor busy."""
     env = simpy.Environment()
     host = Host(env, 1, {0: 1}, coupled=True)
-    for share in busy_shares:
-        host.communicate(0, share, +1)
-    env.run(until=env.process(host.compute(0, 1.0, neighbour_ratio=1.0, communicating_ratio=2.0)))
+    for load in (*(Load(share, 0.0) for share in busy_shares), *(Load(1.0, rate) for rate in rates)):
+        host.communicate(0, load, +1)
+    env.run(until=env.process(host.compute(0, 1.0, device)))
     return float(env.now)
 
 
@@ -181,12 +195,21 @@ def test_communication_slows_compute_by_as_much_as_it_keeps_the_processor_busy()
     assert computed_s(1.0, 1.0) == 2.0  # no more than all of it
 
 
+def test_where_it_was_measured_rate_by_rate_the_bytes_decide():
+    curve = Curve(sizes=(10.0, 30.0), values=(0.25, 0.5))
+    device = replace(HALVED, communicating_excess_ratio=curve)
+    assert computed_s(0.5, device=device) == 1.0  # no bytes
+    assert [computed_s(rates=(rate,), device=device) for rate in (4.0, 10.0, 20.0)] == [1.1, 1.25, 1.375]
+    assert computed_s(rates=(10.0, 10.0), device=device) == 1.375
+    assert computed_s(rates=(1e9,), device=device) == 1.5  # beyond what was measured, no more
+
+
 def test_what_has_ended_slows_nothing():
     env = simpy.Environment()
     host = Host(env, 1, {0: 1}, coupled=True)
     for change in (+1, +1, -1, -1):
-        host.communicate(0, 0.3, change)
-    env.run(until=env.process(host.compute(0, 1.0, neighbour_ratio=1.0, communicating_ratio=2.0)))
+        host.communicate(0, Load(0.3, 1.0), change)
+    env.run(until=env.process(host.compute(0, 1.0, HALVED)))
     assert env.now == 1.0
 
 

@@ -3,6 +3,7 @@
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,24 @@ import torch
 import torch.distributed as dist
 
 from gsreal.benchmarks.bench import Bench, Settings
+from gsreal.benchmarks.beside import communicating_excess
 from gsreal.benchmarks.communication import communicating_slowdown, communication_cost
 from gsreal.benchmarks.compression import compression_cost
 from gsreal.benchmarks.cut_blocks import cut_block_cost
 from gsreal.benchmarks.device import OPTIMIZERS, device_rates, matrix_rate, optimizer_cost
-from gsreal.benchmarks.profile import profile_model, trained_between
+from gsreal.benchmarks.profile import neighbour_slowdown, profile_model, trained_between
 from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance
 from gsreal.measure import MemoryCounter
 from gsreal.rank import run_on_rank
 from gssim.result import write_text
 from gssim.scenario import load_model
+from gssim.workload import Model
+
+BESIDE: dict[str, Callable[[Bench, Model], Any]] = {
+    "neighbours": neighbour_slowdown,
+    "communication": communicating_excess,
+}
 
 
 def main(settings: str, out: str) -> None:
@@ -43,12 +51,14 @@ def run(settings: Settings) -> dict[str, Any]:
         "memory_counter": counter.method,
         "provenance": provenance(bench.device),
     }
-    if settings.layers_only:
+    if settings.only in BESIDE:
+        return found | {"beside": _beside(bench, BESIDE[settings.only])}
+    if settings.only == "layers":
         found["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
     else:
         found |= _device_costs(bench)
     found |= _layer_costs(bench, counter)
-    if bench.ranks > 1 and not settings.layers_only:
+    if bench.ranks > 1 and settings.only != "layers":
         found |= _communication_costs(bench)
     return found
 
@@ -65,22 +75,31 @@ def _device_costs(bench: Bench) -> dict[str, Any]:
 
 
 def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
-    profiles, jitters, ratios = [], [], []
+    profiles, jitters = [], []
     for path in bench.settings.models:
         model = load_model(Path(path))
         bench.say(f"layers of {model.name}")
-        profile, jitter, ratio = profile_model(bench, model, counter)
+        profile, jitter = profile_model(bench, model, counter)
         profiles.append(profile)
         jitters.append(jitter)
-        ratios.append(ratio)
     if not profiles:
         return {"profiles": []}
     return {
         "profiles": profiles,
         "step_jitter_ratio": statistics.median(jitter[0] for jitter in jitters),
         "task_jitter_ratio": statistics.median(jitter[1] for jitter in jitters),
-        "neighbour_slowdown_ratio": max(1.0, statistics.median(ratios)),
+        "neighbour_slowdown_ratio": statistics.median(each.get("neighbour_slowdown_ratio", 1.0) for each in profiles),
     }
+
+
+def _beside(bench: Bench, measure: Callable[[Bench, Model], Any]) -> dict[str, Any]:
+    """Return what is measured of each model, by its name."""
+    found = {}
+    for path in bench.settings.models:
+        model = load_model(Path(path))
+        bench.say(f"{model.name} beside {bench.settings.only}")
+        found[model.name] = measure(bench, model)
+    return found
 
 
 def _communication_costs(bench: Bench) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,8 @@ class Settings:
     sequence_length: int
     precision: str
     kind: str
-    layers_only: bool = False
+    only: Literal["", "layers", "neighbours", "communication"] = ""
+    """Measure only the models' layers, or how much slower they are while all ranks compute or communicate."""
 
 
 class Bench:

@@ -21,6 +21,7 @@ EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
 POSTED_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20))
 """What sockets take at once on any system of today's."""
 OVERFLOWING_BYTES = 2**24
+MANY_MESSAGES = 4
 """What they do not."""
 OUTLIERS = 0.1
 """Part of the repeats, at either end, that is left out: others' work on a shared machine."""
@@ -151,6 +152,7 @@ def _posting_cost(bench: Bench) -> dict[str, float]:
     limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
     return {
         "posting_s": line.fixed_s,
+        "posting_message_s": _posting_message_s(bench),
         "posting_byte_s": line.byte_s,
         "posting_limit_bytes": min(max(limit_bytes, float(POSTED_BYTES[-1])), float(OVERFLOWING_BYTES)),
     }
@@ -168,6 +170,28 @@ def _posting_s(bench: Bench, size_bytes: int) -> float:
         times.append(time.perf_counter() - began)
         pending.wait()  # type: ignore[attr-defined]
     return _mean(times)
+
+
+def _posting_message_s(bench: Bench) -> float:
+    """Return what each message more adds to the time that posting takes: sent and received, all by the next rank."""
+    few, many = (_mean([_posted_s(bench, count) for _ in range(REPEATS)]) for count in (1, MANY_MESSAGES))
+    return max(0.0, (many - few) / (MANY_MESSAGES - 1))
+
+
+def _posted_s(bench: Bench, count: int) -> float:
+    """Return what posting so many small messages, to the next rank and from the last, takes after some compute."""
+    following, before = (bench.rank + 1) % bench.ranks, (bench.rank - 1) % bench.ranks
+    outgoing, incoming = (torch.zeros(count, POSTED_BYTES[0] // 4) for _ in range(2))
+    dist.barrier()
+    _compute(bench)
+    began_s = time.perf_counter()
+    works = [dist.irecv(part, before, tag=tag) for tag, part in enumerate(incoming)]
+    works += [dist.isend(part, following, tag=tag) for tag, part in enumerate(outgoing)]
+    took_s = time.perf_counter() - began_s
+    for work in works:
+        if work is not None:
+            work.wait()
+    return took_s
 
 
 def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[], object]:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gsreal.benchmarks.bench import Bench, Settings, optimizer_alone
+from gsreal.benchmarks.bench import Bench, Settings
 from gsreal.benchmarks.scratch import layer_scratch
-from gsreal.build import DTYPES, build_module, logits_of, loss_of, random_batch
-from gsreal.lab.throttle import device_time_s
+from gsreal.benchmarks.steps import batch_of, elapsed_s, middle_batch_size, now, step_marks, trained, update
+from gsreal.build import DTYPES, build_module, logits_of, loss_of
 from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
 from gssim.scenario import load_model
@@ -32,28 +32,16 @@ STEPS_PER_ROUND = 6
 """Batch sizes, alone and together, take turns round by round: a slow minute of the machine falls on all of them."""
 
 
-def profile_model(
-    bench: Bench, model: Model, counter: MemoryCounter
-) -> tuple[dict[str, Any], tuple[float, float], float]:
-    """Return (profile, (step jitter, task jitter), slow-down beside busy neighbours) of a model's layers.
+def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[dict[str, Any], tuple[float, float]]:
+    """Return (profile, (step jitter, task jitter)) of a model's layers.
 
-    The profile is of a device alone.
+    The profile is of a device alone, and of how much slower it is beside busy neighbours.
     """
     dtype = DTYPES[bench.settings.precision]
-    module = build_module(model.module, where=model.name).to(bench.device, dtype)
-    module.train()
-    optimizer = optimizer_alone("adamw", module.parameters(), bench.device)
-    names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
-    times: dict[int, list[_Step]] = defaultdict(list)
-    together: dict[int, list[_Step]] = defaultdict(list)
-    batches = {b: _batch(bench, model, b, _sequence_length(bench, model)) for b in bench.settings.batch_sizes}
-    middle = sorted(batches)[len(batches) // 2]
-    for _ in range(ROUNDS):
-        for batch_size, batch in batches.items():
-            some_steps = partial(_timed, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
-            times[batch_size] += bench.alone(some_steps) or []
-            if bench.ranks > 1 and batch_size == middle:
-                together[batch_size] += bench.together(partial(some_steps, together=True))
+    module, optimizer, names = trained(bench, model)
+    batches = {b: batch_of(bench, model, b) for b in bench.settings.batch_sizes}
+    middle = middle_batch_size(bench)
+    times, together = _in_turns(bench, module, optimizer, names, batches)
     excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[min(batches)]))
     peaks = {
         b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
@@ -63,12 +51,12 @@ def profile_model(
     scratch = bench.alone(partial(layer_scratch, model, batches, counter, dtype)) if counted else None
     lateness = _lateness(bench, together[middle])
     if bench.rank:
-        return {}, (0.0, 0.0), 1.0
+        return {}, (0.0, 0.0)
     profile = _profile(model, bench.settings, times, peaks, scratch or {})
     if excess:
         profile["pause_excess_s"] = excess
-    ratio = _ratio(times, together)
-    return profile, _jitter(times, lateness), ratio
+    profile["neighbour_slowdown_ratio"] = _ratio(times, together)
+    return profile, _jitter(times, lateness)
 
 
 @contextmanager
@@ -81,8 +69,7 @@ def trained_between(bench: Bench) -> Iterator[None]:
     if bench.settings.models:
         model = load_model(Path(bench.settings.models[0]))
         module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
-        batch_size = sorted(bench.settings.batch_sizes)[len(bench.settings.batch_sizes) // 2]
-        inputs, targets = _batch(bench, model, batch_size, _sequence_length(bench, model))
+        inputs, targets = batch_of(bench, model, middle_batch_size(bench))
         bench.displace = lambda: loss_of(logits_of(module(inputs)), targets).backward()
     try:
         yield
@@ -109,13 +96,31 @@ class _Step:
         return sum(seconds for (_, each), seconds in self.seconds.items() if each == phase)
 
 
-def _sequence_length(bench: Bench, model: Model) -> int:
-    return bench.settings.sequence_length if model.input.kind == "tokens" else 1
+def neighbour_slowdown(bench: Bench, model: Model) -> float:
+    """Return by how much a step of a model is slower while all ranks compute it than while one does, at least 1."""
+    module, optimizer, names = trained(bench, model)
+    middle = middle_batch_size(bench)
+    batches = {middle: batch_of(bench, model, middle)}
+    return _ratio(*_in_turns(bench, module, optimizer, names, batches))
 
 
-def _batch(bench: Bench, model: Model, batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = random_batch(model, batch_size, sequence_length, DTYPES[bench.settings.precision])
-    return inputs.to(bench.device), targets.to(bench.device)
+def _in_turns(
+    bench: Bench,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    batches: dict[int, tuple[Tensor, Tensor]],
+) -> tuple[dict[int, list[_Step]], dict[int, list[_Step]]]:
+    """Return the steps of each batch size on one rank alone, and of the middle one on all ranks together."""
+    times: dict[int, list[_Step]] = defaultdict(list)
+    together: dict[int, list[_Step]] = defaultdict(list)
+    for _ in range(ROUNDS):
+        for batch_size, batch in batches.items():
+            some_steps = partial(_timed, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
+            times[batch_size] += bench.alone(some_steps) or []
+            if bench.ranks > 1 and batch_size == middle_batch_size(bench):
+                together[batch_size] += bench.together(partial(some_steps, together=True))
+    return times, together
 
 
 def _timed(
@@ -135,33 +140,22 @@ def _timed(
     found = []
     for step in range(steps + 1):
         seconds = _observed(bench, module, names, batch)
-        _update(bench, optimizer)
+        update(bench, optimizer)
         if together:
             dist.barrier()
         start_s = time.perf_counter()
-        unobserved = _unobserved(bench, module, batch)
+        unobserved = step_marks(bench, module, batch)
         lasted_s = time.perf_counter() - start_s
-        _update(bench, optimizer)
+        update(bench, optimizer)
         if step >= 1:
             found.append(
                 _Step(
                     {place: _total_s(marks) for place, marks in seconds.items()},
-                    {phase: _elapsed_s(*marks) for phase, marks in unobserved.items()},
+                    {phase: elapsed_s(*marks) for phase, marks in unobserved.items()},
                     lasted_s,
                 )
             )
     return found
-
-
-def _unobserved(bench: Bench, module: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Any, Any]]:
-    """Return (start, end) marks of a forward and of its backward in which nothing is observed."""
-    began = _now(bench.device)
-    loss = loss_of(logits_of(module(batch[0])), batch[1])
-    turned = _now(bench.device)
-    loss.backward()
-    ended = _now(bench.device)
-    bench.finish()
-    return {"f": (began, turned), "b": (turned, ended)}
 
 
 def _pause_excess(
@@ -179,22 +173,16 @@ def _pause_excess(
     for _ in range(PAUSE_ROUNDS):
         for pause_s in (0.0, *PAUSES_S):
             time.sleep(pause_s)
-            marks = _unobserved(bench, module, batch)
-            times[pause_s].append(sum(_elapsed_s(*each) for each in marks.values()))
-            _update(bench, optimizer)
+            marks = step_marks(bench, module, batch)
+            times[pause_s].append(sum(elapsed_s(*each) for each in marks.values()))
+            update(bench, optimizer)
     middles = {pause_s: statistics.median(values) for pause_s, values in times.items()}
     excess = [max(0.0, middles[pause_s] - middles[0.0]) for pause_s in PAUSES_S]
     return {"sizes": list(PAUSES_S), "values": list(accumulate(excess, max))}
 
 
-def _update(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    bench.finish()
-
-
 def _total_s(marks: list[tuple[Any, Any]]) -> float:
-    return sum(_elapsed_s(start, end) for start, end in marks)
+    return sum(elapsed_s(start, end) for start, end in marks)
 
 
 def _observed(
@@ -204,31 +192,19 @@ def _observed(
     entered: list[tuple[tuple[int, str], Any]] = []
 
     def enter(layer: int, phase: str) -> None:
-        entered.append(((layer, phase), _now(bench.device)))
+        entered.append(((layer, phase), now(bench.device)))
 
     with layer_boundaries(module, names, enter=enter) as out:
-        began = _now(bench.device)
+        began = now(bench.device)
         loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
         enter(len(names), "b")
         loss.backward()
-        ended = _now(bench.device)
+        ended = now(bench.device)
     entered[0] = (entered[0][0], began)
     found: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)
     for (place, start), end in zip(entered, [*(mark for _, mark in entered[1:]), ended], strict=True):
         found[place].append((start, end))
     return found
-
-
-def _now(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return device_time_s()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _elapsed_s(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def _layer_peaks(
@@ -345,12 +321,11 @@ def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[floa
 
 
 def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]]) -> float:
-    """Return the median over batch sizes of a step's time beside busy neighbours over its time alone."""
-    if not together:
-        return 1.0
-    return statistics.median(
+    """Return a step's time beside busy neighbours over its time alone, at least 1: the median over batch sizes."""
+    ratios = [
         statistics.median(step.unobserved_s for step in together[b])
         / statistics.median(step.unobserved_s for step in steps)
         for b, steps in times.items()
-        if together.get(b)
-    )
+        if steps and together.get(b)
+    ]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0

@@ -1,11 +1,15 @@
 """Micro-benchmarks of emulated devices: what each of a cluster's device types costs as the lab makes it."""
 
 import json
+import math
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,14 @@ from gsreal.lab.interrupts import unwinding
 from gsreal.lab.lab import Lab, lab_of
 from gsreal.lab.network import FASTEST_BYTES_PER_S
 from gsreal.lab.ranks import run_ranks
-from gsreal.lab.throttle import share_of
-from gsreal.machine import processor_name
+from gsreal.lab.throttle import MOST_OF_THE_CORES, share_of
+from gsreal.machine import processor_name, usable_cores
 from gssim.cluster import BackendCost, Cluster, Device, DeviceType, Link
 from gssim.result import write_text
 from gssim.units import validated
+
+RATES_BYTES_PER_S = (12.5e6, 125e6)
+"""Of links, at which it is measured how much slower devices compute while they communicate: 100 and 1000 Mbit/s."""
 
 
 def calibrate_types(
@@ -30,34 +37,116 @@ def calibrate_types(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield the cluster's device types as measured so far, as plain data, and the costs of the backend.
 
-    Each type is measured on two devices of it, wired by a link that is not shaped; the backend by the fastest type.
+    Each type is measured on two devices of it, a core each, wired by a link that is not shaped; the backend by the
+    fastest type. Those of which two find room on one core are also measured side by side there.
     """
     types: dict[str, Any] = {}
     backend: dict[str, Any] = {}
     names = sorted(cluster.device_types, key=lambda name: -share_of(cluster.device_types[name]))
-    labs = {name: lab_of(pair_of(cluster, name), where=where) for name in names}  # all refusals come first
+    labs = {name: lab_of(some_of(cluster, name, 2), where=where) for name in names}  # all refusals come first
     for name, lab in labs.items():
         print(f"gsreal: calibrating {name}", file=sys.stderr, flush=True)
         kind = cluster.device_types[name]
         measured = _measured(lab, settings)
         data = device_type_data(measured, settings, source_of(measured) + ", in the lab")
-        emulation = {"cpu_share_ratio": share_of(kind), "processor": processor_name()}
+        posted = measured["communication"]
+        data["posting"] = {"exchange_s": posted["posting_s"], "message_s": posted["posting_message_s"]}
+        on_a_core(data, _beside_neighbours(cluster, name, settings, where=where))
+        beside_messages(data, _beside_messages(cluster, name, settings, where=where))
+        cores = len(usable_cores())
+        emulation = {"cpu_share_ratio": share_of(kind), "processor": processor_name(), "cores": cores}
         types[name] = {**data, "memory_bytes": kind.memory_bytes, "lab": emulation}
         backend = backend or backend_data(measured)
         yield types, backend
 
 
-def pair_of(cluster: Cluster, name: str) -> Cluster:
-    """Return two devices of a type of the cluster's, side by side."""
+def on_a_core(data: dict[str, Any], ratios: Mapping[str, float]) -> None:
+    """Say in a device type's data how much neighbours on its core slow it down, by model; without any, not at all."""
+    data.pop("neighbour_slowdown_ratio", None)  # of two cores, which was no slow-down by any more than chance
+    if ratios:
+        data["neighbour_slowdown_ratio"] = statistics.median(ratios.values())
+    for profile in data["profiles"]:
+        profile.pop("neighbour_slowdown_ratio", None)
+        if ratios:
+            profile["neighbour_slowdown_ratio"] = ratios[profile["model"]]
+
+
+def crowd_size(cpu_share_ratio: float) -> int:
+    """Return how many devices of such a share crowd two cores: two on each, or on one of them; 0 where none share one.
+
+    >>> crowd_size(0.4), crowd_size(0.5), crowd_size(0.8)
+    (4, 3, 0)
+    """
+    if cpu_share_ratio > 0.5:
+        return 0
+    return min(4, math.floor(2 * MOST_OF_THE_CORES / cpu_share_ratio + 1e-9))
+
+
+def _beside_neighbours(cluster: Cluster, name: str, settings: Settings, *, where: str) -> dict[str, float]:
+    """Return each model's slow-down while two devices of a type compute on a core; nothing where two find no room."""
+    size = crowd_size(share_of(cluster.device_types[name]))
+    if not size or not settings.models:
+        return {}
+    crowd = lab_of(some_of(cluster, name, size), where=where, on=usable_cores()[:2])
+    found: dict[str, float] = _measured(crowd, replace(settings, only="neighbours"))["beside"]
+    return found
+
+
+def beside_messages(data: dict[str, Any], measured: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Say in a device type's data how much communication slows its models down, from (bytes/s, excess) of each."""
+    for profile in data["profiles"]:
+        points = sorted(measured[profile["model"]])
+        excess = never_falling([value for _, value in points])
+        profile["communicating_excess_ratio"] = {"sizes": [rate for rate, _ in points], "values": excess}
+
+
+def never_falling(values: Sequence[float]) -> list[float]:
+    """Return the values with means in place of neighbours that fall: more bytes take no less, but for chance.
+
+    >>> never_falling([1.0, 4.0, 2.0, 5.0])
+    [1.0, 3.0, 3.0, 5.0]
+    """
+    runs: list[list[float]] = []
+    for value in values:
+        runs.append([value])
+        while len(runs) > 1 and statistics.fmean(runs[-1]) < statistics.fmean(runs[-2]):
+            last = runs.pop()
+            runs[-1] += last
+    return [statistics.fmean(run) for run in runs for _ in run]
+
+
+def _beside_messages(
+    cluster: Cluster, name: str, settings: Settings, *, where: str
+) -> dict[str, list[tuple[float, float]]]:
+    """Return, by model, (bytes/s sent and received, excess of compute meanwhile) for links of several rates.
+
+    Of devices of which two find room on a core, both are there: what one sends slows the other down too.
+    """
+    found = defaultdict[str, list[tuple[float, float]]](list)
+    size = crowd_size(share_of(cluster.device_types[name])) or 2
+    for rate in RATES_BYTES_PER_S if settings.models else ():
+        crowd = lab_of(some_of(cluster, name, size, bandwidth_bytes_per_s=rate), where=where, on=usable_cores()[:2])
+        measured = _measured(crowd, replace(settings, only="communication"), shaped=True)["beside"]
+        for model, point in measured.items():
+            found[model].append(tuple(point))
+    return found
+
+
+def some_of(cluster: Cluster, name: str, count: int, *, bandwidth_bytes_per_s: float = FASTEST_BYTES_PER_S) -> Cluster:
+    """Return so many devices of a type of the cluster's, all linked."""
     kind = cluster.device_types[name]
     said = replace(kind.lab, processor=None) if kind.lab else None  # it is about to be measured on this one
-    link = Link(between=("a", "b"), bandwidth_bytes_per_s=FASTEST_BYTES_PER_S, latency_s=0.0, source="not shaped")
+    names = [f"{name}-{i}" for i in range(count)]
+    links = [
+        Link(between=pair, bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=0.0, source="for calibration")
+        for pair in combinations(names, 2)
+    ]
     return Cluster(
-        name=f"two of {name}",
+        name=f"{count} of {name}",
         backend="gloo",
         device_types={name: replace(kind, lab=said)},
-        devices=tuple(Device(name=each, type=name, host=each) for each in link.between),
-        links=(link,),
+        devices=tuple(Device(name=each, type=name, host=each) for each in names),
+        links=tuple(links),
         source="for calibration",
     )
 
@@ -68,11 +157,11 @@ def backend_data(measured: dict[str, Any]) -> dict[str, Any]:
     return {"message_s": measured["communication"]["latency_s"], **found}
 
 
-def _measured(lab: Lab, settings: Settings) -> dict[str, Any]:
+def _measured(lab: Lab, settings: Settings, *, shaped: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
         made = Path(folder, "measured.json")
         arguments = [json.dumps(asdict(settings)), str(made)]
-        with unwinding(), built(lab.network, shaped=False) as network:
+        with unwinding(), built(lab.network, shaped=shaped) as network:
             run_ranks(lab.network, lab.places, "gsreal.benchmarks", arguments, check=network.check)
         measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
         return measured

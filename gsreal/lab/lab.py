@@ -32,8 +32,8 @@ class Lab:
     places: tuple[Place, ...]
 
 
-def lab_of(cluster: Cluster, *, where: str) -> Lab:
-    """Return the lab of a cluster; raise UserError where this machine cannot be it."""
+def lab_of(cluster: Cluster, *, where: str, on: Sequence[int] | None = None) -> Lab:
+    """Return the lab of a cluster; raise UserError where this machine cannot be it. `on`: cores; absent: all usable."""
     check_tools()
     if cluster.backend != "gloo":
         raise UserError(f"{where}: cluster.backend = '{cluster.backend}': the lab's ranks talk by gloo")
@@ -45,7 +45,7 @@ def lab_of(cluster: Cluster, *, where: str) -> Lab:
         )
     network = network_of(cluster, os.urandom(3).hex(), where=f"{where}: cluster")
     shares = tuple(map(share_of, types))
-    cores = cores_of(shares, usable_cores(), where=f"{where}: cluster")
+    cores = cores_of(shares, usable_cores() if on is None else on, where=f"{where}: cluster")
     check_compiler(network, shares)
     library = throttle_library() if min(shares) < 1 else None
     if library is None and min(shares) < 1:

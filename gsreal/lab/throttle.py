@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from gsreal.compiled import compiled
-from gssim.cluster import DeviceType
+from gssim.cluster import DeviceType, dealt
 from gssim.units import RunFailedError, UserError
 
 VARIABLE = "GSREAL_LAB_PLACE"
@@ -57,18 +57,13 @@ def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tu
             f"machine has {len(cores)}, of which the lab gives {MOST_OF_THE_CORES:g}: at most {room:g}, "
             f"such as {room / len(shares):.3g} for each of {len(shares)}"
         )
-    left = dict.fromkeys(cores, 1.0)
-    found: dict[int, int] = {}
-    for device in sorted(range(len(shares)), key=lambda i: -shares[i]):
-        core = max(left, key=lambda c: left[c])
-        left[core] -= shares[device]
-        found[device] = core
-    if min(left.values()) < -1e-9:
+    found = dealt(shares, len(cores))
+    if any(sum(s for s, c in zip(shares, found, strict=True) if c == core) > 1 + 1e-9 for core in found):
         raise UserError(
             f"{where}: device_types: lab.cpu_share_ratio: shares of {', '.join(f'{s:g}' for s in shares)} cannot be "
             f"dealt out to {len(cores)} cores without more than a whole on one"
         )
-    return tuple(found[i] for i in range(len(shares)))
+    return tuple(cores[core] for core in found)
 
 
 def throttle_library() -> Path | None:

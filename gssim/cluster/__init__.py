@@ -7,9 +7,11 @@ from gssim.cluster.costs import (
     CutBlockCost,
     LayerProfile,
     OptimizerCost,
+    PostingCost,
     Profile,
     ShardedUnitCost,
 )
+from gssim.cluster.neighbours import communicating_excess, core_shares, dealt, is_coupled, neighbourhoods
 
 __all__ = [
     "BackendCost",
@@ -23,6 +25,12 @@ __all__ = [
     "LayerProfile",
     "Link",
     "OptimizerCost",
+    "PostingCost",
     "Profile",
     "ShardedUnitCost",
+    "communicating_excess",
+    "core_shares",
+    "dealt",
+    "is_coupled",
+    "neighbourhoods",
 ]

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from gssim.cluster.costs import CompressionCost, Curve, CutBlockCost, OptimizerCost, Profile, ShardedUnitCost
+from gssim.cluster.costs import (
+    CompressionCost,
+    Curve,
+    CutBlockCost,
+    OptimizerCost,
+    PostingCost,
+    Profile,
+    ShardedUnitCost,
+    Slowdown,
+)
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
 from gssim.topology import Topology, Wiring, build, wiring_of_links
@@ -22,13 +31,12 @@ from gssim.units import (
     FlopPerSecond,
     NonNegativeFloat,
     PositiveBytes,
+    PositiveInt,
     Precision,
     Seconds,
     Watts,
     spec,
 )
-
-Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 @spec
@@ -39,6 +47,8 @@ class Emulation:
     """Part of a core's time in which the device computes."""
     processor: str | None = None
     """The machine's processor when the costs were measured; absent: they are not."""
+    cores: PositiveInt | None = None
+    """How many cores the machine has, to which the lab deals its devices; absent: none slows another down there."""
 
 
 @spec
@@ -66,9 +76,13 @@ class DeviceType:
     expandable_segments: bool = False
     """Whether the segments of PyTorch's allocator expand (`PYTORCH_ALLOC_CONF`); kind `cuda` alone has it."""
     communicating_slowdown_ratio: Slowdown = 1.0
-    """Compute time while this device communicates, over compute time alone."""
+    """Compute time while this device communicates, over compute time alone: with a processor all busy with the bytes;
+    where the links leave it idle for part of the time, that much less."""
+    communicating_excess_ratio: Curve | None = None
+    """Measured rate by rate (see the profiles' own), instead of `communicating_slowdown_ratio`."""
     neighbour_slowdown_ratio: Slowdown = 1.0
-    """Compute time while every other device of the host computes, over compute time alone."""
+    """Compute time while every other device of the host computes, over compute time alone. In the lab, where each
+    device is a host: while one as fast computes on the same core."""
     step_jitter_ratio: NonNegativeFloat = 0.0
     """Random variation of a whole step's compute (standard deviation over median): what makes peers late."""
     task_jitter_ratio: NonNegativeFloat = 0.0
@@ -77,6 +91,8 @@ class DeviceType:
     """Measured, by optimizer; without, an update goes by memory bandwidth."""
     compression: CompressionCost | None = None
     """Measured; absent: by memory bandwidth."""
+    posting: PostingCost | None = None
+    """Measured on this device; absent: as the backend's costs say."""
     sharded_unit: ShardedUnitCost | None = None
     """Measured; absent: nothing is added."""
     cut_block: CutBlockCost | None = None
@@ -102,7 +118,8 @@ class DeviceType:
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
-        for key in [key for key in ("busy_power_w", "idle_power_w") if data[key] is None]:
+        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting")
+        for key in [key for key in optional if data[key] is None]:
             del data[key]
         return data
 
@@ -148,7 +165,9 @@ class BackendCost:
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
     posting_s: Seconds = 0.0
-    """Host time to hand over point-to-point messages, whatever their size."""
+    """Host time to hand over an exchange of one point-to-point message, whatever its size."""
+    posting_message_s: Seconds = 0.0
+    """The same for each message more."""
     posting_byte_s: Seconds = 0.0
     """Host time per byte to copy a point-to-point message into the socket; the transfer begins with the first."""
     posting_limit_bytes: PositiveBytes | None = None
@@ -168,7 +187,7 @@ class BackendCost:
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return plain data: what is absent makes no other calibration."""
         data: dict[str, Any] = inner(self)
-        for key in ("message_s", "posting_limit_bytes", "processor_byte_s"):
+        for key in ("message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"):
             if not data[key]:
                 del data[key]
         return data

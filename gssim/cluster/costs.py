@@ -7,6 +7,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from gssim.scratch import ScratchText
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, Seconds, spec
 
+Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
 
 @spec
 class Curve:
@@ -78,6 +80,11 @@ class Profile:
     pause_excess_s: Curve | None = None
     """How much longer compute takes in all after so many seconds (`sizes`) in which the device has waited, for what it
     works with is no longer in the caches; after the last of them nothing changes."""
+    neighbour_slowdown_ratio: Slowdown | None = None
+    """The device's, for this model: it depends on how much memory the layers go through; absent: the device's own."""
+    communicating_excess_ratio: Curve | None = None
+    """How much longer compute takes beside communication, over compute alone, by the bytes/s that the device sends and
+    receives meanwhile; beyond the last nothing changes. Absent: by the device's `communicating_slowdown_ratio`."""
 
 
 @spec
@@ -90,6 +97,16 @@ class OptimizerCost:
     """More for each tensor that is a DTensor (what FSDP2 hands to the optimizer)."""
     elements_s: Curve
     """By the elements that are updated."""
+
+
+@spec
+class PostingCost:
+    """Host time of a device to hand over point-to-point messages, whatever their size."""
+
+    exchange_s: Seconds
+    """Of an exchange of one message, sent and received."""
+    message_s: Seconds
+    """For each more."""
 
 
 @spec

@@ -15,7 +15,7 @@ that the two messages do not pass each other. NCCL's kernels poll memory of the 
 
 import numpy as np
 
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, DeviceType, PostingCost
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Stage
@@ -123,8 +123,8 @@ def measured_s(cluster: Cluster, communication: Communication) -> float | None:
     return float(np.exp(np.interp(np.log(max(size, 1e-9)), np.log(table.sizes), np.log(table.values))))
 
 
-def posting_s(cluster: Cluster, size_bytes: float) -> float:
-    """Return the host time to hand messages of `size_bytes` to the backend.
+def posting_s(cluster: Cluster, device: DeviceType, size_bytes: float, messages: int = 1) -> float:
+    """Return the time of a device's host to hand so many messages, of `size_bytes` together, to the backend.
 
     Their transfer has begun by then: see `processor_s`. What the sockets do not take at once, as they do not where a
     link is slow, the backend's thread hands over later.
@@ -132,8 +132,9 @@ def posting_s(cluster: Cluster, size_bytes: float) -> float:
     cost = cluster.backend_cost
     if cost is None or not size_bytes:
         return 0.0
-    limit_bytes = size_bytes if cost.posting_limit_bytes is None else cost.posting_limit_bytes
-    return cost.posting_s + cost.posting_byte_s * min(size_bytes, limit_bytes)
+    own = device.posting or PostingCost(exchange_s=cost.posting_s, message_s=cost.posting_message_s)
+    limit_bytes = size_bytes if cost.posting_limit_bytes is None else cost.posting_limit_bytes * messages
+    return own.exchange_s + own.message_s * (messages - 1) + cost.posting_byte_s * min(size_bytes, limit_bytes)
 
 
 def processor_byte_s(cluster: Cluster, kind: str) -> float:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gssim.cluster import Cluster, DeviceType
+from gssim.cluster import Cluster, DeviceType, is_coupled, neighbourhoods
 from gssim.program import Program
 from gssim.units import Ints
 
@@ -24,7 +24,7 @@ class RankClass:
     index: int
     members: Ints
     host: str
-    """First by name of those that members are on: the same for all classes that meet on a host."""
+    """First by name of those that members are on: the same for all classes that meet on a host. In the lab, a core."""
     on_host: int
     """How many members each of their hosts has."""
 
@@ -32,11 +32,6 @@ class RankClass:
     def representative(self) -> int:
         """The first member."""
         return int(self.members[0])
-
-
-def is_coupled(device: DeviceType) -> bool:
-    """Return whether other devices of its host, or its own communication, change a device's pace."""
-    return device.neighbour_slowdown_ratio != 1 or device.communicating_slowdown_ratio != 1
 
 
 def is_jittery(device: DeviceType) -> bool:
@@ -72,7 +67,8 @@ def classes_of(
     types = {device.type: cluster.device_types[device.type] for device in devices}
     if unfolded or any(is_jittery(each) for each in types.values()):
         roles = np.arange(ranks)
-    hosts = np.unique(np.array([device.host for device in devices]), return_inverse=True)[1]
+    names = neighbourhoods(cluster)[:ranks]
+    hosts = np.unique(np.array(names), return_inverse=True)[1]
     several = families_of(program)
     for groups in {each.groups for each in program.communications.values()}:
         if sum(map(len, groups)) < ranks:
@@ -90,7 +86,7 @@ def classes_of(
             break
         roles = finer
     found = {g: _alike(roles, members, kind) for g, (members, kind) in zip(several, partitions, strict=True)}
-    return Classes(_rank_classes(cluster, roles, hosts), found)
+    return Classes(_rank_classes(names, roles, hosts), found)
 
 
 def families_of(program: Program) -> list[Groups]:
@@ -104,7 +100,7 @@ def _alike(colour: Ints, members: Ints, kind: Ints) -> Ints:
     return np.asarray(np.unique(rows, axis=0, return_inverse=True)[1], dtype=np.int64).ravel()
 
 
-def _rank_classes(cluster: Cluster, colours: Ints, hosts: Ints) -> tuple[RankClass, ...]:
+def _rank_classes(names: Sequence[str], colours: Ints, hosts: Ints) -> tuple[RankClass, ...]:
     """Return the classes of ranks of equal colours, by first member."""
     _, first, index = np.unique(colours, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
@@ -114,7 +110,7 @@ def _rank_classes(cluster: Cluster, colours: Ints, hosts: Ints) -> tuple[RankCla
     for number, place in enumerate(order.tolist()):
         members = by_class[ends[place - 1] if place else 0 : ends[place]]
         on_host = int(np.count_nonzero(hosts[members] == hosts[members[0]]))
-        host = min(cluster.devices[rank].host for rank in members.tolist())
+        host = min(names[rank] for rank in members.tolist())
         found.append(RankClass(number, members, host, on_host))
     return tuple(found)
 

@@ -2,32 +2,51 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import simpy
+
+from gssim.cluster import DeviceType, communicating_excess
+
+
+class Load(NamedTuple):
+    """What communication asks of a device that it goes on beside."""
+
+    busy_share: float
+    """Part of the time for which it keeps a processor busy."""
+    handled_bytes_per_s: float
+    """Bytes that are sent and received."""
 
 
 class Host:
     """Devices that share a host: each computes slower while the others compute, and while it communicates itself.
 
-    Equal ranks are one class, which stands for as many devices as it has members on this host.
+    Equal ranks are one class, which stands for as many devices as it has members on this host. In the lab it is a core
+    that devices share: `core_share` is then the part of its time that a device of each class has.
     """
 
-    def __init__(self, env: simpy.Environment, devices: int, members: dict[int, int], *, coupled: bool) -> None:
+    def __init__(
+        self,
+        env: simpy.Environment,
+        devices: int,
+        members: dict[int, int],
+        *,
+        coupled: bool,
+        core_share: dict[int, float] | None = None,
+    ) -> None:
         self.env, self.devices, self.members, self.coupled = env, devices, members, coupled
+        self.core_share = core_share
         self.computing: set[int] = set()
-        self.communicating: dict[int, Counter[float]] = defaultdict(Counter)
-        """By class: collectives under way, by the part of their time for which they keep a processor busy."""
+        self.communicating: dict[int, Counter[Load]] = defaultdict(Counter)
+        """By class: collectives under way, by what they ask of the device."""
         self.changed = env.event()
 
     def _change(self) -> None:
         self.changed.succeed()
         self.changed = self.env.event()
 
-    def compute(
-        self, rank_class: int, alone_s: float, *, neighbour_ratio: float, communicating_ratio: float
-    ) -> Generator[Any, Any, None]:
-        """Take the simulated time of `alone_s` of compute under what else goes on at the host."""
+    def compute(self, rank_class: int, alone_s: float, device: DeviceType) -> Generator[Any, Any, None]:
+        """Take the simulated time of `alone_s` of a device's compute under what else goes on at the host."""
         if alone_s <= 0:
             return
         self.computing.add(rank_class)
@@ -35,8 +54,8 @@ class Host:
         remaining = alone_s
         ended = False
         while not ended:
-            slowdown = 1 + (neighbour_ratio - 1) * self._others(rank_class)
-            slowdown *= 1 + (communicating_ratio - 1) * self._busy_share(rank_class)
+            slowdown = 1 + (device.neighbour_slowdown_ratio - 1) * self._others(rank_class)
+            slowdown *= 1 + communicating_excess(device, *self._load(rank_class))
             began_s = self.env.now
             end = self.env.timeout(remaining * slowdown)
             yield self._first_of(end, self.changed)
@@ -59,20 +78,31 @@ class Host:
         return woken
 
     def _others(self, rank_class: int) -> float:
-        """Return which part of the other devices computes now."""
+        """Return which part of the other devices computes now.
+
+        On a core, devices take turns, and what a slow-down is made of is filling the caches anew after others' turns. A
+        device that has fewer of them than this one comes between fewer of its turns; one that has more, or two
+        devices, no more than between each (assumed).
+        """
+        if self.core_share is not None:
+            own = self.core_share[rank_class]
+            computing_share = sum(self.members[each] * self.core_share[each] for each in self.computing)
+            return min(1.0, (computing_share - own) / own)
         computing = sum(self.members[each] for each in self.computing)
         return (computing - 1) / max(1, self.devices - 1)
 
-    def _busy_share(self, rank_class: int) -> float:
-        """Return for which part of the time the class's collectives keep a processor busy, 1 at most."""
-        return min(1.0, sum(share * count for share, count in self.communicating[rank_class].items()))
+    def _load(self, rank_class: int) -> Load:
+        """Return what all the class's collectives ask of it."""
+        under_way = self.communicating[rank_class].items()
+        shares, rates = ([load[i] * count for load, count in under_way] for i in range(2))
+        return Load(sum(shares), sum(rates))
 
-    def communicate(self, rank_class: int, busy_share: float, change: int) -> None:
-        """Note that the class has `change` more collectives under way that keep a processor busy for `busy_share`."""
-        before = self._busy_share(rank_class)
+    def communicate(self, rank_class: int, load: Load, change: int) -> None:
+        """Note that the class has `change` more collectives under way that ask so much of it."""
+        before = self._load(rank_class)
         under_way = self.communicating[rank_class]
-        under_way[busy_share] += change
-        if not under_way[busy_share]:
-            del under_way[busy_share]
-        if self.coupled and self._busy_share(rank_class) != before:
+        under_way[load] += change
+        if not under_way[load]:
+            del under_way[load]
+        if self.coupled and self._load(rank_class) != before:
             self._change()

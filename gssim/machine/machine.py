@@ -17,12 +17,12 @@ import numpy as np
 import simpy
 
 from gssim import collectives
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, core_shares, is_coupled, neighbourhoods
 from gssim.conditions import Conditions
-from gssim.machine.classes import is_coupled, is_jittery
+from gssim.machine.classes import is_jittery
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
-from gssim.machine.host import Host
+from gssim.machine.host import Host, Load
 from gssim.machine.lockstep import Lockstep, lockstep_of
 from gssim.machine.meetings import Meeting, arrange, router_of
 from gssim.machine.recorded import Recorded
@@ -95,7 +95,7 @@ class Machine:
         self.step_speed = [1.0 for _ in self.classes]
         self._volumes: dict[int, float] = defaultdict(float)
         self._hops: dict[int, collectives.Hops] = {}
-        self._busy_share: dict[Meeting, float] = {}
+        self._loads: dict[Meeting, Load] = {}
         self._cold_s = [0.0 for _ in self.classes]
         """How much longer each class will compute for the pauses before."""
         self._paused_s = [0.0 for _ in self.classes]
@@ -120,25 +120,30 @@ class Machine:
         }
 
     def _hosts(self) -> dict[str, Host]:
-        """Return the hosts of the classes' representatives."""
+        """Return the hosts, or cores, of the classes' representatives."""
         names = {each.host for each in self.classes}
         devices: dict[str, int] = dict.fromkeys(names, 0)
         coupled: dict[str, bool] = dict.fromkeys(names, False)
-        for device in self.cluster.devices:
-            if device.host in names:
-                devices[device.host] += 1
-                coupled[device.host] |= is_coupled(self.cluster.device_types[device.type])
+        for device, host in zip(self.cluster.devices, neighbourhoods(self.cluster), strict=True):
+            if host in names:
+                devices[host] += 1
+                coupled[host] |= is_coupled(self.cluster.device_types[device.type])
         members = {name: {each.index: each.on_host for each in self.classes if each.host == name} for name in names}
-        return {name: Host(self.env, devices[name], members[name], coupled=coupled[name]) for name in sorted(names)}
+        shares = core_shares(self.cluster)
+        by_class = None if shares is None else {each.index: shares[each.representative] for each in self.classes}
+        return {
+            name: Host(self.env, devices[name], members[name], coupled=coupled[name], core_share=by_class)
+            for name in sorted(names)
+        }
 
     def note_communication(self, meeting: Meeting, change: int) -> None:
         """Tell the hosts of a collective's members that it begins or ends."""
         if not any(self.hosts[each.host].coupled for each in meeting.classes):
             return
-        if meeting not in self._busy_share:
-            self._busy_share[meeting] = meeting.scheduled.processor_share(self.network)
+        if meeting not in self._loads:
+            self._loads[meeting] = meeting.scheduled.load(self.network)
         for each in meeting.classes:
-            self.hosts[each.host].communicate(each.index, self._busy_share[meeting], change)
+            self.hosts[each.host].communicate(each.index, self._loads[meeting], change)
 
     def note_bytes(self, stage: collectives.Stage) -> None:
         """Count what goes over the hops of a stage."""
@@ -350,12 +355,7 @@ class Machine:
         if not host.coupled:
             yield self.env.timeout(alone_s)
             return
-        yield from host.compute(
-            index,
-            alone_s,
-            neighbour_ratio=device.neighbour_slowdown_ratio,
-            communicating_ratio=device.communicating_slowdown_ratio,
-        )
+        yield from host.compute(index, alone_s, device)
 
     def _refill_s(self, index: int, task: Task) -> float:
         """Return how much longer a task takes for filling the caches again after pauses.

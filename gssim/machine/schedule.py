@@ -14,6 +14,7 @@ from gssim import collectives
 from gssim.cluster import Cluster
 from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hops, Members, Stage, processor_s, summed
 from gssim.collectives.algorithms import ring_hops
+from gssim.machine.host import Load
 from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
 from gssim.network import Network, Pace, Router
 from gssim.shared import Shared
@@ -64,13 +65,13 @@ class Scheduled:
         """Return the time on idle links, additions to received bytes left out."""
         return self.fixed_s if self.measured else self.fixed_s + self._carrying_s(network)
 
-    def processor_share(self, network: Network) -> float:
-        """Return for which part of the time on idle links the processors are busy with the bytes: 1 where not known.
-
-        Communication slows the compute beside it by that much less than on the links on which that was measured.
-        """
+    def load(self, network: Network) -> Load:
+        """Return what it asks of the processors on idle links; all of them where it is not known what bytes take."""
         busy_s = sum(processor_s(stage, self.processor_byte_s) for stage in self.stages)
-        return min(1.0, busy_s / self._carrying_s(network, latency=False)) if busy_s else 1.0
+        handled = sum(processor_s(stage, 1.0) for stage in self.stages)
+        carrying_s = self._carrying_s(network, latency=False)
+        share = min(1.0, busy_s / carrying_s) if busy_s else 1.0
+        return Load(share, handled / carrying_s if carrying_s else 0.0)
 
     def _carrying_s(self, network: Network, *, latency: bool = True) -> float:
         return sum(network.alone_s(stage, self.pace(stage, latency=latency)) for stage in self.stages)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gssim import collectives
+from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import input_bytes, let_go
 from gssim.program.borders import Stage
@@ -28,7 +29,7 @@ def pipeline(low: Lowering, rank: int, chunk: Chunk) -> list[Task]:
     """
     mesh = low.scenario.policies.mesh
     stages = {stage.number: _of_stage(low, stage) for stage in low.stages}
-    writer = _Writer(low, _replicas(low, rank), stages, _output_bytes(low, rank))
+    writer = _Writer(low, _replicas(low, rank), stages, _output_bytes(low, rank), low.device(rank))
     writer.add(Task("begin", "idle"))
     for action in low.schedule[mesh.place(rank).pp]:
         writer.write(action, chunk)
@@ -57,6 +58,7 @@ class _Writer:
     """The rank's, by number."""
     output_bytes: Sequence[float]
     """Size of every stage's output for a micro-batch; micro-batches are equal."""
+    device: DeviceType
     tasks: list[Task] = field(default_factory=list)
     later: list[Task] = field(default_factory=list)
     """What comes behind the schedule."""
@@ -123,7 +125,7 @@ class _Writer:
         self.low.communications[name] = Communication("send", first, size, beside=tuple(others))
         stream = f"send to {target} on pp" if sends else f"receive from {source} on pp"
         self.add(Task(self.label(message), "exposed_communication", stream, communication=name, after=(self.latest,)))
-        posting_s = collectives.posting_s(self.low.scenario.cluster, size) if sends else 0.0
+        posting_s = collectives.posting_s(self.low.scenario.cluster, self.device, size) if sends else 0.0
         if posting_s:  # it goes as it is posted
             self.add(Task(f"post {name}", "exposed_communication", duration_s=posting_s))
 

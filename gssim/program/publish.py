@@ -124,7 +124,8 @@ def _across(low: Lowering, rank: int, bucket: Bucket, label: str) -> list[Task]:
     if not _posts(low):
         ring = Task(label, "exposed_communication", communication=name, need=need)
         return [ring, put(low, rank, bucket)] if thresholded else [ring]
-    posting_s = collectives.posting_s(low.scenario.cluster, (len(parts) - 1) * parts[low.node(rank)])
+    others, own = len(parts) - 1, parts[low.node(rank)]
+    posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), others * own, others)
     begin = Task(f"begin {label}", "exposed_communication", need=need)  # messages go as they are posted
     post = Task(f"post {label}", "exposed_communication", duration_s=posting_s)
     return [begin, post, Task(label, "exposed_communication", communication=name, after=(begin.label,))]

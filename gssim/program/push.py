@@ -123,7 +123,7 @@ def _push_bucket(
     adding = _adding_events(low, bucket, rank, micro_batch)
     posted, released = _exchange_events(low, packed, adding, sent_bytes, received_bytes)
     ready = tasks[-1].label
-    posting_s = _posting_s(low, rank, sent_bytes)
+    posting_s = _posting_s(low, rank, sent_bytes, low.nodes - 1)
     tasks.append(Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=footprint(posted)))
     if low.scenario.plan.overlap:  # messages go as they are posted, the backend's call once it has its flat copy
         after = (ready if low.policies.point_to_point else tasks[-1].label,)
@@ -209,7 +209,7 @@ def _adding_events(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroB
     return [Event(1, own, "temporaries"), Event(4, -own - total, "temporaries")]
 
 
-def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
+def _posting_s(low: Lowering, rank: int, sent_bytes: float, messages: int) -> float:
     """Return the time to hand messages over before the compute goes on.
 
     Where it does not, that is part of what the exchange takes. The backend's call takes them from a flat copy, in its
@@ -217,7 +217,9 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float) -> float:
     """
     if not low.policies.point_to_point:
         return costs.copy_time_s(low.device(rank), sent_bytes)
-    return collectives.posting_s(low.scenario.cluster, sent_bytes) if low.scenario.plan.overlap else 0.0
+    if not low.scenario.plan.overlap:
+        return 0.0
+    return collectives.posting_s(low.scenario.cluster, low.device(rank), sent_bytes, messages)
 
 
 def _prepare(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]) -> Task:

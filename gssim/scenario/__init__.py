@@ -6,6 +6,7 @@ from gssim.scenario.loading import first_comment, load_cluster, load_model, load
 from gssim.scenario.overrides import as_overrides, parsed_override, toml
 from gssim.scenario.question import Loaded, Run, Scenario, single_device
 from gssim.scenario.rates import (
+    as_it_runs,
     has_master_copy,
     layer_profile,
     master_bytes,
@@ -23,6 +24,7 @@ __all__ = [
     "Run",
     "Scenario",
     "after_step",
+    "as_it_runs",
     "as_overrides",
     "begin",
     "check",

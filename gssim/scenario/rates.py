@@ -1,8 +1,9 @@
 """What of a device a workload meets: its profile, its peak, and the cost of a sample."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from gssim.cluster import Curve, DeviceType, LayerProfile, Profile
+from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile, Profile
 from gssim.units import PRECISION_BYTES, Precision, UserError
 from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload
 
@@ -59,6 +60,20 @@ def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
     """Return how much longer compute takes after a pause, by its seconds, where it is measured."""
     found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
     return found.pause_excess_s if found else None
+
+
+def as_it_runs(cluster: Cluster, workload: Workload) -> Cluster:
+    """Return the cluster with its devices as slow beside neighbours and messages as this workload's profiles say."""
+    types = {name: _as_it_runs(device, workload) for name, device in cluster.device_types.items()}
+    changed = any(types[name] is not device for name, device in cluster.device_types.items())
+    return replace(cluster, device_types=types) if changed else cluster
+
+
+def _as_it_runs(device: DeviceType, workload: Workload) -> DeviceType:
+    profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    own = {key: getattr(profile, key, None) for key in ("neighbour_slowdown_ratio", "communicating_excess_ratio")}
+    changes = {key: value for key, value in own.items() if value is not None and value != getattr(device, key)}
+    return replace(device, **changes) if changes else device
 
 
 def _is_of(profile: Profile, workload: Workload) -> bool:
