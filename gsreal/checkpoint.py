@@ -7,7 +7,8 @@ buckets too, read what they need of them. Data are a function of seed and step.
 
 What is a rank's own goes on where there are as many ranks as before, with the same shares: torch's random numbers (of
 dropout), and what a thresholded push has kept and estimated. Else random numbers begin anew from seed, step and rank,
-and what was kept is dropped: those who kept it are gone, and each element loses less than the threshold, once.
+and what was kept is dropped: those who kept it are gone, and each element loses less than the threshold, once. Shares
+that follow the ranks' paces go on as they were too, where there are as many ranks; the paces are measured anew.
 """
 
 import json
@@ -46,6 +47,10 @@ class Progress:
     """By which the checkpoint was written."""
     training: dict[str, Any] = field(default_factory=dict)
     """What makes it this training and no other."""
+    samples: tuple[int, ...] = ()
+    """Of each rank in the next step, where shares follow the ranks' paces."""
+    shard_shares: tuple[float, ...] = ()
+    """Of each rank, there."""
     format: int = FORMAT
 
 
@@ -76,6 +81,7 @@ class Checkpoints:
         if found[0] is None:
             return Progress()
         path, progress = found[0]
+        _share_as_before(training, progress, progress.step - scenario.run.warmup_steps)
         _load(training, Path(path), scenario.run.seed, progress)
         if rank == 0:
             print(f"gsreal: resumed at step {progress.step}", file=sys.stderr, flush=True)
@@ -93,7 +99,8 @@ class Checkpoints:
         if dist.get_rank():
             return
         total = tuple(sum(each) for each in zip(*parts, strict=True))
-        progress = Progress(step, total, len(parts), identity(scenario))
+        shared = training.follower.shared if training.follower else ((), ())
+        progress = Progress(step, total, len(parts), identity(scenario), *shared)
         (partial / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         _commit(partial, path)
         for old in _complete(self.folder)[:-KEPT]:
@@ -138,7 +145,8 @@ def read_progress(path: Path) -> Progress:
     """Return how far a checkpoint's training had come; raise UserError where the file is not one of ours."""
     try:
         values = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
-        progress = Progress(**{**values, "losses": tuple(values["losses"])})
+        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        progress = Progress(**{**values, **lists})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: is no checkpoint of gsreal: {error}") from None
     if progress.format != FORMAT:
@@ -181,8 +189,6 @@ def _unsaved(scenario: Scenario) -> str | None:
     """
     if scenario.policies.gradients == "push" and scenario.policies.tp > 1:
         return "shards of blocks that are cut too (plan.tp beside pushes) are not saved yet"
-    if scenario.plan.shares.replan:
-        return "plan.shares.replan = True: how the batch was divided at run time is not saved yet"
     return None
 
 
@@ -212,6 +218,17 @@ def _state_of(training: Training) -> dict[str, Any]:
     if isinstance(training.optimizer, GradientSharding):
         return {"model": training.module, "optimizer": training.optimizer.sharded()}
     return {"training": Elements(training.module, training.optimizer)}
+
+
+def _share_as_before(training: Training, progress: Progress, step: int) -> None:
+    """Divide batch and shards as they were divided when it was saved, where they follow the ranks' paces."""
+    follower, optimizer = training.follower, training.optimizer
+    if follower is None or len(progress.samples) != dist.get_world_size():
+        return
+    _, owned = follower.shared
+    follower.go_on(step, progress.samples, progress.shard_shares)
+    if isinstance(optimizer, GradientSharding) and progress.shard_shares != owned:
+        optimizer.reshard(progress.shard_shares)
 
 
 def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:

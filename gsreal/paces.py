@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gsreal.measure import Timeline
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Division
 from gssim.scenario import Scenario, after_step, begin
+from gssim.shares import Watch
 
 WORK = 64
 """Side of the matrices that a slow rank multiplies."""
@@ -71,6 +72,25 @@ class Follower:
             found = own.new_empty(len(mine) * dist.get_world_size())
             dist.all_gather_into_tensor(found, own)
             self.compute_s, self.update_s = (tuple(each) for each in found.view(-1, len(mine)).T.tolist())
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Samples of every rank in the next step, and its part of the parameters."""
+        return self.following.samples, self.following.shard_shares
+
+    def go_on(self, step: int, samples: tuple[int, ...], shard_shares: tuple[float, ...]) -> None:
+        """Let them be these from `step` on, as they were when the training was saved; paces are measured anew."""
+        if (samples, shard_shares) == self.shared:
+            return
+        most = tuple(map(max, self.following.most_samples, samples))
+        division = Division(first_step=step, samples=samples, shard_shares=shard_shares)
+        self.following = replace(
+            self.following,
+            watch=Watch(samples),
+            shard_shares=shard_shares,
+            most_samples=most,
+            divisions=(division,),
+        )
 
     def follow(self, step: int) -> Division | None:
         """Return the new division from the step after `step` on, if there is one."""

@@ -76,6 +76,8 @@ def measure(
     feed = Feed(scenario, rank, device)
     course = Course(scenario, training, rank, device)
     begun = checkpoints.resume(scenario, training) if checkpoints else Progress()
+    if training.follower is not None:
+        feed.divide(training.follower.following.samples)
     losses = _timed_steps(scenario, training, feed, rank, course, begun, checkpoints)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)

@@ -196,6 +196,29 @@ def test_four_ranks_then_three_then_two(saved_by_four: Path, undisturbed, tmp_pa
     assert losses == pytest.approx(undisturbed, rel=EXACT)
 
 
+REPLAN = ["plan.shares.replan=true", "plan.shares.batch=[0.75,0.25]"]
+
+
+@pytest.mark.parametrize("ranks", [2, slow_where(3, slow=[3])])
+def test_shares_that_follow_the_ranks_paces_go_on_as_they_were(undisturbed, tmp_path: Path, ranks: int):
+    """As many ranks take them up, whatever the plan says to begin with; others begin with the plan's."""
+    train(tmp_path, tmp_path / "saved", 2, SAVED, "plan.method=gs", *REPLAN)
+    last = latest(tmp_path / "saved")
+    assert last is not None
+    path = last / "progress.json"
+    saved = json.loads(path.read_text())
+    assert sum(saved["samples"]) == 12
+    path.write_text(json.dumps(saved | {"samples": [5, 7], "shard_shares": [0.25, 0.75]}))  # as if paces had changed
+    losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, "plan.method=gs", *REPLAN[: 4 - ranks])
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+    divisions = read_result(tmp_path / f"{ranks}-{STEPS}.json").divisions
+    if ranks == 2:
+        first = divisions[0]
+        assert (first.first_step, first.samples, first.shard_shares) == (SAVED - 1, (5, 7), (0.25, 0.75))
+    else:
+        assert all(each.first_step > SAVED - 1 for each in divisions)
+
+
 # A rank that is killed -----------------------------------------------------------------------------------------------
 
 USER_MODULE = """
@@ -274,16 +297,9 @@ def refusal(*changes: str, folder: Path, every: int = 1, steps: int = STEPS) -> 
     return str(found.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["plan.shares.replan=true", "plan.method=gs"],
-        ["plan.method=gs", "plan.tp=2", "plan.shares.shards=even"],
-    ],
-    ids=lambda changes: changes[-1],
-)
-def test_what_cannot_be_saved_is_refused_before_ranks_start(changes, tmp_path: Path):
-    assert "not saved yet" in refusal(*changes, folder=tmp_path)
+def test_what_cannot_be_saved_is_refused_before_ranks_start(tmp_path: Path):
+    cut = ["plan.method=gs", "plan.tp=2", "plan.shares.shards=even"]
+    assert "not saved yet" in refusal(*cut, folder=tmp_path)
 
 
 def written(folder: Path, scenario, step: int) -> Path:

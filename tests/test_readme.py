@@ -212,14 +212,15 @@ def test_files_that_are_named_exist(path):
 
 
 @pytest.mark.real
-def test_a_program_runs_on_two_ranks_under_torchrun(tmp_path):
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_program_runs_under_torchrun(tmp_path, ranks):
     torch = pytest.importorskip("torch")
     ((_, text),) = [(tags, body) for tags, body in FENCE.findall(TEXT) if tags == "python run"]
     assert len([line for line in text.splitlines() if line.strip()]) <= 25
     (tmp_path / "train.py").write_text(text)
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -235,7 +236,7 @@ def test_a_program_runs_on_two_ranks_under_torchrun(tmp_path):
         for loss in re.findall(r"rank \d: loss ([\d.]+), pushed \d+% of", ended.stdout)  # both print at once
     ]
     chance = float(torch.tensor(10.0).log())
-    assert len(losses) == 2
+    assert len(losses) == ranks
     assert max(losses) < 0.8 * chance
 
 
