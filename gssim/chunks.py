@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from gssim.inputs import Packed, code_digest, unpacked
 from gssim.shared import Shared
-from gssim.sweep import Point
+from gssim.sweep import Point, is_rate
 from gssim.units import RunFailedError, UserError
 from gssim.workers import Workers
 
@@ -58,26 +58,26 @@ def by_likeness(points: Sequence[Point]) -> list[int]:
 
     What rates links have comes last: programs, and who meets whom, do not hang on it.
     """
+    return sorted(range(len(points)), key=lambda place: (str(points[place].file), _ranked(points[place]), place))
 
-    def likeness(place: int) -> tuple[Any, ...]:
-        point = points[place]
-        ranked = sorted((_rank(override), override) for override in point.overrides if not override.startswith("name="))
-        return (str(point.file), ranked, place)
 
-    return sorted(range(len(points)), key=likeness)
+def _ranked(point: Point) -> list[tuple[int, str]]:
+    """Return what is overridden, what weighs more before what weighs less."""
+    return sorted((_rank(override), override) for override in point.overrides if not override.startswith("name="))
+
+
+def _but_rates(point: Point) -> tuple[Any, ...]:
+    """Return what a point is beside links' rates: programs of equal ones are the same."""
+    return (point.file, [override for rank, override in _ranked(point) if rank <= len(WEIGHTY)])
 
 
 WEIGHTY = ("cluster", "workload.", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
 
 
-RATES = ("_per_s", "latency_s", "oversubscription")
-"""How the keys of links' rates end."""
-
-
 @lru_cache(maxsize=4096)
 def _rank(override: str) -> int:
     key = override.partition("=")[0]
-    if key.startswith("cluster.") and key.endswith(RATES):
+    if is_rate(key):
         return len(WEIGHTY) + 1
     return next((i for i, begin in enumerate(WEIGHTY) if key.startswith(begin)), len(WEIGHTY))
 
@@ -101,7 +101,7 @@ def answers(
     with _interrupts() as interrupted:
         while under_way or (waiting and not interrupted):
             while waiting and not interrupted and len(under_way) < workers.at_a_time:
-                taken = [waiting.popleft() for _ in range(_size(workers, pace_s, len(waiting)))]
+                taken = _taken(points, waiting, _size(workers, pace_s, len(waiting)), workers)
                 chunk = Chunk(tuple(points[place] for place in taken), work, files, code)
                 under_way[workers.submit(answer, chunk)] = taken
             for ended in list(workers.ended(list(under_way))):
@@ -119,6 +119,24 @@ def _size(workers: Workers, pace_s: float, waiting: int) -> int:
     if not workers.in_chunks or not pace_s:
         return 1
     return max(1, min(MOST_TOGETHER, int(CHUNK_S / pace_s), -(-waiting // workers.at_a_time)))
+
+
+def _taken(points: Sequence[Point], waiting: deque[int], size: int, workers: Workers) -> list[int]:
+    """Take about as many places as `size` says: all that differ in links' rates alone together, for one worker.
+
+    What they have in common would else be worked out by two.
+    """
+    if not workers.in_chunks:
+        return [waiting.popleft()]
+    taken: list[int] = []
+    while waiting and len(taken) < size:
+        alike, like = 1, _but_rates(points[waiting[0]])
+        while alike < min(MOST_TOGETHER, len(waiting)) and _but_rates(points[waiting[alike]]) == like:
+            alike += 1
+        if taken and len(taken) + alike > MOST_TOGETHER:
+            break
+        taken += [waiting.popleft() for _ in range(alike)]
+    return taken
 
 
 class _OfThread(threading.local):

@@ -13,6 +13,7 @@ proportion.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from gssim.cluster import DeviceType
 from gssim.program import Program
@@ -38,12 +39,12 @@ class Occupancy:
     missing_bytes: float = 0.0
     """What a request lacked that the device could not serve."""
 
-    @property
+    @cached_property
     def allocated_bytes(self) -> float:
         """The most that is allocated."""
         return sum(self.peak.values())
 
-    @property
+    @cached_property
     def outside_bytes(self) -> float:
         """All that is taken beside the allocator."""
         return sum(self.outside.values())
@@ -53,12 +54,12 @@ class Occupancy:
         """The largest category at the peak."""
         return max(self.peak, key=lambda category: self.peak[category], default="")
 
-    @property
+    @cached_property
     def excess_bytes(self) -> float:
         """What the device has too little; 0 where it fits."""
         return max(0.0, self.allocated_bytes + self.outside_bytes - self.memory_bytes, self.missing_bytes)
 
-    @property
+    @cached_property
     def margin_bytes(self) -> float:
         """What the device has left, with all that is reserved; negative where it does not fit."""
         if self.excess_bytes:

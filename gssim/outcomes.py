@@ -62,6 +62,9 @@ def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
 def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
     """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
     for each in machine.classes:
+        if len(each.members) == 1:
+            yield each, each.members
+            continue
         carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
         which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
         for kind in dict.fromkeys(which.tolist()):
@@ -72,8 +75,8 @@ def rank_classes(
     scenario: Scenario, machine: Machine, phases: list[dict[str, float]], occupied: Sequence[Occupancy]
 ) -> tuple[RankOutcome, ...]:
     """Return ranks with equal outcomes together."""
-    classes: dict[str, dict[str, Any]] = {}
-    members: dict[str, list[Any]] = defaultdict(list)
+    classes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     sent, received = machine.carried_by_rank()
     for each, same in _alike(machine, sent, received):
@@ -94,7 +97,7 @@ def rank_classes(
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }
-        key = repr(outcome)
+        key = (*(tuple(each.items()) if isinstance(each, dict) else each for each in outcome.values()),)
         classes[key] = outcome
         members[key].append(same)
     ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}

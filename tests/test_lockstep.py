@@ -8,6 +8,7 @@ from strategies import machine_for, star
 from gssim.collectives import Communication
 from gssim.machine import DeadlockError, machine
 from gssim.program import Task
+from gssim.program.task import Issue
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
 
@@ -44,6 +45,32 @@ def test_together_they_do_what_each_does_alone(kind, changes, monkeypatch):
     assert alone[2].lockstep is None
     assert len(alone[2].classes) > 2
     assert together[:2] == alone[:2]
+
+
+def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):
+    def tasks(rank):
+        """Half of the pieces are issued more slowly than they are computed; unequally so on every rank."""
+        issued = (Issue(0.7 * rank, goes_on=False), Issue(1.0, goes_on=True), None, Issue(2.5 - rank, goes_on=True))
+        work = [
+            Task(f"work {i}", "forward", duration_s=0.5 + 0.25 * i * rank, issue=each) for i, each in enumerate(issued)
+        ]
+        meet = Task("x", "exposed_communication", "communication", communication="x", after=("work 1",))
+        return [*work, meet, Task("end", "backward", duration_s=0.125, after=("x",), issue=Issue(rank, goes_on=True))]
+
+    everyone = {"x": Communication("all-reduce", (0, 1, 2), 1000)}
+
+    def outcome():
+        found = machine_for(star(3, backend="nccl"), *map(tasks, range(3)), communications=everyone)
+        found.run(2)
+        return found.lockstep, [list(each) for each in found.ends_s], set(found.spans)
+
+    together = outcome()
+    monkeypatch.setattr(machine, "LEAST_IN_LOCKSTEP", 1000)
+    alone = outcome()
+    assert together[0] is not None
+    assert alone[0] is None
+    assert together[1:] == alone[1:]
+    assert len({ends[0] for ends in alone[1]}) == 3
 
 
 def test_who_waits_for_ever_is_told():

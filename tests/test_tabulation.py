@@ -17,7 +17,7 @@ from gssim import chunks, tabulation
 from gssim.chunks import answers, by_likeness
 from gssim.inputs import Fingerprints, Unpacked, packed
 from gssim.parts import Parts, parts_folder
-from gssim.sweep import load_sweep, points_of
+from gssim.sweep import Point, load_sweep, points_of
 from gssim.table import files_of
 from gssim.units import RunFailedError
 from gssim.workers import Alone
@@ -267,6 +267,28 @@ def test_what_a_chunk_has_no_time_for_is_handed_out_again(folder, monkeypatch):
     order = by_likeness(asked)
     found = list(answers(asked, order, lambda point, shared: point.name, Together()))
     assert found == [(place, asked[place].name) for place in order]
+
+
+def test_points_that_differ_in_rates_of_links_alone_are_handed_out_together(monkeypatch):
+    handed = []
+
+    class Together(Alone):
+        in_chunks, at_a_time = True, 2
+
+        def submit(self, work, argument):
+            handed.append([point.overrides[0] for point in argument.points])
+            return super().submit(work, argument)
+
+    def point(threshold, rate):
+        rates = f"cluster.topology.link.bandwidth_bytes_per_s={rate}"
+        return Point(f"a--{threshold}-{rate}", Path("s.toml"), (f"plan.push.threshold={threshold}", rates))
+
+    monkeypatch.setattr(chunks, "MOST_TOGETHER", 7)
+    asked = [point(threshold, rate) for rate in range(3) for threshold in range(5)]
+    found = list(answers(asked, by_likeness(asked), lambda point, shared: point.name, Together()))
+    assert sorted(place for place, _ in found) == list(range(15))
+    assert all(len(each) <= 7 for each in handed)
+    assert sum(len(set(each)) for each in handed) == 5  # each threshold in one chunk alone
 
 
 # Dask -----------------------------------------------------------------------------------------------------------------

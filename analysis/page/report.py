@@ -58,7 +58,10 @@ def _lead(questions: list[str]) -> str:
 def _short(found: Contents) -> list[str]:
     lines = [line for comparison in found.comparisons for line in comparison_summary(comparison)]
     lines += [line for sweep in found.sweeps for line in sweep_summary(sweep)]
-    lines += [study.findings[0] for study in found.studies if study.findings]
+    several = len(found.studies) > 1
+    lines += [
+        f"{each.place}: {each.findings[0]}" if several else each.findings[0] for each in found.studies if each.findings
+    ]
     return lines or ["Results without their other side: nothing is compared."]
 
 

@@ -343,7 +343,10 @@ def _over_range(values: Sequence[float], first: float, last: float) -> float:
     if len(values) == 1 or last <= first:
         return values[0]
     begin, end, sent, whole = first * len(values), last * len(values), 0.0, 0.0
-    for i in range(int(begin), min(len(values), math.ceil(end))):
+    blocks = range(int(begin), min(len(values), math.ceil(end)))
+    if len(blocks) == 1:  # to the last digit, so that all ranges inside a block are alike
+        return values[blocks[0]]
+    for i in blocks:
         inside = max(0.0, min(end, i + 1) - max(begin, i))
         sent += values[i] * inside
         whole += inside

@@ -1,7 +1,7 @@
 """Many classes of ranks at once: what one of them does in a time, all of a family do in a vector of times.
 
 [Note: lockstep] Thresholds leave hardly two ranks alike: all do the same tasks, but each in times of its own. Where
-ranks go ahead of the clock between collectives ([Note: ahead] in `machine`), nothing but these brings them together, so
+ranks go ahead of the clock between collectives ([Note: ahead] in `ahead`), nothing but these brings them together, so
 that only collectives take part in simulated time, and between them times are added up for all ranks of a family that
 came from the same one. Every sum is made in the same order as for one rank alone, to the last digit.
 """
@@ -105,7 +105,7 @@ class Lockstep:
             if ranks.takes_time[place]:
                 now_s = now_s + ranks.duration_s[place, who]
             issue = tasks[place].issue
-            if issue is not None:  # as `Machine._issue` has it
+            if issue is not None:  # as `Machine.issued_s` has it
                 host_s = ranks.family.host_s[place, ranks.columns][who]
                 ranks.issued_s[who] = (ranks.issued_s[who] if issue.goes_on else began_s) + host_s
                 now_s = np.maximum(now_s, ranks.issued_s[who])
@@ -254,27 +254,31 @@ class Lockstep:
         return [found[index] for index in sorted(found)]
 
     def _phases_of(self, ranks: Ranks, start_s: Floats, end_s: Floats) -> dict[str, Floats]:
-        seconds = {phase: np.zeros(len(ranks.classes)) for phase in PHASES}
-        before_s = start_s
-
-        def add(phase: str, began_s: Floats, ended_s: Floats, there: Any) -> None:
-            nonlocal before_s
-            left_s, right_s = np.clip(began_s, start_s, end_s), np.clip(ended_s, start_s, end_s)
-            left_s, right_s = np.where(there, left_s, before_s), np.where(there, right_s, before_s)
-            seconds["idle"] += np.where(left_s > before_s, left_s - before_s, 0.0)
-            seconds[phase] += right_s - left_s
-            before_s = np.maximum(before_s, right_s)
-
-        places = [place for place, task in enumerate(ranks.family.tasks) if task.stream == "compute"]
-        for step in range(self.steps):
-            for place in places:
-                began_s, ended_s = ranks.began_s[step, place], ranks.ended_s[step, place]
-                waited = ranks.awaited[step, place] >= 0
-                if waited.any():
-                    add("exposed_communication", ranks.wait_s[step, place], began_s, waited)
-                add(ranks.family.tasks[place].phase, began_s, ended_s, ended_s > began_s)
-        seconds["idle"] += end_s - before_s
+        """Return how long ranks were in each phase between two times; what no task fills is idle."""
+        phases, began_s, ended_s, there = self._computed(ranks)
+        left_s, right_s = np.clip(began_s, start_s, end_s), np.clip(ended_s, start_s, end_s)
+        busy_until_s = np.maximum.accumulate(np.concatenate([start_s[None], np.where(there, right_s, start_s)]))
+        idle_s = np.where(there, np.maximum(0.0, left_s - busy_until_s[:-1]), 0.0)
+        spent_s = np.where(there, right_s - left_s, 0.0)
+        seconds = {phase: spent_s[phases == phase].sum(axis=0) for phase in PHASES}
+        seconds["idle"] += idle_s.sum(axis=0) + (end_s - busy_until_s[-1])
         return seconds
+
+    def _computed(self, ranks: Ranks) -> tuple[Any, Floats, Floats, Any]:
+        """Return what the compute stream did, one thing after another: phase, begin, end, and whether it was at all.
+
+        Before each task is what it waited for.
+        """
+        tasks = ranks.family.tasks
+        places = [place for place, task in enumerate(tasks) if task.stream == "compute"]
+        phases = np.array([["exposed_communication", tasks[place].phase] for place in places] * self.steps).ravel()
+        began_s, ended_s = ranks.began_s[:, places], ranks.ended_s[:, places]
+        waited = ranks.awaited[:, places] >= 0
+        shape = (len(phases), len(ranks.classes))
+        begins_s = np.stack([np.where(waited, ranks.wait_s[:, places], began_s), began_s], axis=2).reshape(shape)
+        ends_s = np.stack([began_s, ended_s], axis=2).reshape(shape)
+        there = np.stack([waited, ended_s > began_s], axis=2).reshape(shape)
+        return phases, begins_s, ends_s, there
 
 
 def lockstep_of(machine: "Machine", steps: int) -> Lockstep:

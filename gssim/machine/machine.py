@@ -1,15 +1,7 @@
-"""A program on a cluster in simulated time.
-
-[Note: ahead] Between two collectives a rank is alone with its device: nothing that others do changes when its tasks
-end. Where that is so (devices of a host do not slow each other down, nothing varies by chance or after pauses), its
-streams do not wait for the clock after each task, but keep a time of their own, and meet the clock again where they
-meet others: a collective is joined at the very moment. A task that others of the rank wait for tells when it ends as
-soon as that is known. Memory is then added up in the order of the compute stream, which must be the only one that takes
-any.
-"""
+"""A program on a cluster in simulated time."""
 
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,13 +11,12 @@ import simpy
 from gssim import collectives
 from gssim.cluster import Cluster, core_shares, is_coupled, neighbourhoods
 from gssim.conditions import Conditions
-from gssim.machine.classes import is_jittery
+from gssim.machine.ahead import ahead, is_alone, may_go_ahead
 from gssim.machine.clock import Clock
 from gssim.machine.held import Memory
 from gssim.machine.host import Host, Load
 from gssim.machine.lockstep import Lockstep, lockstep_of
 from gssim.machine.meetings import Meeting, arrange, router_of
-from gssim.machine.recorded import Recorded
 from gssim.machine.rendezvous import Rendezvous, carry_out
 from gssim.machine.schedule import Scheduled
 from gssim.program import Program, Task
@@ -39,6 +30,8 @@ STREAMS = ("compute", "communication", "replication")
 (FSDP2). A pipeline's messages have streams of their own, by peer and direction."""
 LEAST_IN_LOCKSTEP = 3
 """Classes from which on it pays to carry them out together."""
+Work = Callable[[int, str, int], Generator[Any, Any, None]]
+"""What carries out a class's stream so many times."""
 SMALLEST_JITTER = 0.5
 """No task is ever faster than this by chance (assumed; it cuts off the normal distribution's far tail)."""
 
@@ -64,7 +57,7 @@ class Machine:
         shared: Shared | None = None,
     ) -> None:
         self.env = Clock()
-        self.cluster, self.program = cluster, program
+        self.cluster, self.program, self.seed = cluster, program, seed
         conditions = conditions or Conditions()
         shared = shared or Shared()
         router = router_of(cluster, conditions, shared)
@@ -72,13 +65,8 @@ class Machine:
             self.env, cluster, program, router=router, conditions=conditions, shared=shared, unfolded=unfolded
         )
         self.classes, self.meetings, self.network = arranged.classes, arranged.meetings, arranged.network
-        self._meeting_of = {
-            (each.index, label): (number, meeting)
-            for label, found in self.meetings.items()
-            for number, meeting in enumerate(found)
-            for each in meeting.classes
-        }
         self.hosts = self._hosts()
+        self._is_coupled = any(host.coupled for host in self.hosts.values())
         self.roles = [program.role_of[each.representative] for each in self.classes]
         self.devices = [cluster.type_of(each.representative) for each in self.classes]
         self.memory = [Memory(dict(program.persistent[role])) for role in self.roles]
@@ -90,7 +78,6 @@ class Machine:
         """The latest message from class to class."""
         self.finished: dict[tuple[int, int, str], simpy.Event] = {}
         self.waiting: dict[tuple[int, str], tuple[Task, Rendezvous | None]] = {}
-        self.random = [np.random.default_rng([seed, each.representative]) for each in self.classes]
         self.steps = 0
         self.step_speed = [1.0 for _ in self.classes]
         self._volumes: dict[int, float] = defaultdict(float)
@@ -104,6 +91,21 @@ class Machine:
         """When each class last computed."""
         self._issued_s = [0.0 for _ in self.classes]
         """When each class's host had issued the last piece that tells of it."""
+
+    @cached_property
+    def random(self) -> list[np.random.Generator]:
+        """What draws chance for each class."""
+        return [np.random.default_rng([self.seed, each.representative]) for each in self.classes]
+
+    @cached_property
+    def _meeting_of(self) -> dict[tuple[int, str], tuple[int, Meeting]]:
+        """In which of a collective's meetings a class takes part, and its number."""
+        return {
+            (each.index, label): (number, meeting)
+            for label, found in self.meetings.items()
+            for number, meeting in enumerate(found)
+            for each in meeting.classes
+        }
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -138,7 +140,7 @@ class Machine:
 
     def note_communication(self, meeting: Meeting, change: int) -> None:
         """Tell the hosts of a collective's members that it begins or ends."""
-        if not any(self.hosts[each.host].coupled for each in meeting.classes):
+        if not self._is_coupled or not any(self.hosts[each.host].coupled for each in meeting.classes):
             return
         if meeting not in self._loads:
             self._loads[meeting] = meeting.scheduled.load(self.network)
@@ -174,7 +176,7 @@ class Machine:
                 for label in awaited:
                     self.finished[each.index, step, label] = self.env.event()
             streams = dict.fromkeys([*STREAMS, *(task.stream for task in tasks)])
-            work = self._ahead if self._may_go_ahead(each.index) else self._stream
+            work: Work = partial(ahead, self) if may_go_ahead(self, each.index) else self._stream
             done.extend(self.env.process(work(each.index, stream, steps)) for stream in streams)
         everything = self.env.all_of(done)
         try:
@@ -193,8 +195,11 @@ class Machine:
         if len(self.classes) < LEAST_IN_LOCKSTEP:
             return False
         waits = any(meeting.scheduled.notices for found in self.meetings.values() for meeting in found)
-        computes = all(any(task.stream == "compute" for task in tasks) for tasks in self.program.tasks)
-        return computes and not waits and all(self._is_alone(each.index) for each in self.classes)
+        computes = self.program.once("all compute", self._all_compute)
+        return computes and not waits and all(is_alone(self, each.index) for each in self.classes)
+
+    def _all_compute(self) -> bool:
+        return all(any(task.stream == "compute" for task in tasks) for tasks in self.program.tasks)
 
     def _in_lockstep(self, steps: int) -> None:
         """Execute the program for all classes at once; see [Note: lockstep]."""
@@ -225,7 +230,7 @@ class Machine:
 
     def _stream(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
         """Carry out a stream's tasks as the clock goes on."""
-        tasks = self._tasks_of(index, stream)
+        tasks = self.tasks_of(index, stream)
         jitter, memory = self.devices[index].step_jitter_ratio, self.memory[index]
         for step in range(steps):
             if stream == "compute" and jitter:
@@ -236,86 +241,26 @@ class Machine:
                 began_s = self.env.now
                 memory.begin(stream, task.need)
                 if task.communication is not None:
-                    yield from self._communicate(index, stream, step, task)
+                    yield from self.communicate(index, stream, step, task)
                 elif task.duration_s > 0 or task.issue is not None:
                     yield from self._compute(index, task)
                 memory.end(stream)
                 if self.env.now > began_s:
-                    self._span(index, stream, task.label, task.phase, began_s, self.env.now)
+                    self.note_span(index, stream, task.label, task.phase, began_s, self.env.now)
                 finished = self.finished.get((index, step, task.label))
                 if finished is not None:
                     finished.succeed(self.env.now)
             if stream == "compute":
                 self.ends_s[index].append(self.env.now)
 
-    def _tasks_of(self, index: int, stream: str) -> list[Task]:
+    def tasks_of(self, index: int, stream: str) -> list[Task]:
+        """Return the tasks of a class on a stream."""
         return [task for task in self.program.tasks[self.roles[index]] if task.stream == stream]
 
-    def _may_go_ahead(self, index: int) -> bool:
-        """Return whether a class's streams may go ahead of the clock; see [Note: ahead]."""
-        tasks = self.program.tasks[self.roles[index]]
-        beside = any((task.need.peak_bytes or task.need.kept) and task.stream != "compute" for task in tasks)
-        return self._is_alone(index) and not beside
-
-    def _is_alone(self, index: int) -> bool:
-        """Return whether nothing changes the times of a class's tasks between two collectives."""
-        alone = not self.hosts[self.classes[index].host].coupled and not is_jittery(self.devices[index])
-        alone = alone and not isinstance(self.memory[index], Recorded)  # which asks the clock when things are held
-        return alone and not any(task.after_pauses for task in self.program.tasks[self.roles[index]])
-
-    def _ahead(self, index: int, stream: str, steps: int) -> Generator[Any, Any, None]:
-        """Carry out a stream's tasks on a clock of its own; see [Note: ahead]."""
-        tasks, env, now_s = self._tasks_of(index, stream), self.env, self.env.now
-        for step in range(steps):
-            for task in tasks:
-                if task.after:
-                    now_s = yield from self._await_ahead(index, stream, step, task, now_s)
-                began_s, now_s = now_s, now_s + task.duration_s
-                if task.issue is not None:
-                    now_s = max(now_s, self._issue(index, task.issue, began_s))
-                if task.communication is not None:
-                    yield from self._meet(began_s)
-                    yield from self._communicate(index, stream, step, task)
-                    now_s = env.now
-                if now_s > began_s:
-                    self._span(index, stream, task.label, task.phase, began_s, now_s)
-                finished = self.finished.get((index, step, task.label))
-                if finished is not None:
-                    finished.succeed(now_s)
-            if stream == "compute":
-                self.ends_s[index].append(now_s)
-        if stream == "compute":
-            self._hold(index, steps)
-        yield from self._meet(now_s)
-
-    def _meet(self, now_s: float) -> Generator[Any, Any, None]:
+    def until(self, now_s: float) -> Generator[Any, Any, None]:
         """Wait until the clock has come to a stream's own time."""
         if self.env.now < now_s:
             yield self.env.at(now_s)
-
-    def _await_ahead(self, index: int, stream: str, step: int, task: Task, now_s: float) -> Generator[Any, Any, float]:
-        """Wait until it is known when the tasks end that come before this one on other streams; return when it can."""
-        events = [self.finished[index, step, label] for label in task.after]
-        pending = [event for event in events if not event.triggered]
-        if pending:
-            self.waiting[index, stream] = (task, None)
-            yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
-            del self.waiting[index, stream]
-        ends_s: list[Any] = [event.value for event in events]
-        latest_s = max(ends_s)
-        if latest_s <= now_s:
-            return now_s
-        if stream == "compute":
-            late = [label for label, end_s in zip(task.after, ends_s, strict=True) if end_s > now_s]
-            self._waited(index, stream, task, late[-1], now_s, latest_s)
-        return float(latest_s)
-
-    def _hold(self, index: int, steps: int) -> None:
-        """Take and give back the memory of all tasks, in their order: always the same, whenever they are done."""
-        tasks = self._tasks_of(index, "compute") * steps
-        self.memory[index] = self.program.once(
-            ("held", self.roles[index], steps), partial(self.memory[index].through, tasks)
-        )
 
     def _await(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
         """Wait for the tasks that come before this one on other streams."""
@@ -328,12 +273,12 @@ class Machine:
         yield self.env.all_of(pending) if len(pending) > 1 else pending[0]
         del self.waiting[index, stream]
         if stream == "compute" and self.env.now > began_s:
-            self._waited(index, stream, task, awaited[-1], began_s, self.env.now)
+            self.note_wait(index, stream, task, awaited[-1], began_s, self.env.now)
 
-    def _waited(self, index: int, stream: str, task: Task, awaited: str, began_s: float, end_s: float) -> None:
+    def note_wait(self, index: int, stream: str, task: Task, awaited: str, began_s: float, end_s: float) -> None:
         """Note that a task waited for another one."""
         label = task.label if task.label.startswith("wait") else f"wait {awaited}"
-        self._span(index, stream, label, "exposed_communication", began_s, end_s)
+        self.note_span(index, stream, label, "exposed_communication", began_s, end_s)
 
     def _compute(self, index: int, task: Task) -> Generator[Any, Any, None]:
         began_s = self.env.now
@@ -341,10 +286,10 @@ class Machine:
         refill_s = self._refill_s(index, task)
         yield from self._taking(index, (task.duration_s + refill_s) * self._jitter(index))
         if task.issue is not None:
-            yield from self._meet(self._issue(index, task.issue, began_s))
+            yield from self.until(self.issued_s(index, task.issue, began_s))
         self._computed_s[index] = self.env.now
 
-    def _issue(self, index: int, issue: Issue, began_s: float) -> float:
+    def issued_s(self, index: int, issue: Issue, began_s: float) -> float:
         """Return when the host has issued a piece that the device begins at a time."""
         self._issued_s[index] = (self._issued_s[index] if issue.goes_on else began_s) + issue.host_s
         return self._issued_s[index]
@@ -381,7 +326,8 @@ class Machine:
         factor = self.step_speed[index] + (own * float(self.random[index].standard_normal()) if own else 0.0)
         return max(SMALLEST_JITTER, factor)
 
-    def _communicate(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
+    def communicate(self, index: int, stream: str, step: int, task: Task) -> Generator[Any, Any, None]:
+        """Join a collective, and wait until it is done."""
         label = task.communication
         assert label is not None
         number, meeting = self._meeting_of[index, label]
@@ -409,5 +355,6 @@ class Machine:
         if before is not None and before.leaves_s <= self.env.now and not before.done.triggered:
             yield before.done
 
-    def _span(self, index: int, stream: str, label: str, phase: str, began_s: float, end_s: float) -> None:
+    def note_span(self, index: int, stream: str, label: str, phase: str, began_s: float, end_s: float) -> None:
+        """Note what occupied a stream, from when to when."""
         self.spans.append(Span(self.classes[index].representative, stream, label, phase, began_s, end_s))

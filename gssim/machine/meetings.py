@@ -60,24 +60,19 @@ class Arranged:
     network: Network
 
 
-MOST_CLUSTERS = 32
-"""Of which routes and members of groups are kept: those of many devices are large."""
-
-
 def router_of(cluster: Cluster, conditions: Conditions, shared: Shared) -> Router:
     """Return the routes over a cluster's links under the conditions' faults."""
     return shared.once(
         "router",
         (Same(cluster), conditions.faults),
         lambda: Router(applied(cluster.wiring, conditions) if conditions.faults else cluster.wiring, shared.large),
-        most=MOST_CLUSTERS,
     )
 
 
 def scheduler_of(cluster: Cluster, router: Router, ranks: int, shared: Shared) -> Scheduler:
     """Return what finds the ways of carrying out collectives among the first devices of a cluster."""
     place = (Same(cluster), Same(router), ranks)
-    return shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks, shared), most=MOST_CLUSTERS)
+    return shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks, shared))
 
 
 def arrange(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Generator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,16 @@ class _Transfer:
             self.remaining[going] = np.maximum(left, 0.0)  # it may have ended since
             self.last_s = now_s
 
-    def settle(self, now_s: float) -> Ints:
+    def settle(self, now_s: float) -> list[int]:
         """End what the clock cannot tell from ended; return the links that this frees."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
         ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
+        if not ended.any():
+            return []
         self.remaining[ended] = 0.0
         self.going = self.going & ~ended
-        return self.sessions.link[ended[self.sessions.session]]
+        found: list[int] = self.sessions.link[ended[self.sessions.session]].tolist()
+        return found
 
     def lasts_s(self) -> Floats:
         """Return how long each session still goes at its rate; 0 for those that have ended."""
@@ -79,9 +83,9 @@ class _Transfer:
         """Whether nothing is left."""
         return not self.remaining.any()
 
-    def is_limited_by(self, links: Ints) -> bool:
+    def is_limited_by(self, links: frozenset[int]) -> bool:
         """Return whether one of some links limits the rate of a session that still goes."""
-        return bool(np.isin(self.limit[self.remaining > 0], links).any())
+        return not links.isdisjoint(self.limit[self.remaining > 0].tolist())
 
 
 class Network:
@@ -110,6 +114,16 @@ class Network:
         self.active: list[_Transfer] = []
         for stage, stream in zip(streams, conditions.traffic, strict=True):
             self._keep_up(stage, stream.bytes_per_s)
+
+    @cached_property
+    def _widest(self) -> float:
+        """The largest capacity of the cluster's links that are used."""
+        return float(self.folded.capacity.max(initial=0.0)) or 1.0
+
+    @cached_property
+    def _proportions(self) -> bytes:
+        """What the capacities of these links are to one another."""
+        return (self.folded.capacity / self._widest).tobytes()
 
     def _keep_up(self, stage: Stage, bytes_per_s: float) -> None:
         """Let others' traffic flow for ever; a link of its own, as wide as its rate, keeps it from taking more."""
@@ -200,27 +214,34 @@ class Network:
             shares = self.capacity[only.link] / only.load
             fullest = int(shares.argmin())
             return np.array([float(shares[fullest])]), only.link[fullest : fullest + 1]
-        if len(groups) == 1:
-            return self._rates_alone(groups[0], None if going is None else going[0])
-        starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])
-        session = np.concatenate([g.session + start for g, start in zip(groups, starts, strict=False)])
-        link = np.concatenate([group.link for group in groups])
-        load = np.concatenate([group.load for group in groups])
+        if going is not None and all(each.all() for each in going):
+            going = None
+        mask = b"" if going is None else np.concatenate(going).tobytes()
+        rates, limit = self.folded.rates.once(
+            (tuple(groups), mask, self._proportions),
+            lambda: self._proportional_rates(groups, going),
+            weight=lambda found: len(found[0]),
+        )
+        return rates * self._widest, limit
+
+    def _proportional_rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None) -> tuple[Floats, Ints]:
+        """Return the same where the widest link has capacity 1: so it is at whatever rate."""
+        session, (places, link), load, sessions = self._together(groups)
         if going is not None:
             kept = np.concatenate(going)[session]
             session, link, load = session[kept], link[kept], load[kept]
-        places, link = np.unique(link, return_inverse=True)
-        rates, limit = limited_rates(session, link, load, self.capacity[places], sessions=int(starts[-1]))
+        rates, limit = limited_rates(session, link, load, self.capacity[places] / self._widest, sessions=sessions)
         return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
 
-    def _rates_alone(self, group: Sessions, going: Any) -> tuple[Floats, Ints]:
-        """Return the same for one group, of whose links it is known which they are."""
-        session, (places, link), load = group.session, group.places, group.load
-        if going is not None and not going.all():
-            kept = going[session]
-            session, link, load = session[kept], link[kept], load[kept]
-        rates, limit = limited_rates(session, link, load, self.capacity[places], sessions=len(group.unit_bytes))
-        return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
+    def _together(self, groups: Sequence[Sessions]) -> tuple[Ints, tuple[Ints, Ints], Floats, int]:
+        """Return groups as one: sessions, classes of links and of every entry which of these it is, loads, how many."""
+        if len(groups) == 1:
+            return groups[0].session, groups[0].places, groups[0].load, len(groups[0].unit_bytes)
+        starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])
+        session = np.concatenate([g.session + start for g, start in zip(groups, starts, strict=False)])
+        load = np.concatenate([group.load for group in groups])
+        places, link = np.unique(np.concatenate([group.link for group in groups]), return_inverse=True)
+        return session, (places, link), load, int(starts[-1])
 
     def _share(self, transfers: Sequence[_Transfer]) -> None:
         """Give every session its fair rate and plan when that changes."""
@@ -273,13 +294,15 @@ class Network:
         touched = self._touching(transfer)
         for each in touched:
             each.advance(self.env.now)
-        freed = np.concatenate([each.settle(self.env.now) for each in touched])
-        ended = [each for each in touched if each.is_over]
-        for each in ended:
-            each.version += 1
-            self.active.remove(each)
-            each.done.succeed()
-        left = [each for each in touched if not each.is_over]
+        freed = frozenset(link for each in touched for link in each.settle(self.env.now))
+        left: list[_Transfer] = []
+        for each in touched:
+            if each.is_over:
+                each.version += 1
+                self.active.remove(each)
+                each.done.succeed()
+            else:
+                left.append(each)
         if any(each.is_limited_by(freed) for each in left):
             self._share(left)
         elif left:  # all that still go are as fast as before: what limits them is as full as it was

@@ -7,7 +7,7 @@ Source: Berkholz, Bonsma, Grohe 2017, "Tight lower and upper bounds for the comp
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gssim.collectives import Exchange, Hops, Stage, summed
 from gssim.network.routes import Router
-from gssim.shared import Same, Shared
+from gssim.shared import Recent, Same, Shared
 from gssim.units import Floats, Ints
 
 Marks = NDArray[np.uint64]
@@ -55,6 +55,10 @@ class Traffic:
     carried: Floats
 
 
+MOST_RATES = 2**16
+"""Sessions of which rates are kept, as often as they are."""
+
+
 @dataclass(frozen=True, eq=False)
 class Folded:
     """Classes of links, and the traffic of every set of hops over them."""
@@ -69,6 +73,8 @@ class Folded:
     """Class of every session, by the same: of hops that keep pace one for each group, else one for each hop."""
     first: Ints
     """Of each class of links."""
+    rates: Recent = field(default_factory=lambda: Recent(MOST_RATES))
+    """The latest max-min rates, by sessions, which of them go on, and proportions of capacities."""
 
     def with_rates(self, bandwidth_bytes_per_s: Floats) -> "Folded":
         """Return the same where links that are equally fast here are so there, at other rates."""

@@ -37,11 +37,20 @@ def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: i
     if not is_thresholded(low):
         owned = division.owned[place]
         return to_everybody(owned, low.value_bytes), to_everybody(owned, 1)
-    of_nodes = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
-    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(of_nodes))}
+    kinds, numbers = _kinds_of_senders(low, micro_batch)
     rows = [_row(low, bucket, place, *kind) for kind in kinds]
-    numbers = [kinds[kind] for kind in of_nodes]
     return Pairs([sizes for sizes, _ in rows], numbers), Pairs([entries for _, entries in rows], numbers)
+
+
+def _kinds_of_senders(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[int, float]], Sequence[int]]:
+    """Return what gradients are means over, see `_samples`, and which of these each node's is; found once."""
+    key = ("kinds of senders", micro_batch)
+    if key not in low.every_step:
+        of_nodes = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(of_nodes))}
+        low.every_step[key] = tuple(kinds), [kinds[kind] for kind in of_nodes]
+    found: tuple[Sequence[tuple[int, float]], Sequence[int]] = low.every_step[key]
+    return found
 
 
 def _row(

@@ -248,8 +248,9 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Pairs) -> fl
     kind, clears = entries.kinds[own], bool(kept)
     key = ("packed", Same(entries), kind, low.scenario.cluster.devices[rank].type, clears)
     if key not in low.found:
-        each = zip(sizes, entries.rows[kind], strict=True)
-        low.found[key] = np.array([_packed_s(low, rank, bucket, *to, clears=clears) for to in each]).ravel()
+        each = [*zip(sizes, entries.rows[kind], strict=True)]
+        packed_s = {to: _packed_s(low, rank, bucket, *to, clears=clears) for to in dict.fromkeys(each)}
+        low.found[key] = np.array([packed_s[to] for to in each]).ravel()
     return summed_without(low.found[key], own, width=2, first=found_s)
 
 
@@ -307,7 +308,9 @@ def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
     """Return the task that tells every owner how many entries come: posted, and waited for."""
     name = f"counts bucket {bucket.index}"
     members = low.nodes
-    matrix = to_everybody((COUNT_BYTES,) * members, 1)
+    if "counts" not in low.every_step:
+        low.every_step["counts"] = to_everybody((COUNT_BYTES,) * members, 1)
+    matrix = low.every_step["counts"]
     size = members * (members - 1) * COUNT_BYTES
     axis, carried_as = low.policies.push_axis, _carried_as(low)
     low.communications[name] = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)

@@ -2,6 +2,8 @@
 
 import json
 import tomllib
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 from gssim.presets import presets
@@ -41,6 +43,12 @@ def parsed_override(override: str) -> tuple[str, Any]:
     >>> parsed_override("plan.shares.batch=[0.5, 0.5]"), parsed_override("plan.method=gs")
     (('plan.shares.batch', [0.5, 0.5]), ('plan.method', 'gs'))
     """
+    key, value = _parsed(override)
+    return key, deepcopy(value) if isinstance(value, (dict, list)) else value
+
+
+@lru_cache(maxsize=1024)
+def _parsed(override: str) -> tuple[str, Any]:
     key, separator, value = override.partition("=")
     key = key.strip()
     if not separator or not key:

@@ -119,6 +119,19 @@ def _between(first: float, last: float, part: float, scale: str) -> float:
     return float(whole) if math.isclose(value, whole, rel_tol=1e-9) else float(f"{value:.{DIGITS}g}")
 
 
+RATES = ("_per_s", "latency_s", "oversubscription")
+"""How the keys of links' rates end."""
+
+
+def is_rate(key: str) -> bool:
+    """Return whether a key says how fast links are: who there is, and who is linked to whom, do not hang on it.
+
+    >>> is_rate("cluster.topology.link.bandwidth_bytes_per_s"), is_rate("cluster.topology.devices.0.count")
+    (True, False)
+    """
+    return key.startswith("cluster.") and key.endswith(RATES)
+
+
 def label(key: str, value: Any) -> str:
     """Return a value of an axis as part of a point's name.
 

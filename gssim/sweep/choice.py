@@ -7,7 +7,7 @@ from typing import Any
 
 from gssim.scenario import load_scenario
 from gssim.shared import Shared
-from gssim.sweep.axes import shown
+from gssim.sweep.axes import is_rate, shown
 from gssim.sweep.conditions import Condition, condition
 from gssim.units import UserError
 
@@ -30,7 +30,7 @@ class Facts:
 
     def sizes(self) -> dict[str, int] | None:
         """Return the point's ranks and devices; None where it is no scenario."""
-        deciding = tuple(each for each in self.overrides if each.startswith(DECIDING))
+        deciding = tuple(e for e in self.overrides if e.startswith(DECIDING) and not is_rate(e.partition("=")[0]))
         found = self.shared.once("sizes", (self.file, deciding), lambda: self._sizes(deciding), most=4096)
         return found if found is not None else self._sizes(self.overrides)
 

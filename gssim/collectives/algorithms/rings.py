@@ -8,7 +8,8 @@ import numpy as np
 from gssim.collectives.algorithms.members import Members, made_once
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage
-from gssim.units import Ints
+from gssim.shared import Same
+from gssim.units import Floats, Ints
 
 
 @made_once
@@ -147,31 +148,51 @@ def store_and_forward(members: Members, communication: Communication) -> tuple[S
         halved = backwards and size / n > WHOLE_BYTES
         return (replace(ring, notices=1, hidden_ratio=(n - 2) / (2 * (n - 1)) if halved else 0.0),)
     parts = np.array(communication.part_bytes, dtype=float)
-    positions = np.arange(n)
     ahead = not backwards or n == 3
     stages = []
-    for step in range(n - 1):
-        sent = parts[(positions + step + 1 if backwards else positions - step) % n]
-        senders = np.flatnonzero(sent)
-        targets = (senders + (-1 if backwards else 1)) % n
-        hops = Hops(members.ranks[senders], members.ranks[targets], sent[senders])
-        reduced = float(sent.max()) if backwards else 0.0
+    for step, hops in enumerate(_passed_on(members, parts, backwards=backwards)):
+        reduced = float(hops.weight.max(initial=0.0)) if backwards else 0.0
         stages.append(Stage(hops, 1.0, notices=0 if step and ahead else None, coupled=False, reduced_bytes=reduced))
     return tuple(stages)
+
+
+def _passed_on(members: Members, parts: Floats, *, backwards: bool) -> tuple[Hops, ...]:
+    """Return who passes on how much in every step; the same for the same parts, as long as these are kept."""
+
+    def made() -> tuple[Hops, ...]:
+        n, positions, found = members.count, np.arange(members.count), []
+        for step in range(n - 1):
+            sent = parts[(positions + step + 1 if backwards else positions - step) % n]
+            senders = np.flatnonzero(sent)
+            targets = (senders + (-1 if backwards else 1)) % n
+            found.append(Hops(members.ranks[senders], members.ranks[targets], sent[senders]))
+        return tuple(found)
+
+    key = ("passed on", Same(members), backwards, parts.tobytes())
+    return members.kept.once(key, made, weight=lambda found: sum(hops.count for hops in found))
 
 
 def pipelined_ring(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Ring of unequal parts in small pieces: every link carries all parts but its receiver's (D.1, v-variants)."""
     parts = np.array(communication.part_bytes, dtype=float)
-    n = members.count
-    receivers = (np.arange(n) + 1) % n
-    carried = parts.sum() - parts[receivers]
-    some = np.flatnonzero(carried)
-    hops = Hops(members.ranks[some], members.ranks[receivers[some]], carried[some])
-    if communication.kind == "reduce-scatter-v":
-        hops = Hops(hops.target, hops.source, hops.weight)
-    reduced = float(carried.max()) if communication.kind == "reduce-scatter-v" else 0.0
-    return (Stage(hops, 1.0, steps=n - 1, reduced_bytes=reduced),)
+    backwards = communication.kind == "reduce-scatter-v"
+    hops = _carried_round(members, parts, backwards=backwards)
+    reduced = float(hops.weight.max(initial=0.0)) if backwards else 0.0
+    return (Stage(hops, 1.0, steps=members.count - 1, reduced_bytes=reduced),)
+
+
+def _carried_round(members: Members, parts: Floats, *, backwards: bool) -> Hops:
+    """Return what every link of a ring carries of all parts; the same for the same parts, as long as these are kept."""
+
+    def made() -> Hops:
+        receivers = (np.arange(members.count) + 1) % members.count
+        carried = parts.sum() - parts[receivers]
+        some = np.flatnonzero(carried)
+        source, target = members.ranks[some], members.ranks[receivers[some]]
+        return Hops(target, source, carried[some]) if backwards else Hops(source, target, carried[some])
+
+    key = ("carried round", Same(members), backwards, parts.tobytes())
+    return members.kept.once(key, made, weight=lambda hops: hops.count)
 
 
 def in_switch(members: Members, communication: Communication) -> tuple[Stage, ...]:
