@@ -277,6 +277,21 @@ def test_many_settings_go_onto_several_pages(tmp_path: Path) -> None:
     assert [len(chart.figure.axes) for chart in who_wins(bare)] == [2]
 
 
+def test_clusters_whose_links_have_other_names_have_maps_of_their_own(tmp_path: Path) -> None:
+    nic = "cluster.topology.servers.0.nic_link.bandwidth_bytes_per_s"
+    stars = [row | {nic: None} for row in grid()]
+    servers = [row | {nic: row[LINK], LINK: None, "point": f"servers {i}"} for i, row in enumerate(grid())]
+    table = made([*stars, *servers], tmp_path, {**AXES, nic: float})
+    found = who_wins(table)
+    assert [chart.name for chart in found] == ["who_wins", "who_wins-2"]
+    assert len(sweep_charts(table)) >= 2
+    for chart in found:
+        heads = [label.get_text() for axes in chart.figure.axes for label in axes.get_xticklabels()]
+        assert len(heads) == 3
+        assert not [text for text in heads if "none" in text]
+        assert "none" not in chart.words
+
+
 # Command -------------------------------------------------------------------------------------------------------------
 
 

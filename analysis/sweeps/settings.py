@@ -33,8 +33,13 @@ class Layout:
         return tuple(row[column] for column in self.plans)
 
     def setting_label(self, place: Place) -> str:
-        """Return a setting for people; empty where there is but one."""
-        return ", ".join(shown(column, value) for column, value in zip(self.settings, place, strict=True))
+        """Return a setting for people; empty where there is but one. A key that its cluster does not have is left out.
+
+        >>> Layout(("cluster.topology.servers.0.count", "cluster.topology.link.latency_s"), ()).setting_label((4, None))
+        '4 servers'
+        """
+        known = [(column, value) for column, value in zip(self.settings, place, strict=True) if value is not None]
+        return ", ".join(shown(column, value) for column, value in known)
 
     def plan_label(self, place: Place) -> str:
         """Return a plan for people: its method, and what else tells it apart."""
@@ -115,12 +120,17 @@ def shown(column: str, value: object) -> str:
 
     >>> shown("cluster.topology.link.bandwidth_bytes_per_s", 1.25e8), shown("plan.micro_batches", 4)
     ('1 Gbit/s', 'micro_batches 4')
+    >>> shown("cluster.topology.devices.0.count", 8), shown("cluster.topology.sites.1.topology.servers.0.count", 2)
+    ('8 devices', '2 servers (site 1)')
     """
     if value is None:
         return "default" if column.startswith(PLAN) else "none"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     word = column.rpartition(".")[2]
+    counted = re.search(r"(?:\.sites\.(\d+)\..*)?\.(devices|servers)\.\d+\.count$", column)
+    if counted:
+        return f"{value:g} {counted[2]}" + (f" (site {counted[1]})" if counted[1] else "")
     if word.endswith("bytes_per_s"):
         return bit_rate(value)
     if word.endswith("_bytes"):

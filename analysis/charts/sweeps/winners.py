@@ -29,11 +29,23 @@ SPARSE_COLOUR, DENSE_COLOUR = (0.902, 0.624, 0.0), (0.337, 0.706, 0.914)
 
 
 def who_wins(table: SweepTable) -> list[Chart]:
-    """Return maps of the winners, of the first settings: columns are bandwidths, else settings; rows are thresholds."""
-    axis = next((key for key in table.axes if key.endswith(BANDWIDTH)), None)
+    """Return maps of the winners, of the first settings: columns are bandwidths, else settings; rows are thresholds.
+
+    Clusters of different forms have links of different names, each an axis: they have maps of their own.
+    """
+    axes: list[str | None] = [key for key in table.axes if key.endswith(BANDWIDTH)]
+    found: list[Chart] = []
+    for axis in axes or [None]:
+        found += _of_axis(table, axis, first=len(found))
+    return found
+
+
+def _of_axis(table: SweepTable, axis: str | None, *, first: int) -> list[Chart]:
+    """Return the maps of the rows that have a value on an axis, of all without one; they are counted from `first`."""
     layout = layout_of(table, without=[axis] if axis else [])
     columns = Layout((axis,), ()) if axis else layout
-    panels = by_setting(table.fitting, layout) if axis else {(): table.fitting}
+    of_axis = [row for row in table.fitting if axis is None or row[axis] is not None]
+    panels = by_setting(of_axis, layout) if axis else {(): of_axis}
     maps = []
     for place, rows in panels.items():
         cells = {each: members for each, members in by_setting(rows, columns).items() if _has_both(members)}
@@ -43,10 +55,11 @@ def who_wins(table: SweepTable) -> list[Chart]:
     maps = [(place, cells) for place, cells in maps if cells]
     if sum(len(cells) for _, cells in maps) < 2:
         return []
-    pages = [maps[i : i + MOST_PANELS] for i in range(0, len(maps), MOST_PANELS)]
+    pages = [maps[i : i + MOST_PANELS] for i in range(0, len(maps), MOST_PANELS)][:MOST_PAGES]
+    names = ["who_wins" + (f"-{number + 1}" if number else "") for number in range(first, first + len(pages))]
     return [
-        _chart("who_wins" + (f"-{i + 1}" if i else ""), page, layout, columns, (i, len(pages)))
-        for i, page in enumerate(pages[:MOST_PAGES])
+        _chart(name, page, layout, columns, (i, len(pages)))
+        for i, (name, page) in enumerate(zip(names, pages, strict=True))
     ]
 
 
