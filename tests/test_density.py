@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FEEDBACK_GRID, MULTIPLES, exponential_statistics, exponential_tensor
 
-from gssim.density import publish_density, push_density, traces_of, union_density, united
-from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
+from gssim.density import publish_density, push_density, push_ratios, traces_of, union_density, united
+from gssim.density.staleness import movements, staleness_steps
+from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, BlockTrace, ChangeTrace, RankTrace, Sketch, TensorTrace
 from gssim.plan import Publish, Push
 
 TENSOR = "head.weight"
@@ -240,6 +241,36 @@ def test_with_error_feedback_nothing_has_gathered_at_the_first_step():
 
 def published(threshold):
     return publish_density(exponential_statistics(rms=RMS), Publish(threshold=threshold), tensor=TENSOR, step=2)
+
+
+@given(st.lists(st.floats(0, 1), max_size=20), st.floats(0, 4), st.floats(0, 4))
+def test_parameters_lag_by_no_more_than_all_steps_and_the_more_the_higher_the_threshold(moved, low, high):
+    low, high = sorted((low, high))
+    assert 0 <= staleness_steps(moved, low) <= staleness_steps(moved, high) <= len(moved)
+
+
+def test_what_moves_steadily_is_told_of_as_often_as_it_comes_to_the_threshold():
+    # by 0.01 a step: at 0.1 every tenth step, at 0.001 in every step; the tensor that moves has a fourth of all
+    statistics = replace(
+        statistics_of(flat(1.0)),
+        publish_thresholds=(0.001, 0.1, 1.0),
+        changes={"moves": ChangeTrace(blocks=(((1.0, 0.1, 0.0),),)), "rests": ChangeTrace(blocks=(((0.0,) * 3,),))},
+    )
+    assert movements(statistics, {"moves": 10, "rests": 30}, steps=4) == pytest.approx([0.0025] * 4)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_gradients_of_old_parameters_are_as_many_over_a_threshold_as_they_were_then(feedback):
+    trace = RankTrace(samples=4, tensors={TENSOR: exponential_tensor(RMS, RMS / 8)})
+    statistics = exponential_statistics(traces=(trace,), changes={}, sampled_steps=(1, 7))
+    push = Push(threshold=RMS, error_feedback=feedback)
+
+    def sent(step, lag_steps=0.0):
+        where = {"samples": 4, "tensor": TENSOR, "step": step, "lag_steps": lag_steps}
+        return push_ratios(statistics, push, **where).over(0.0, 1.0)
+
+    assert sent(1) > sent(3) > sent(7)
+    assert [sent(7, 6), sent(7, 4)] == pytest.approx([sent(1), sent(3)])
 
 
 def test_changes_are_published_as_often_as_they_reach_the_threshold():

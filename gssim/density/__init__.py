@@ -72,14 +72,24 @@ def push_density(
 
 
 def push_ratios(
-    statistics: GradientStatistics, push: Push, *, samples: int, tensor: str, step: int, part: float = 1.0
+    statistics: GradientStatistics,
+    push: Push,
+    *,
+    samples: int,
+    tensor: str,
+    step: int,
+    part: float = 1.0,
+    lag_steps: float = 0.0,
 ) -> "Ratios":
-    """Return what `push_density` does, of any range of the tensor."""
+    """Return what `push_density` does, of any range of the tensor.
+
+    `lag_steps`: by how much the parameters lag behind that gradients are taken at; see `staleness_steps`.
+    """
     if push.threshold is None or not push.selects or step < push.warmup_steps:
         return EVERYTHING
     if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
         return SILENCE
-    view = _View(statistics, samples, tensor, bool(push.error_feedback))
+    view = _View(statistics, samples, tensor, bool(push.error_feedback), lag_steps)
     if push.kind == "target-density":
         return _reestimated(view, push, step, part)
     if push.kind == "relative":
@@ -151,7 +161,7 @@ class _Moment:
         return _mixed(pair[0], pair[1], self.weight)
 
 
-def _moment(sampled_steps: Sequence[int], step: int, first_step: int = 0) -> _Moment:
+def _moment(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> _Moment:
     after = bisect_left(sampled_steps, step)
     if after == len(sampled_steps):
         return _Moment(after - 1, after - 1, 0.0)
@@ -195,8 +205,11 @@ EVERYTHING, SILENCE = Ratios((1.0,)), Ratios((0.0,))
 class _View:
     """One tensor's gradient as ranks with a number of samples see it, with or without error feedback."""
 
-    def __init__(self, statistics: GradientStatistics, samples: int, tensor: str, error_feedback: bool) -> None:
+    def __init__(
+        self, statistics: GradientStatistics, samples: int, tensor: str, error_feedback: bool, lag_steps: float
+    ) -> None:
         self.statistics, self.grid, self.error_feedback = statistics, statistics.feedback_thresholds, error_feedback
+        self.lag_steps = lag_steps
         traces = traces_of(statistics, samples, error_feedback=error_feedback)
         self.thresholds = [trace.threshold for trace in traces]
         self.tensors = [trace.tensors[tensor] for trace in traces]
@@ -204,7 +217,9 @@ class _View:
 
     def moment(self, step: int) -> _Moment:
         """Return where a step lies between those that were looked at."""
-        return _moment(self.statistics.sampled_steps, step, self.statistics.first_step)
+        sampled = self.statistics.sampled_steps
+        least = min(step, sampled[0]) if self.error_feedback else 0  # what is kept gathers, however old parameters are
+        return _moment(sampled, max(least, step - self.lag_steps), self.statistics.first_step)
 
     def sent_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
         """Return the fraction that reaches an absolute threshold."""

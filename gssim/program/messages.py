@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from gssim import density, encodings
 from gssim.collectives import Pairs
+from gssim.density.staleness import movements, staleness_steps
+from gssim.plan import absolute_threshold
 from gssim.program.bucket import Bucket, MicroBatch
 from gssim.program.lowering import Lowering
 from gssim.shared import Same
@@ -117,12 +119,26 @@ def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, density.Ra
     def found() -> Mapping[str, density.Ratios]:
         names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
         return {
-            name: density.push_ratios(statistics, low.push, samples=samples, tensor=name, step=low.step, part=part)
+            name: density.push_ratios(
+                statistics, low.push, samples=samples, tensor=name, step=low.step, part=part, lag_steps=lag_steps
+            )
             for name in names
         }
 
-    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step)
+    lag_steps = _lag_steps(low)
+    key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step, lag_steps)
     return low.shared.once("densities of pushes", key, found, most=MOST_DENSITIES)
+
+
+def _lag_steps(low: Lowering) -> float:
+    """Return by how many steps the parameters lag that ranks compute with, where not all of them are published."""
+    if not low.thresholds_publish:
+        return 0.0
+    elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
+    threshold = absolute_threshold(low.scenario.plan.publish, low.scenario.workload.learning_rate)
+    assert low.statistics is not None
+    assert threshold is not None
+    return staleness_steps(movements(low.statistics, elements, steps=low.step), threshold)
 
 
 MOST_DENSITIES = 256
