@@ -93,6 +93,8 @@ class Stage:
     """All hops move at the pace of the slowest, as the rounds of a ring do; else each is a flow of its own."""
     stretch_ratio: float = 1.0
     """Time of the transfer over that of its bytes alone: a pipeline fills and drains."""
+    queued_ratio: float = 0.0
+    """How much longer the transfer takes where notices wait in queues of data; see [Note: queues] in `network`."""
     reduced_bytes: float = 0.0
     """Most bytes that any rank adds to its own."""
 

@@ -16,8 +16,8 @@ from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hop
 from gssim.collectives.algorithms import ring_hops
 from gssim.machine.host import Load
 from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
-from gssim.network import Network, Pace, Router
-from gssim.shared import Shared
+from gssim.network import Network, Pace, Router, notices_queue
+from gssim.shared import Same, Shared
 from gssim.units import Ints, UserError
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
@@ -260,16 +260,23 @@ class Scheduler:
 
     def _plain(self, name: str, members: Members, communication: Communication) -> Scheduled:
         """Return an algorithm with the backend's costs; raises ValueError where the group has not the shape for it."""
-        stages = ALGORITHMS[name, communication.carried_kind](members, communication)
         kind = communication.carried_kind
+        stages = ALGORITHMS[name, kind](members, communication)
         return Scheduled(
             name,
-            stages,
+            tuple(self._queued(stage) for stage in stages),
             collectives.overhead_s(self.cluster, kind),
             processor_byte_s=collectives.processor_byte_s(self.cluster, kind),
             message_s=collectives.message_s(self.cluster),
             notices=collectives.has_notices(self.cluster.backend),
         )
+
+    def _queued(self, stage: Stage) -> Stage:
+        """Return the stage as long as it takes where notices wait in queues of its data."""
+        if not stage.queued_ratio or not collectives.has_notices(self.cluster.backend):
+            return stage
+        waits = self._kept.once("queues", Same(stage.hops), lambda: notices_queue(self.router, stage.hops))
+        return replace(stage, stretch_ratio=stage.stretch_ratio * (1 + stage.queued_ratio)) if waits else stage
 
     def _fitting(self, members: Members, communication: Communication) -> tuple[Scheduled, ...]:
         """Return all algorithms that the group has the shape for.
