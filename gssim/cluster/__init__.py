@@ -11,7 +11,7 @@ from gssim.cluster.costs import (
     Profile,
     ShardedUnitCost,
 )
-from gssim.cluster.neighbours import communicating_excess, core_shares, dealt, is_coupled, neighbourhoods
+from gssim.cluster.neighbours import communicating_excess, core_shares, crowded_types, dealt, is_coupled, neighbourhoods
 
 __all__ = [
     "BackendCost",
@@ -30,6 +30,7 @@ __all__ = [
     "ShardedUnitCost",
     "communicating_excess",
     "core_shares",
+    "crowded_types",
     "dealt",
     "is_coupled",
     "neighbourhoods",
