@@ -24,7 +24,7 @@ from gsreal.lab.counters import carried_bytes
 from gsreal.lab.interrupts import EndedError, unwinding
 from gsreal.lab.network import LEAST_DELAY_S, network_of
 from gsreal.lab.ranks import rank_command, rank_environment
-from gsreal.lab.shaping import group_bytes, shape, wire_bits_per_s
+from gsreal.lab.shaping import shape, wire_bits_per_s
 from gsreal.lab.throttle import MOST_OF_THE_CORES, Place, as_variable, cores_of, own_place
 from gsreal.lab.verify import Verified
 from gsreal.machine import device_name

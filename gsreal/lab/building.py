@@ -13,7 +13,8 @@ from gsreal.lab.interrupts import deferred, uninterrupted
 from gsreal.lab.namespaces import in_namespace
 from gsreal.lab.network import ADDRESS_DEVICE, Network, Wire
 from gsreal.lab.processes import before_first
-from gsreal.lab.shaping import Command, group_bytes, shape
+from gsreal.lab.shaping import Command, shape
+from gssim.cluster import group_bytes
 from gssim.units import RunFailedError
 
 SETTINGS = {

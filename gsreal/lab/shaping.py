@@ -1,16 +1,8 @@
 """How `tc` is told to shape what leaves an interface: a rate, a delay, and acknowledgements before all else."""
 
 from gsreal.lab.network import End
+from gssim.cluster import FRAME_BYTES, SEGMENT_BYTES, burst_bytes
 
-SEGMENT_BYTES, FRAME_BYTES = 1448, 1514
-"""What an Ethernet frame of 1500 bytes carries beside the headers of TCP (with timestamps) and IP, and what it is."""
-BURST_S = 0.2e-3
-"""A wire that was idle sends so much at once: as late as a timer may wake it."""
-GROUP_S = 1e-3
-"""A group of segments that travels together takes no longer than this on the slowest wire: it arrives whole, and a
-message that is one group would arrive at once. Smaller groups keep the machine busier than a faster wire is: in a site
-at 400 Mbit/s, behind a link of 50, messages in groups of half a millisecond took twice their time (measured)."""
-MOST_GROUPED_BYTES = 65536
 QUEUE_FRAMES = 10_000
 ACKNOWLEDGEMENTS = (("0x0000", "0xffc0"), ("0x0040", "0xfff0"), ("0x0050", "0xffff"))
 """Lengths of packets (bytes 2 and 3 of the IP header) with their masks: up to 80 bytes, what headers alone come to.
@@ -30,16 +22,6 @@ def wire_bits_per_s(rate_bytes_per_s: float) -> int:
     return round(rate_bytes_per_s * 8 * FRAME_BYTES / SEGMENT_BYTES)
 
 
-def group_bytes(slowest_bytes_per_s: float) -> int:
-    """Return how large a group of segments may be, in a network whose slowest wire has this rate.
-
-    >>> group_bytes(12.5e6), group_bytes(1e5)
-    (12112, 1514)
-    """
-    frames = int(slowest_bytes_per_s * GROUP_S / SEGMENT_BYTES)
-    return max(FRAME_BYTES, min(frames * FRAME_BYTES, MOST_GROUPED_BYTES))
-
-
 def shape(end: End, *, netem: bool) -> list[Command]:
     """Return the commands that shape what leaves an interface; without `netem`, the delay is left to the wire.
 
@@ -48,7 +30,7 @@ def shape(end: End, *, netem: bool) -> list[Command]:
     tc: Command = ("tc", "-n", end.namespace)
     device: Command = ("dev", end.interface)
     rate = wire_bits_per_s(end.rate_bytes_per_s)
-    burst = ("burst", f"{max(2 * FRAME_BYTES, int(end.rate_bytes_per_s * BURST_S))}b")
+    burst = ("burst", f"{burst_bytes(end.rate_bytes_per_s)}b")
     common = ("ceil", f"{rate}bit", *burst, "c" + burst[0], burst[1], "quantum", "60000")
 
     def leaf(place: str, part: float, priority: int) -> Command:

@@ -11,9 +11,19 @@ from gssim.cluster.costs import (
     Profile,
     ShardedUnitCost,
 )
+from gssim.cluster.emulated import (
+    FRAME_BYTES,
+    SEGMENT_BYTES,
+    burst_bytes,
+    group_bytes,
+    head_start_s,
+    shaped_group_bytes,
+)
 from gssim.cluster.neighbours import communicating_excess, core_shares, crowded_types, dealt, is_coupled, neighbourhoods
 
 __all__ = [
+    "FRAME_BYTES",
+    "SEGMENT_BYTES",
     "BackendCost",
     "Cluster",
     "CompressionCost",
@@ -28,10 +38,14 @@ __all__ = [
     "PostingCost",
     "Profile",
     "ShardedUnitCost",
+    "burst_bytes",
     "communicating_excess",
     "core_shares",
     "crowded_types",
     "dealt",
+    "group_bytes",
+    "head_start_s",
     "is_coupled",
     "neighbourhoods",
+    "shaped_group_bytes",
 ]

@@ -98,7 +98,15 @@ class Stage:
     reduced_bytes: float = 0.0
     """Most bytes that any rank adds to its own."""
 
-    def wait_s(self, latency_s: float, *, notice_s: float = 0.0, lead_s: float = 0.0, transfer_s: float = 0.0) -> float:
+    def wait_s(
+        self,
+        latency_s: float,
+        *,
+        notice_s: float = 0.0,
+        lead_s: float = 0.0,
+        transfer_s: float = 0.0,
+        head_start_s: float = 0.0,
+    ) -> float:
         """Return the time that no transfer fills.
 
         `notice_s`: what a notice takes back; `lead_s`: how long ago the first receives were posted; `transfer_s`: of
@@ -107,15 +115,23 @@ class Stage:
 
             t = starts * (latency + notice) + max(0, (steps - starts) * latency + (notices - starts) * notice - hidden)
 
-        >>> Stage(Hops.of([(0, 1, 1.0)]), 8.0, steps=3, notices=1).wait_s(1.0, notice_s=1.0, lead_s=0.25)
-        3.75
+        `head_start_s`: by how much sooner bytes are through an idle link than over a wire; later steps make up for
+        no more than they wait (see [Note: head start] in `cluster.emulated`). Where the first ones wait less than that,
+        the time is negative.
+
+        >>> stage = Stage(Hops.of([(0, 1, 1.0)]), 8.0, steps=3, notices=1)
+        >>> stage.wait_s(1.0, notice_s=1.0, lead_s=0.25), stage.wait_s(1.0, head_start_s=1.5)
+        (3.75, -0.5)
         """
         notices = self.steps if self.notices is None else self.notices
         noticed = min(self.starts, notices)
         first_s = min(1.0, noticed) * max(0.0, notice_s - lead_s) + max(0.0, noticed - 1) * notice_s
         begun = min(float(self.starts), self.steps)
-        later_s = (self.steps - begun) * latency_s + (notices - noticed) * notice_s
-        return begun * latency_s + first_s + max(0.0, later_s - self.hidden_ratio * transfer_s)
+        told = min(notices - noticed, self.steps - begun)
+        later_s = told * max(0.0, latency_s + notice_s - head_start_s)
+        later_s += (self.steps - begun - told) * max(0.0, latency_s - head_start_s)
+        at_first_s = begun * (latency_s - head_start_s) + first_s
+        return at_first_s + max(0.0, later_s - self.hidden_ratio * transfer_s)
 
 
 def summed(owner: Ints, values: Floats, owners: int) -> Floats:

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from gssim import collectives
-from gssim.cluster import Cluster
+from gssim.cluster import Cluster, shaped_group_bytes
 from gssim.collectives import ALGORITHMS, BACKEND_ALGORITHMS, Communication, Hops, Members, Stage, processor_s, summed
 from gssim.collectives.algorithms import ring_hops
 from gssim.machine.host import Load
@@ -49,6 +49,8 @@ class Scheduled:
     """What every message takes beside its path's latency."""
     notices: bool = False
     """Whether messages wait for receivers' notices."""
+    group_bytes: int = 0
+    """Of segments that shaped links let pass together; wires have none."""
 
     def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:
         """Return what the backend adds to a stage's links."""
@@ -59,6 +61,7 @@ class Scheduled:
             self.message_s,
             self.notices,
             lead_s,
+            self.group_bytes,
         )
 
     def alone_s(self, network: Network) -> float:
@@ -95,6 +98,7 @@ class Scheduler:
         self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
         self._members: dict[tuple[Sequence[int], int], Members] = {}
         self._kept = Shared(MOST_KEPT)
+        self._group_bytes = shaped_group_bytes(cluster)
 
     def members(self, group: Sequence[int], root: int = 0) -> Members:
         """Return a group's members from the root on, and round: the same object for the same group and root."""
@@ -269,6 +273,7 @@ class Scheduler:
             processor_byte_s=collectives.processor_byte_s(self.cluster, kind),
             message_s=collectives.message_s(self.cluster, communication.group),
             notices=collectives.has_notices(self.cluster.backend),
+            group_bytes=self._group_bytes,
         )
 
     def _queued(self, stage: Stage) -> Stage:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
+from gssim.cluster import head_start_s
 from gssim.collectives import Hops, Stage
 from gssim.conditions import Conditions, ends_of
 from gssim.network.folding import Folded, Sessions, fold
@@ -37,6 +38,8 @@ class Pace:
     """Whether messages wait for receivers' notices, which take as long as messages without bytes."""
     lead_s: float = 0.0
     """How long ago the first receives were posted."""
+    group_bytes: int = 0
+    """Of segments that shaped links let pass together (see [Note: head start] in `cluster`); wires have none."""
 
 
 class _Transfer:
@@ -158,6 +161,8 @@ class Network:
         for group in traffic.groups:
             sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
             wait_s = self._wait_s(stage, group, sizes, pace)
+            if wait_s < 0:
+                sizes = sizes * max(0.0, 1 + wait_s / self._longest(group, sizes)[0])
             if len(traffic.groups) == 1:
                 yield from self._delayed(group, sizes, wait_s, pace.processor_s)
                 return
@@ -170,11 +175,22 @@ class Network:
         if not pace.latency:
             return 0.0
         latency_s = group.latency_s + pace.message_s
-        transfer_s = 0.0
-        if stage.hidden_ratio and len(group.link):
-            transfer_s = max(pace.processor_s, float((sizes / self._rates([group])[0]).max()))
+        transfer_s = ahead_s = 0.0
+        if (stage.hidden_ratio or pace.group_bytes) and len(group.link):
+            transfer_s, rate = self._longest(group, sizes)
+            transfer_s = max(pace.processor_s, transfer_s)
+            ahead_s = head_start_s(rate, pace.group_bytes) if pace.group_bytes else 0.0
         notice_s = latency_s if pace.notices else 0.0
-        return stage.wait_s(latency_s, notice_s=notice_s, lead_s=pace.lead_s, transfer_s=transfer_s)
+        return stage.wait_s(
+            latency_s, notice_s=notice_s, lead_s=pace.lead_s, transfer_s=transfer_s, head_start_s=ahead_s
+        )
+
+    def _longest(self, group: Sessions, sizes: Floats) -> tuple[float, float]:
+        """Return how long the longest session takes on idle links, and the capacity of the link that limits it."""
+        rates, limit = self._rates([group])
+        times_s = sizes / rates
+        longest = int(times_s.argmax())
+        return float(times_s[longest]), float(self.capacity[limit[longest]])
 
     def _delayed(self, group: Sessions, sizes: Floats, wait_s: float, processor_s: float) -> Generator[Any, Any, None]:
         if wait_s:
