@@ -28,6 +28,7 @@ from gsreal.lab.shaping import shape, wire_bits_per_s
 from gsreal.lab.throttle import MOST_OF_THE_CORES, Place, as_variable, cores_of, own_place
 from gsreal.lab.verify import Verified
 from gsreal.machine import device_name
+from gssim.cluster import group_bytes
 from gssim.scenario import load_cluster, load_scenario
 from gssim.units import UserError
 

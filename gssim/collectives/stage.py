@@ -115,23 +115,23 @@ class Stage:
 
             t = starts * (latency + notice) + max(0, (steps - starts) * latency + (notices - starts) * notice - hidden)
 
-        `head_start_s`: by how much sooner bytes are through an idle link than over a wire; later steps make up for
-        no more than they wait (see [Note: head start] in `cluster.emulated`). Where the first ones wait less than that,
-        the time is negative.
+        `head_start_s`: by how much sooner bytes are through an idle link than over a wire: all steps but the first make
+        up for as much of what they wait (see [Note: head start] in `cluster.emulated`).
 
         >>> stage = Stage(Hops.of([(0, 1, 1.0)]), 8.0, steps=3, notices=1)
-        >>> stage.wait_s(1.0, notice_s=1.0, lead_s=0.25), stage.wait_s(1.0, head_start_s=1.5)
-        (3.75, -0.5)
+        >>> stage.wait_s(1.0, notice_s=1.0, lead_s=0.25), stage.wait_s(1.0, head_start_s=0.75)
+        (3.75, 1.5)
         """
         notices = self.steps if self.notices is None else self.notices
-        noticed = min(self.starts, notices)
-        first_s = min(1.0, noticed) * max(0.0, notice_s - lead_s) + max(0.0, noticed - 1) * notice_s
-        begun = min(float(self.starts), self.steps)
+        noticed, begun = min(self.starts, notices), min(float(self.starts), self.steps)
+        told_s = max(0.0, latency_s + notice_s - head_start_s)
+        untold_s = max(0.0, latency_s - head_start_s)
+        first_s = min(1.0, begun) * latency_s + min(1.0, noticed) * max(0.0, notice_s - lead_s)
+        told = max(0.0, noticed - 1)
+        again_s = told * told_s + (max(0.0, begun - 1) - told) * untold_s
         told = min(notices - noticed, self.steps - begun)
-        later_s = told * max(0.0, latency_s + notice_s - head_start_s)
-        later_s += (self.steps - begun - told) * max(0.0, latency_s - head_start_s)
-        at_first_s = begun * (latency_s - head_start_s) + first_s
-        return at_first_s + max(0.0, later_s - self.hidden_ratio * transfer_s)
+        later_s = told * told_s + (self.steps - begun - told) * untold_s
+        return first_s + again_s + max(0.0, later_s - self.hidden_ratio * transfer_s)
 
 
 def summed(owner: Ints, values: Floats, owners: int) -> Floats:

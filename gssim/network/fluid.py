@@ -115,6 +115,8 @@ class Network:
         self.capacity = self.folded.capacity
         self.carried = np.zeros(len(self.capacity))
         self.active: list[_Transfer] = []
+        self.left_s: dict[int, float] = {}
+        """When links were left by the last that crossed them."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
             self._keep_up(stage, stream.bytes_per_s)
 
@@ -144,7 +146,7 @@ class Network:
     def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
         """Return the time of a stage on idle links."""
         alone = copy(self)
-        alone.env, alone.active, alone.carried = simpy.Environment(), [], self.carried.copy()
+        alone.env, alone.active, alone.carried, alone.left_s = simpy.Environment(), [], self.carried.copy(), {}
         alone.env.run(until=alone.env.process(alone.carry(stage, pace)))
         return float(alone.env.now)
 
@@ -161,12 +163,10 @@ class Network:
         for group in traffic.groups:
             sizes = group.unit_bytes * (stage.size_bytes * stage.stretch_ratio * pace.factor)
             wait_s = self._wait_s(stage, group, sizes, pace)
-            if wait_s < 0:
-                sizes = sizes * max(0.0, 1 + wait_s / self._longest(group, sizes)[0])
             if len(traffic.groups) == 1:
-                yield from self._delayed(group, sizes, wait_s, pace.processor_s)
+                yield from self._delayed(group, sizes, wait_s, pace)
                 return
-            ends.append(self.env.process(self._delayed(group, sizes, wait_s, pace.processor_s)))
+            ends.append(self.env.process(self._delayed(group, sizes, wait_s, pace)))
         if ends:
             yield self.env.all_of(ends)
 
@@ -177,31 +177,52 @@ class Network:
         latency_s = group.latency_s + pace.message_s
         transfer_s = ahead_s = 0.0
         if (stage.hidden_ratio or pace.group_bytes) and len(group.link):
-            transfer_s, rate = self._longest(group, sizes)
-            transfer_s = max(pace.processor_s, transfer_s)
-            ahead_s = head_start_s(rate, pace.group_bytes) if pace.group_bytes else 0.0
+            transfer_s, link = self._longest(group, sizes)
+            if pace.group_bytes:
+                ahead_s = head_start_s(float(self.capacity[link]), pace.group_bytes)
+                ahead_s = min(ahead_s, transfer_s / max(1.0, stage.steps))
         notice_s = latency_s if pace.notices else 0.0
         return stage.wait_s(
-            latency_s, notice_s=notice_s, lead_s=pace.lead_s, transfer_s=transfer_s, head_start_s=ahead_s
+            latency_s,
+            notice_s=notice_s,
+            lead_s=pace.lead_s,
+            transfer_s=max(pace.processor_s, transfer_s),
+            head_start_s=ahead_s,
         )
 
-    def _longest(self, group: Sessions, sizes: Floats) -> tuple[float, float]:
-        """Return how long the longest session takes on idle links, and the capacity of the link that limits it."""
+    def _longest(self, group: Sessions, sizes: Floats) -> tuple[float, int]:
+        """Return how long the longest session takes on idle links, and the link that limits it."""
         rates, limit = self._rates([group])
         times_s = sizes / rates
         longest = int(times_s.argmax())
-        return float(times_s[longest]), float(self.capacity[limit[longest]])
+        return float(times_s[longest]), int(limit[longest])
 
-    def _delayed(self, group: Sessions, sizes: Floats, wait_s: float, processor_s: float) -> Generator[Any, Any, None]:
+    def _delayed(self, group: Sessions, sizes: Floats, wait_s: float, pace: Pace) -> Generator[Any, Any, None]:
         if wait_s:
             yield self.env.timeout(wait_s)
         if not sizes.any():
             return
-        busy = self.env.timeout(processor_s) if processor_s else None
-        if len(group.link):
+        busy = self.env.timeout(pace.processor_s) if pace.processor_s else None
+        if len(group.link) and pace.group_bytes:
+            sizes = self._let_through(group, sizes, pace.group_bytes)
+        if len(group.link) and sizes.any():
             yield self._begun(group, sizes)
+        if pace.group_bytes:
+            self.left_s |= dict.fromkeys(group.links, self.env.now)
         if busy is not None:
             yield busy
+
+    def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int) -> Floats:
+        """Return what is left of bytes when a shaped link has let through at once what it has tokens for.
+
+        They gather while nothing crosses it: as long as a head start lasts, at most.
+        """
+        took_s, link = self._longest(group, sizes)
+        if any(link in transfer.links for transfer in self.active):
+            return sizes
+        ahead_s = head_start_s(float(self.capacity[link]), group_bytes)
+        ahead_s = min(ahead_s, self.env.now - self.left_s.get(link, -math.inf))
+        return np.asarray(sizes * max(0.0, 1 - ahead_s / took_s), dtype=np.float64)
 
     def _begun(self, group: Sessions, sizes: Floats) -> simpy.Event:
         transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
