@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from strategies import FEEDBACK_GRID, MULTIPLES, exponential_statistics, exponential_tensor
 
 from gssim.density import publish_density, push_density, push_ratios, traces_of, union_density, united
+from gssim.density.moment import moment_of
 from gssim.density.staleness import movements, staleness_steps
 from gssim.gradients import EDGES_PER_DECADE, SKETCH_EDGES, BlockTrace, ChangeTrace, RankTrace, Sketch, TensorTrace
 from gssim.plan import Publish, Push
@@ -104,6 +105,33 @@ def test_between_two_sampled_steps_the_scale_goes_with_the_logarithm_of_the_step
     found = [density(statistics, 2e-3, step=step) for step in (0, 1, 9, 49)]
     exact = [math.exp(-math.sqrt(2) * 2e-3 / rms) for rms in (1e-2, 1e-2, 1e-3, 1e-4)]
     assert found == pytest.approx(exact, rel=0.02, abs=1e-9)
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=6, max_size=6), st.integers(2, 31))
+def test_scales_lie_on_scipys_monotone_cubic_of_logarithms(scales, step):
+    """Scipy's ends are other ones: a step inside is meant."""
+    from scipy.interpolate import PchipInterpolator
+
+    sampled = (1, 2, 5, 18, 31, 44)
+    curve = PchipInterpolator([math.log1p(each) for each in sampled], [math.log(each) for each in scales])
+    moment = moment_of(sampled, step)
+    found = moment.curved(moment.all_of(scales))
+    assert found == pytest.approx(math.exp(float(curve(math.log1p(step)))), rel=1e-9)
+    assert min(moment.of(scales)) * (1 - 1e-9) <= found <= max(moment.of(scales)) * (1 + 1e-9)
+
+
+def test_a_scale_that_falls_ever_more_slowly_lies_below_straight_lines():
+    """From 10^-2 at step 1 by a fifth to step 9, (9 + 1) / (1 + 1) = 5, then by a half to step 49."""
+    statistics = statistics_of(exponential_tensor(1e-2, 2e-3, 1e-3), steps=(1, 9, 49))
+    for step, straight in ((4, 1e-2 * (5 / 2) ** -1.0), (20, 2e-3 * (21 / 10) ** (-math.log(2) / math.log(5)))):
+        found = math.sqrt(2) * 2e-3 / -math.log(density(statistics, 2e-3, step=step))
+        assert 0.8 * straight < found < 0.98 * straight
+
+
+def test_next_to_zeros_a_scale_goes_straight():
+    """Half the way from step 3 to step 15 is gone at step 7: 2 * 10^-3 is halfway from 4 to 1."""
+    statistics = statistics_of(exponential_tensor(0.0, 4e-3, 1e-3, 0.0), steps=(0, 3, 15, 20))
+    assert density(statistics, 2e-3, step=7) == pytest.approx(math.exp(-math.sqrt(2)), rel=0.02)
 
 
 @pytest.mark.parametrize(("samples", "nearest"), [(1, 1), (2, 1), (3, 4), (4, 4), (9, 16), (500, 16)])

@@ -2,7 +2,8 @@
 
 Statistics are taken at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
 the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, for
-training changes gradients ever more slowly. What a threshold drops changes the training and with it later gradients, so
+training changes gradients ever more slowly: the scale on a curve, the fraction straight, so that no higher threshold
+is ever told to send more. What a threshold drops changes the training and with it later gradients, so
 statistics are taken under thresholds too, and the densities that they give are interpolated in the logarithm of the
 threshold.
 
@@ -20,8 +21,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import TypeVar
 
+from gssim.density.moment import Moment, mixed, moment_of
 from gssim.density.union import united
 from gssim.gradients import (
     EDGES_PER_DECADE,
@@ -40,7 +41,6 @@ from gssim.units import UserError
 _NORMAL = NormalDist()
 _SMALLEST = 1e-300
 _ALMOST_ALL = 1 - 1e-6
-T = TypeVar("T")
 
 
 def push_density(
@@ -113,9 +113,9 @@ def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: 
         return EVERYTHING
     if math.isinf(publish.threshold):
         return SILENCE
-    moment, grid, threshold = _moment(statistics.sampled_steps, step), statistics.publish_thresholds, publish.threshold
-    blocks = statistics.changes[tensor].blocks
-    return Ratios(tuple(moment.mixed([_on_grid(grid, row, threshold) for row in moment.of(block)]) for block in blocks))
+    moment, grid = moment_of(statistics.sampled_steps, step), statistics.publish_thresholds
+    rows = [moment.all_of(block) for block in statistics.changes[tensor].blocks]
+    return Ratios(tuple(moment.curved([_on_grid(grid, row, publish.threshold) for row in block]) for block in rows))
 
 
 def union_density(
@@ -126,7 +126,7 @@ def union_density(
     `sent`: what one of them sends, by `push_density`.
     """
     trace = traces_of(statistics, samples)[0].tensors[tensor]
-    moment = _moment(statistics.sampled_steps, step)
+    moment = moment_of(statistics.sampled_steps, step)
     mean = fmean(moment.mixed([s.mean for s in moment.of(block.sketches)]) for block in trace.blocks)
     square = fmean(moment.mixed([s.rms**2 for s in moment.of(block.sketches)]) for block in trace.blocks)
     correlation = _clipped(fmean(moment.of(trace.correlations))) if trace.correlations else 0.0
@@ -141,38 +141,6 @@ def traces_of(statistics: GradientStatistics, samples: int, *, error_feedback: b
     nearest = min((trace.samples for trace in statistics.traces), key=lambda n: abs(math.log(n / samples)))
     near = sorted((t for t in statistics.traces if t.samples == nearest), key=lambda t: t.threshold)
     return tuple(t for t in near if not t.threshold or t.error_feedback == error_feedback) or tuple(near)
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """Where a step lies between two sampled ones, or between the first step and the first sampled one."""
-
-    before: int
-    after: int
-    weight: float
-
-    def of(self, values: Sequence[T], first: T | None = None) -> list[T]:
-        """Return what there is for each of the two; `first`: for the first step."""
-        before = values[max(0, self.before)] if self.before >= 0 or first is None else first
-        return [before, values[self.after]]
-
-    def mixed(self, pair: Sequence[float]) -> float:
-        """Return what lies between two values."""
-        return _mixed(pair[0], pair[1], self.weight)
-
-
-def _moment(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> _Moment:
-    after = bisect_left(sampled_steps, step)
-    if after == len(sampled_steps):
-        return _Moment(after - 1, after - 1, 0.0)
-    before = sampled_steps[after - 1] if after else first_step
-    start, at, end = (math.log1p(each) for each in (before, max(before, step), sampled_steps[after]))
-    return _Moment(after - 1, after, (at - start) / (end - start) if end > start else 1.0)
-
-
-def _mixed(a: float, b: float, weight: float) -> float:
-    """Return what lies between `a` and `b`: in logarithm, where neither is 0."""
-    return float(a ** (1 - weight) * b**weight) if a > 0 and b > 0 else (1 - weight) * a + weight * b
 
 
 def _clipped(ratio: float) -> float:
@@ -196,7 +164,7 @@ class Ratios:
         (0.5, 0.75)
         """
         high = _over_range(self.values, first, last)
-        return _mixed(_over_range(self.below, first, last), high, self.weight) if self.below else high
+        return mixed(_over_range(self.below, first, last), high, self.weight) if self.below else high
 
 
 EVERYTHING, SILENCE = Ratios((1.0,)), Ratios((0.0,))
@@ -215,11 +183,11 @@ class _View:
         self.tensors = [trace.tensors[tensor] for trace in traces]
         self.scale = _scale(self.tensors[0], traces[0].samples / samples)
 
-    def moment(self, step: int) -> _Moment:
+    def moment(self, step: int) -> Moment:
         """Return where a step lies between those that were looked at."""
         sampled = self.statistics.sampled_steps
         least = min(step, sampled[0]) if self.error_feedback else 0  # what is kept gathers, however old parameters are
-        return _moment(sampled, max(least, step - self.lag_steps), self.statistics.first_step)
+        return moment_of(sampled, max(least, step - self.lag_steps), self.statistics.first_step)
 
     def sent_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
         """Return the fraction that reaches an absolute threshold."""
@@ -229,7 +197,7 @@ class _View:
         """Return the fraction that would reach a level, where the threshold was another one until then."""
         factor = level / threshold
 
-        def found(block: BlockTrace, scaled: float, moment: _Moment) -> float:
+        def found(block: BlockTrace, scaled: float, moment: Moment) -> float:
             return self._held(block, scaled / factor, factor, moment)
 
         return self._under(threshold, level, found, step, part)
@@ -247,16 +215,16 @@ class _View:
         ratios = []
         for block in self.tensors[0].blocks:
             rows = [
-                row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.of(block.relative)
+                row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.all_of(block.relative)
             ]
-            ratios.append(moment.mixed([_on_grid(grid, row, multiple) for row in rows]))
+            ratios.append(moment.curved([_on_grid(grid, row, multiple) for row in rows]))
         return Ratios(tuple(ratios))
 
     def _under(
         self,
         threshold: float,
         level: float,
-        found: Callable[[BlockTrace, float, _Moment], float],
+        found: Callable[[BlockTrace, float, Moment], float],
         step: int,
         part: float,
     ) -> "Ratios":
@@ -273,16 +241,16 @@ class _View:
         weight = _between(threshold, self.thresholds[above - 1], self.thresholds[above])
         return Ratios(high, values(self.tensors[above - 1]), weight)
 
-    def _with_feedback(self, block: BlockTrace, level: float, moment: _Moment) -> float:
+    def _with_feedback(self, block: BlockTrace, level: float, moment: Moment) -> float:
         return self._held(block, level, 1.0, moment)
 
-    def _held(self, block: BlockTrace, level: float, factor: float, moment: _Moment) -> float:
+    def _held(self, block: BlockTrace, level: float, factor: float, moment: Moment) -> float:
         """Return the fraction of a block that reaches `factor` times a level that was the threshold until then."""
-        pairs = zip(moment.of(block.sketches), moment.of(block.feedback), strict=True)
+        pairs = zip(moment.all_of(block.sketches), moment.all_of(block.feedback), strict=True)
         ratios = [self._held_at(sketch, row, level, factor) for sketch, row in pairs]
         if moment.before < 0 and block.first is not None:  # at the first step nothing has gathered yet
             ratios[0] = _tail(block.first, factor * level)
-        return moment.mixed(ratios)
+        return moment.curved(ratios)
 
     def _held_at(self, sketch: Sketch, row: FeedbackDensity, level: float, factor: float) -> float:
         if level < self.grid[0]:  # feedback matters ever less
@@ -368,12 +336,12 @@ def _over_range(values: Sequence[float], first: float, last: float) -> float:
     return sent / whole
 
 
-def _reached(block: BlockTrace, level: float, moment: _Moment) -> float:
+def _reached(block: BlockTrace, level: float, moment: Moment) -> float:
     """Return the fraction of a block's elements with |g| >= level."""
     a, b = moment.of(block.sketches, block.first)
     if not (a.rms and b.rms):
         return moment.mixed([_tail(a, level), _tail(b, level)])
-    rms = moment.mixed([a.rms, b.rms])
+    rms = moment.curved([sketch.rms for sketch in moment.all_of(block.sketches, block.first)])
     return moment.mixed([_tail(a, level * a.rms / rms), _tail(b, level * b.rms / rms)])
 
 
