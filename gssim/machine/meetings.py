@@ -154,12 +154,18 @@ class _Ways:
 def _meetings(program: Program, classes: Classes, ways: _Ways) -> dict[str, tuple[Meeting, ...]]:
     parts: dict[Groups, list[tuple[Groups, tuple[RankClass, ...]]]] = {}
     found = {}
+    known: dict[Communication, tuple[Meeting, ...]] = {}
     for label, communication in program.communications.items():
-        groups = communication.groups
-        if groups not in parts:
-            parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
-        each = [(_of_part(communication, part), members) for part, members in parts[groups]]
-        found[label] = tuple(Meeting(part, ways.of(part, len(groups)), members) for part, members in each)
+        alike = None if communication.pair_bytes else known.get(communication)  # matrices take long to compare
+        if alike is None:
+            groups = communication.groups
+            if groups not in parts:
+                parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
+            each = [(_of_part(communication, part), members) for part, members in parts[groups]]
+            alike = tuple(Meeting(part, ways.of(part, len(groups)), members) for part, members in each)
+            if not communication.pair_bytes:
+                known[communication] = alike
+        found[label] = alike
     return found
 
 
