@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
@@ -13,8 +14,7 @@ Bytes = tuple[tuple[str, float], ...]
 """Bytes by category, sorted by category."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Memory taken (or, where negative, given back) at a position of a layer's phase; frees come after allocations."""
 
     position: int
@@ -117,7 +117,7 @@ def activation_timeline(
     made: dict[tuple[int, ...], dict[tuple[int, str], list[Event]]] = {}
     for before, instance, after in zip([None, *layers], layers, [*layers[1:], None], strict=False):
         beside = [each.layer if each else None for each in (before, instance, after)]
-        key = tuple(map(id, beside))
+        key = (id(instance.layer),) if lives is as_traced else tuple(map(id, beside))
         if key not in made:  # repetitions share their events
             buffers = lives(instance.layer, beside[0], beside[2])
             made[key] = _buffer_events(buffers, batch_size, sequence_length, scale)
