@@ -78,7 +78,7 @@ def step_of(spans: Sequence[Span], time_s: float) -> Step:
     for span in spans:
         start_s, end_s = max(0.0, span.start_s), min(time_s, span.end_s)
         if end_s > start_s:
-            streams[span.rank, span.stream].append(replace(span, start_s=start_s, end_s=end_s))
+            streams[span.rank, span.stream].append(span._replace(start_s=start_s, end_s=end_s))
     return Step(
         time_s,
         tuple(
@@ -122,7 +122,7 @@ def uncovered(spans: Iterable[Span]) -> list[Span]:
             upcoming += 1
         active = [span for span in active if span.end_s > left]
         if active:
-            found.append(replace(active[-1], start_s=left, end_s=right))
+            found.append(active[-1]._replace(start_s=left, end_s=right))
     return found
 
 

@@ -4,17 +4,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from gssim.cluster import DeviceType
 from gssim.scenario import layer_profile
-from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Moment, Workload
+from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Workload
 
 Bytes = tuple[tuple[str, float], ...]
 """Bytes by category, sorted by category."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Memory taken (or, where negative, given back) at a position of a layer's phase; frees come after allocations."""
 
     position: int
@@ -114,30 +114,29 @@ def activation_timeline(
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
-    made: dict[tuple[int, ...], list[tuple[Moment, Event]]] = {}
+    made: dict[tuple[int, ...], dict[tuple[int, str], list[Event]]] = {}
     for before, instance, after in zip([None, *layers], layers, [*layers[1:], None], strict=False):
         beside = [each.layer if each else None for each in (before, instance, after)]
-        key = tuple(map(id, beside))
+        key = (id(instance.layer),) if lives is as_traced else tuple(map(id, beside))
         if key not in made:  # repetitions share their events
             buffers = lives(instance.layer, beside[0], beside[2])
             made[key] = _buffer_events(buffers, batch_size, sequence_length, scale)
-        for moment, event in made[key]:
-            if moment.phase == "end":
-                end.append(event)
-            else:
-                events[instance.index + moment.layer_offset, moment.phase].append(event)
+        for (layer_offset, phase), group in made[key].items():
+            place = end if phase == "end" else events[instance.index + layer_offset, phase]
+            place.extend(group)
     return Timeline(events, end)
 
 
 def _buffer_events(
     buffers: Sequence[Buffer], batch_size: int, sequence_length: int, scale: float
-) -> list[tuple[Moment, Event]]:
-    """Return when the buffers that a layer makes are born and freed."""
-    found = []
+) -> dict[tuple[int, str], list[Event]]:
+    """Return when the buffers that a layer makes are born and freed, by layer offset and phase."""
+    found: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for number, buffer in enumerate(buffers):
         size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
-        found.append((buffer.born, Event(buffer.born.position, size, buffer.category, number=number)))
-        found.append((buffer.freed, Event(buffer.freed.position, -size, buffer.category, number=number)))
+        for moment, change in ((buffer.born, size), (buffer.freed, -size)):
+            offset = 0 if moment.phase == "end" else moment.layer_offset
+            found[offset, moment.phase].append(Event(moment.position, change, buffer.category, number=number))
     return found
 
 

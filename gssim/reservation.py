@@ -11,11 +11,11 @@ what it is without them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from gssim.allocator import Block, CachingAllocator, NoMemoryLeftError, rounded_bytes
-from gssim.allocator.block import Pool
+from gssim.allocator import Block, CachingAllocator, NoMemoryLeftError, Request, rounded_bytes
 from gssim.memory import Event, Footprint
 from gssim.program import Program, Task
 from gssim.scenario import Scenario
@@ -95,23 +95,25 @@ def replay(
 def _run(program: Program, role: int, tasks: Sequence[Task], held: "_Held") -> None:
     whole = {category: (size,) for category, size in program.persistent[role].items() if size}
     tensors: Mapping[str, Sequence[float]] = program.tensors[role]() if program.tensors else whole
-    for category, sizes in tensors.items():
-        if category != "optimizer":
-            held.keep(category, sizes)
-    states = tensors.get("optimizer", ())
     needs = [(task.need, task.phase == "optimizer") for task in tasks if task.need.events or task.phase == "optimizer"]
-    for _ in range(STEPS):
-        for need, updates in needs:
-            if updates and states:
-                held.keep("optimizer", states)
-                states = ()
-            held.carry_out(need)
+
+    def requests() -> Iterator[Sequence[Request]]:
+        for category, sizes in tensors.items():
+            if category != "optimizer":
+                yield held.kept(category, sizes)
+        states = tensors.get("optimizer", ())
+        for _ in range(STEPS):
+            for need, updates in needs:
+                if updates and states:
+                    yield held.kept("optimizer", states)
+                    states = ()
+                yield held.needed(need)
+
+    held.carry_out(chain.from_iterable(requests()))
 
 
 Key = tuple[str, int, float]
 """Category, number in the layer, and bytes of a tensor: what it is found by when it is given back."""
-Request = tuple[Key, list[Block], Pool, int, int]
-"""A tensor, where those like it are kept, its pool, rounded bytes (0: it is given back), and bytes."""
 
 
 class _Held:
@@ -120,42 +122,55 @@ class _Held:
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.alive: dict[Key, list[Block]] = {}
-        self._requests: dict[int, list[Request]] = {}
+        self._categories: dict[int, str] = {}
+        """By (the identity of) the lists of blocks that are alive."""
+        self._made: dict[tuple[Key, str], tuple[Request, Request]] = {}
+        """What takes a tensor on a stream, and what gives it back."""
+        self._needed: dict[int, list[Request]] = {}
 
-    def keep(self, category: str, sizes: Sequence[float]) -> None:
-        """Take tensors that stay."""
-        self._carry_out(self._requests_of([Event(0, size, category) for size in sizes]))
+    def carry_out(self, requests: Iterator[Request]) -> None:
+        """Take and give back."""
+        while (unknown := self.allocator.serve(requests)) is not None:
+            alike, _, _, size, _ = unknown
+            self._give_back(self._categories[id(alike)], size)
 
-    def carry_out(self, need: Footprint) -> None:
-        """Take and give back what a task does."""
-        requests = self._requests.get(id(need))
+    def kept(self, category: str, sizes: Sequence[float]) -> list[Request]:
+        """Return what takes tensors that stay."""
+        return self._requests_of([Event(0, sum(sizes), category, tuple(sizes))])
+
+    def needed(self, need: Footprint) -> list[Request]:
+        """Return what takes and gives back what a task does."""
+        requests = self._needed.get(id(need))
         if requests is None:
-            requests = self._requests[id(need)] = self._requests_of(need.events)
-        self._carry_out(requests)
-
-    def _carry_out(self, requests: Sequence[Request]) -> None:
-        allocator = self.allocator
-        for key, alike, pool, rounded, size in requests:
-            if rounded:
-                alike.append(allocator.take(pool, rounded, size))
-            elif alike:
-                allocator.free(alike.pop() if key[0] in LATEST_FIRST else alike.pop(0))
-            else:
-                self._give_back(key[0], size)
+            requests = self._needed[id(need)] = self._requests_of(need.events)
+        return requests
 
     def _requests_of(self, events: Sequence[Event]) -> list[Request]:
         found: list[Request] = []
         for event in events:
-            takes = event.size_bytes > 0
+            gives = event.size_bytes < 0
             sizes = event.tensors or (abs(event.size_bytes),)
             for size in sizes if event.size_bytes else ():
-                if int(size):
-                    rounded = rounded_bytes(size)
-                    key = (event.category, event.number, size)
-                    pool = self.allocator.pool_of(rounded, event.stream)
-                    alike = self.alive.setdefault(key, [])
-                    found.append((key, alike, pool, rounded if takes else 0, int(size)))
+                if size >= 1:
+                    key = ((event.category, event.number, size), event.stream)
+                    if key not in self._made:
+                        self._made[key] = self._requests_for(*key)
+                    found.append(self._made[key][gives])
         return found
+
+    def _requests_for(self, key: Key, stream: str) -> tuple[Request, Request]:
+        category, _, size = key
+        rounded = rounded_bytes(size)
+        pool, alike = self.allocator.pool_of(rounded, stream), self._alike(key)
+        place = -1 if category in LATEST_FIRST else 0
+        return (alike, pool, rounded, int(size), place), (alike, pool, 0, int(size), place)
+
+    def _alike(self, key: Key) -> list[Block]:
+        """Return where blocks of tensors of a kind are kept."""
+        if key not in self.alive:
+            self.alive[key] = []
+            self._categories[id(self.alive[key])] = key[0]
+        return self.alive[key]
 
     def _give_back(self, category: str, size_bytes: int) -> None:
         """Give back as many bytes of a category as there are, the latest kinds of tensors first; of one, a part."""
@@ -165,9 +180,10 @@ class _Held:
             while alike and left > 0:
                 block = alike.pop()
                 self.allocator.free(block)
-                rest = block.requested_bytes - left
-                left -= block.requested_bytes
+                _, _, requested, _ = block
+                rest = requested - left
+                left -= requested
                 if rest > 0:
                     kept = self.allocator.allocate(rest)
                     assert kept is not None
-                    self.alive.setdefault((category, key[1], float(rest)), []).append(kept)
+                    self._alike((category, key[1], float(rest))).append(kept)

@@ -5,11 +5,11 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gssim.units import PositiveInt, UserError, spec, validated
 
@@ -41,8 +41,7 @@ UPDATE_PHASES = ("optimizer",)
 """In proportion to what it owns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One thing that occupied a stream of a rank, from `start_s` to `end_s`."""
 
     rank: int

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from gssim.machine import Machine, Meeting
 from gssim.machine.recorded import Recorded
@@ -19,7 +18,7 @@ def step_of(machine: Machine, number: int) -> Step:
     start_s = max(began_s for began_s, _ in bounds_s.values())
     last_s = max(ended_s for _, ended_s in bounds_s.values())
     spans = [
-        replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
+        span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
         for span in machine.spans
         if span.end_s > bounds_s[span.rank][0] and span.start_s < last_s
     ]

@@ -57,6 +57,19 @@ T = TypeVar("T")
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Numbers = TypeVar("Numbers", Ints, Floats)
+
+
+def distinct(numbers: Numbers) -> Numbers:
+    """Return the numbers that there are, each once, sorted.
+
+    `np.unique` without more asks for masked arrays, and the import of these takes several milliseconds.
+
+    >>> distinct(np.array([3, 1, 3]))
+    array([1, 3])
+    """
+    return np.unique(numbers, return_index=True)[0]
+
 
 _QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]+)\s*$")
 _MOST = 10**15

@@ -18,6 +18,14 @@ def blocks_after(*sizes: float, **options: object) -> tuple[CachingAllocator, li
     return allocator, [block for block in found if block is not None]
 
 
+def address_of(block: Block) -> int:
+    return block[0]
+
+
+def size_of(block: Block) -> int:
+    return block[1]
+
+
 # Worked examples (c10/cuda/CUDACachingAllocator.cpp) -----------------------------------------------------------------
 
 
@@ -55,21 +63,20 @@ def test_a_large_block_is_split_where_more_than_a_mebibyte_is_left():
     allocator.free(block)
     kept = allocator.allocate(19 * MIB)
     assert kept is not None
-    assert kept.size_bytes == 20 * MIB, "1 MiB is too little to be split off"
+    assert size_of(kept) == 20 * MIB, "1 MiB is too little to be split off"
     assert allocator.allocated_bytes == 20 * MIB
     allocator.free(kept)
     kept = allocator.allocate(19 * MIB - 512)
     assert kept is not None
-    assert kept.size_bytes == 19 * MIB - 512
-    assert kept.next is not None
+    assert size_of(kept) == 19 * MIB - 512
 
 
 def test_a_small_block_is_split_down_to_512_bytes():
     allocator, (first, second) = blocks_after(2 * MIB - 512 - MIB, MIB)
-    assert first.size_bytes + second.size_bytes == 2 * MIB - 512
+    assert size_of(first) + size_of(second) == 2 * MIB - 512
     last = allocator.allocate(512)
     assert last is not None
-    assert last.address == 2 * MIB - 512
+    assert address_of(last) == 2 * MIB - 512
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken_the_lowest_of_equal_ones():
@@ -78,7 +85,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken_the_lowest_of_equal_on
         allocator.free(block)
     taken = allocator.allocate(28 * MIB)
     assert taken is not None
-    assert taken.address == small.address
+    assert address_of(taken) == address_of(small)
 
 
 def test_free_neighbours_are_joined():
@@ -88,7 +95,7 @@ def test_free_neighbours_are_joined():
     allocator.free(second)
     whole = allocator.allocate(19.5 * MIB)
     assert whole is not None
-    assert whole.address == first.address
+    assert address_of(whole) == address_of(first)
     assert allocator.reserved_bytes == 20 * MIB
 
 
@@ -119,7 +126,7 @@ def test_without_memory_left_whole_free_segments_go_back_and_split_ones_stay():
 def test_an_expandable_segment_grows_by_pages_at_its_end():
     allocator, (first, second) = blocks_after(30 * MIB, 30 * MIB, expandable_segments=True)
     assert allocator.reserved_bytes == 60 * MIB  # 40, and 20 more behind the 10 that are free
-    assert second.address == first.address + 30 * MIB
+    assert address_of(second) == address_of(first) + 30 * MIB
     allocator.free(first)
     allocator.free(second)
     allocator.allocate(70 * MIB)
@@ -161,17 +168,19 @@ def test_whatever_is_asked_for(trace, expandable):
         if takes or not alive:
             block = allocator.allocate(size, stream)
             assert block is not None
-            assert block.size_bytes >= size
+            assert size_of(block) >= size
             alive.append(block)
         else:
             allocator.free(alive.pop(chosen % len(alive)))
-        assert allocator.allocated_bytes == sum(block.size_bytes for block in alive)
+        assert allocator.allocated_bytes == sum(map(size_of, alive))
         assert allocator.requested_bytes <= allocator.allocated_bytes <= allocator.reserved_bytes
         assert allocator.reserved_bytes >= before, "nothing goes back while there is memory"
         before = allocator.reserved_bytes
-        ranges = sorted((block.address, block.address + block.size_bytes) for block in alive)
-        assert all(left[1] <= right[0] for left, right in pairwise(ranges)), "they overlap"
-    free = sum(block.size_bytes for pool in allocator.pools.values() for block in pool.free)
+        for pool in allocator.pools.values():
+            ranges = sorted((address, address + size) for address, size, _, own in alive if own is pool)
+            ranges = sorted([*ranges, *((address, address + size) for address, size in pool.size_at.items())])
+            assert all(left[1] <= right[0] for left, right in pairwise(ranges)), "they overlap"
+    free = sum(size for pool in allocator.pools.values() for size in pool.size_at.values())
     assert allocator.allocated_bytes + free == allocator.reserved_bytes
     for block in alive:
         allocator.free(block)
@@ -190,6 +199,87 @@ def test_what_is_given_back_is_used_again(sizes, expandable):
     for size in sorted(sizes):
         allocator.free(allocator.allocate(size))
     assert allocator.reserved_bytes == reserved
+
+
+class PlainAllocator:
+    """The same rules with nothing but a list of segments, each a list of [bytes, taken], all looked through."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.segments: list[tuple[object, list[list[int]]]] = []
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(size for _, blocks in self.segments for size, _ in blocks)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(size for _, blocks in self.segments for size, taken in blocks if taken)
+
+    def allocate(self, size_bytes: int, stream: str) -> list[int] | None:
+        size = rounded_bytes(size_bytes)
+        pool = (stream, size <= MIB)
+        found = self._found(pool, size)
+        if not found:
+            self._extend(pool, segment_bytes(size))
+            found = self._found(pool, size)
+        if not found:
+            return None
+        whole, _, blocks, place = min(found, key=lambda each: each[:2])
+        block = [size if whole - size >= (512 if size <= MIB else MIB + 1) else whole, True]
+        blocks[place : place + 1] = [block, *([[whole - block[0], False]] if whole > block[0] else [])]
+        return block
+
+    def _found(self, pool: object, size: int) -> list[tuple[int, int, list[list[int]], int]]:
+        places = [
+            (s, blocks, i) for s, (own, blocks) in enumerate(self.segments) for i in range(len(blocks)) if own == pool
+        ]
+        return [(b[i][0], 1000 * s + i, b, i) for s, b, i in places if not b[i][1] and b[i][0] >= size]
+
+    def _extend(self, pool: object, size: int) -> None:
+        if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
+            self.segments = [each for each in self.segments if len(each[1]) > 1 or each[1][0][1]]
+        if self.limit_bytes is None or self.reserved_bytes + size <= self.limit_bytes:
+            self.segments.append((pool, [[size, False]]))
+
+    def free(self, block: list[int]) -> None:
+        (blocks,) = [blocks for _, blocks in self.segments if any(each is block for each in blocks)]
+        block[1] = False
+        for left, right in reversed(list(pairwise(list(blocks)))):
+            if not left[1] and not right[1]:
+                left[0] += right[0]
+                del blocks[next(i for i, each in enumerate(blocks) if each is right)]
+
+
+FEW_SIZES = st.lists(SIZES, min_size=1, max_size=4).flatmap(
+    lambda sizes: st.lists(
+        st.tuples(st.booleans(), st.sampled_from(sizes), st.sampled_from(["", "beside"]), st.integers(0, 99))
+    )
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(trace=FEW_SIZES, limit=st.sampled_from([None, 30 * MIB, 150 * MIB]))
+def test_it_reserves_what_an_allocator_does_that_looks_through_everything(trace, limit):
+    allocator, plain = CachingAllocator(limit_bytes=limit), PlainAllocator(limit)
+    alive: list[tuple[Block, list[int]]] = []
+    for takes, size, stream, chosen in trace:
+        if takes or not alive:
+            expected = plain.allocate(size, stream)
+            if expected is None:
+                with pytest.raises(NoMemoryLeftError):
+                    allocator.allocate(size, stream)
+            else:
+                found = allocator.allocate(size, stream)
+                assert found is not None
+                assert size_of(found) == expected[0]
+                alive.append((found, expected))
+        else:
+            block, expected = alive.pop(chosen % len(alive))
+            allocator.free(block)
+            plain.free(expected)
+        assert allocator.reserved_bytes == plain.reserved_bytes
+        assert allocator.allocated_bytes == plain.allocated_bytes
 
 
 # torch itself --------------------------------------------------------------------------------------------------------

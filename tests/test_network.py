@@ -211,16 +211,29 @@ def test_only_what_is_touched_is_shared_anew_and_that_is_as_good_as_all(messages
     assert partly == pytest.approx(whole, rel=1e-9, abs=1e-9)
 
 
+@given(st.lists(st.tuples(st.sampled_from([0, 2]), st.floats(1, 1e12), st.floats(0, 1e6)), min_size=1, max_size=8))
+def test_a_session_alone_ends_when_and_as_it_does_where_rates_are_shared(messages):
+    cluster = cluster_of([("d0", "d1"), ("d2", "d3")], devices=4, bandwidth=7e9)
+    inside = [(first, first + 1, size, start_s) for first, size, start_s in messages]
+    found = transfers(cluster, *inside)[0]
+    with patch.object(Network, "_go_alone", lambda self, transfer: self._share([transfer])):
+        assert found == transfers(cluster, *inside)[0], "to the last digit"
+
+
 def test_flows_on_other_links_are_not_shared_anew():
     cluster = cluster_of([("d0", "d1"), ("d2", "d3")], devices=4, bandwidth=10.0)
     solved = []
-    original = Network._share
+    share, go_alone = Network._share, Network._go_alone
 
-    def noted(self, found):
+    def shared(self, found):
         solved.append([sorted(transfer.links) for transfer in found])
-        original(self, found)
+        share(self, found)
 
-    with patch.object(Network, "_share", noted):
+    def alone(self, transfer):
+        solved.append([sorted(transfer.links)])
+        go_alone(self, transfer)
+
+    with patch.object(Network, "_share", shared), patch.object(Network, "_go_alone", alone):
         ended, _ = transfers(cluster, (0, 1, 100, 0), (2, 3, 50, 1), (0, 1, 20, 2))
     assert ended == pytest.approx([12.0, 6.0, 6.0])
     assert [len(each) for each in solved] == [1, 1, 2, 1]

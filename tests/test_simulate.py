@@ -1,14 +1,20 @@
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
+from unittest.mock import patch
 
 import pytest
 from strategies import device_type, exponential_statistics, exponential_tensor, loaded_of, scenario_of, star
 
 from gssim.density import push_density
 from gssim.gradients import RankTrace
+from gssim.network import Network
 from gssim.plan import Push
+from gssim.reservation import _Held
+from gssim.scenario import load_scenario
 from gssim.simulate import simulate
 
+SCENARIOS = Path(__file__).resolve().parents[1] / "scenarios"
 PUSHED = {"method": "gs", "push": {"threshold": 1e-3, "encoding": "coo"}}
 
 
@@ -143,3 +149,38 @@ def test_waiting_for_the_unluckiest_rank_makes_a_step_longer_and_the_lucky_ones_
     assert [r.bytes_sent for r in nervous.ranks] == pytest.approx(
         [r.bytes_sent for r in calm.ranks] * len(nervous.ranks)
     )
+
+
+# What is repeated ----------------------------------------------------------------------------------------------------
+
+H100S = (
+    'cluster={name="h100s", backend="nccl", nccl="hopper", source="datasheets", device_types={h100="h100-sxm"}, '
+    'topology={kind="servers", servers=[{count=2, device="h100", devices=8, inside="nvswitch", '
+    'inside_link="nvlink4-h100", nics=8, nic_link="ib-ndr-400", pcie_link="pcie5x16"}], fabric={kind="switch"}}}'
+)
+
+
+def fully_sharded(model: str):
+    """Return FSDP2's training of a large model on 16 equal GPUs."""
+    plan = ["method=fsdp", "recompute=full", "tp=1", "pp=1", "micro_batches=1"]
+    workload = [f"model={SCENARIOS / 'models' / model}.toml", "global_batch_size=16", "precision=bf16"]
+    changes = [H100S, *(f"plan.{each}" for each in plan), *(f"workload.{each}" for each in workload)]
+    return load_scenario(SCENARIOS / "gpt3-1024-unequal.toml", [*changes, "workload.sequence_length=2048"])
+
+
+def test_what_equal_layers_ask_of_the_allocator_is_worked_out_once_however_many_there_are():
+    worked_out = []
+    for model, layers in (("llama2-7b", 32), ("llama2-13b", 40)):
+        loaded = fully_sharded(model)
+        assert sum(layer.repeats for layer in loaded.scenario.workload.model.layers if layer.block) == layers
+        with patch.object(_Held, "_requests_of", autospec=True, side_effect=_Held._requests_of) as found:
+            simulate(loaded)
+        worked_out.append(found.call_count)
+    assert worked_out[0] == worked_out[1] > 0
+
+
+def test_what_is_alone_on_its_links_is_never_shared_anew():
+    with patch.object(Network, "_share", autospec=True, side_effect=Network._share) as shared:
+        result = simulate(fully_sharded("llama2-7b")).result
+    assert sum(each.count for each in result.collectives) > 90
+    assert not shared.call_count

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -128,7 +128,7 @@ def step_of(ranks: Sequence[RankStep]) -> Step:
     zero_s = max(each.start_s for each in ranks if each.clock == first)
     zeros_s = [zero_s if each.clock == first else each.start_s for each in ranks]
     spans = [
-        replace(span, start_s=span.start_s - zero, end_s=span.end_s - zero)
+        span._replace(start_s=span.start_s - zero, end_s=span.end_s - zero)
         for each, zero in zip(ranks, zeros_s, strict=True)
         for span in each.spans
     ]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Timeline:
         start = max([start, *(ended for ended in paused if ended < end)])
         found = [(mark, self._span(mark, lambda moment: self._since(zero, moment))) for mark in self._marks]
         inside = [(mark, span) for mark, span in found if span.end_s > start and span.start_s < end]
-        spans = [replace(span, start_s=span.start_s + zero_s, end_s=span.end_s + zero_s) for _, span in inside]
+        spans = [span._replace(start_s=span.start_s + zero_s, end_s=span.end_s + zero_s) for _, span in inside]
         return start + zero_s, end + zero_s, [mark for mark, _ in inside], spans
 
     def marks_since(self, mark: int) -> list[Mark]:

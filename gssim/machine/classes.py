@@ -14,7 +14,7 @@ import numpy as np
 
 from gssim.cluster import Cluster, DeviceType, is_coupled, neighbourhoods
 from gssim.program import Program
-from gssim.units import Ints
+from gssim.units import Ints, distinct
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ def classes_of(
             colour = np.zeros(ranks, np.int64)
             colour[members] = 1 + _alike(finer, members, kind)[:, None]
             finer = np.unique(finer * (len(members) + 1) + colour, return_inverse=True)[1]
-        if finer.max(initial=0) == roles.max(initial=0) and len(np.unique(finer)) == len(np.unique(roles)):
+        if finer.max(initial=0) == roles.max(initial=0) and len(distinct(finer)) == len(distinct(roles)):
             break
         roles = finer
     found = {g: _alike(roles, members, kind) for g, (members, kind) in zip(several, partitions, strict=True)}
@@ -123,6 +123,6 @@ def _refined(colour: Ints, hosts: Ints) -> Ints:
         kinds = {group: number for number, group in enumerate(dict.fromkeys(tuple(g.tolist()) for g in groups))}
         host_colour = np.array([kinds[tuple(group.tolist())] for group in groups])
         finer = np.unique(colour * len(kinds) + host_colour[hosts], return_inverse=True)[1]
-        if finer.max() == colour.max() and len(np.unique(finer)) == len(np.unique(colour)):
+        if finer.max() == colour.max() and len(distinct(finer)) == len(distinct(colour)):
             return finer
         colour = finer

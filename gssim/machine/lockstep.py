@@ -19,7 +19,7 @@ from gssim.machine.families import Family, Segment, families_of_roles
 from gssim.machine.holding import holding_of
 from gssim.machine.meetings import Meeting
 from gssim.result import PHASES, Span
-from gssim.units import Floats, Ints
+from gssim.units import Floats, Ints, distinct
 
 if TYPE_CHECKING:
     from gssim.machine.machine import Machine
@@ -148,7 +148,7 @@ class Lockstep:
         assert label is not None
         meetings = self.machine.meetings[label]
         numbers = self._number_of(ranks, label, meetings)[who] if len(meetings) > 1 else np.zeros(len(who), np.int64)
-        for number in np.unique(numbers).tolist() if len(meetings) > 1 else (0,):
+        for number in distinct(numbers).tolist() if len(meetings) > 1 else (0,):
             inside = numbers == number
             key = (step, label, number)
             found = self._gathering.setdefault(key, _Gathering(len(meetings[number].classes)))

@@ -129,8 +129,9 @@ class _Ways:
         `groups_in_all`: how many carry it out, those that are not like these included; together they may have too many
         flows to follow each.
         """
-        alone = replace(communication, beside=())
-        key = (replace(alone, pair_bytes=()), id(alone.pair_bytes))  # matrices are shared, and large
+        alone = replace(communication, beside=()) if communication.beside else communication
+        told = replace(alone, pair_bytes=()) if alone.pair_bytes else alone
+        key = (told, id(alone.pair_bytes))  # matrices are shared, and large
         if key not in self._chosen:
             self._chosen[key] = self.choice.best(self.scheduler.candidates(alone))
         chosen = self._chosen[key]
@@ -153,13 +154,26 @@ class _Ways:
 def _meetings(program: Program, classes: Classes, ways: _Ways) -> dict[str, tuple[Meeting, ...]]:
     parts: dict[Groups, list[tuple[Groups, tuple[RankClass, ...]]]] = {}
     found = {}
+    known: dict[Communication, tuple[Meeting, ...]] = {}
     for label, communication in program.communications.items():
-        groups = communication.groups
-        if groups not in parts:
-            parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
-        each = [(replace(communication, group=part[0], beside=part[1:]), members) for part, members in parts[groups]]
-        found[label] = tuple(Meeting(part, ways.of(part, len(groups)), members) for part, members in each)
+        alike = None if communication.pair_bytes else known.get(communication)  # matrices take long to compare
+        if alike is None:
+            groups = communication.groups
+            if groups not in parts:
+                parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
+            each = [(_of_part(communication, part), members) for part, members in parts[groups]]
+            alike = tuple(Meeting(part, ways.of(part, len(groups)), members) for part, members in each)
+            if not communication.pair_bytes:
+                known[communication] = alike
+        found[label] = alike
     return found
+
+
+def _of_part(communication: Communication, groups: Groups) -> Communication:
+    """Return a collective of some of its groups alone."""
+    if communication.groups == groups:
+        return communication
+    return replace(communication, group=groups[0], beside=groups[1:])
 
 
 def _parts(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:

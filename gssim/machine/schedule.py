@@ -18,7 +18,7 @@ from gssim.machine.host import Load
 from gssim.nccl import GENERATIONS, Group, Kind, NcclTuning, ring_packing, times
 from gssim.network import Network, Pace, Router, notices_queue
 from gssim.shared import Same, Shared
-from gssim.units import Ints, UserError
+from gssim.units import Ints, UserError, distinct
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
 """NCCL's names, and ours."""
@@ -135,7 +135,7 @@ class Scheduler:
             host = int(self.hosts[ranks[source[link]]])
             rates[host][int(source[link]), int(target[link])] = float(wiring.bandwidth_bytes_per_s[link])
         pairs: list[tuple[int, int, float]] = []
-        for host in np.unique(self.hosts[ranks]).tolist():
+        for host in distinct(self.hosts[ranks]).tolist():
             pairs += _rings_inside(np.flatnonzero(self.hosts[ranks] == host).tolist(), rates.get(host, {}))
         return Hops.of(pairs)
 

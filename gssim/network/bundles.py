@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gssim.collectives import Exchange, Hops, summed
 from gssim.topology import Wiring
-from gssim.units import Floats, Ints, UserError
+from gssim.units import Floats, Ints, UserError, distinct
 
 TARGETS_AT_ONCE = 128
 PAIR_LINKS = 500
@@ -73,7 +73,7 @@ def runs(starts: Ints, lengths: Ints) -> Ints:
 
 def is_worthwhile(wiring: Wiring, hops: Hops) -> bool:
     """Return whether to bundle hops is less work than to follow each."""
-    return hops.count * PAIR_LINKS > len(np.unique(hops.target)) * wiring.links
+    return hops.count * PAIR_LINKS > len(distinct(hops.target)) * wiring.links
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def paths_of(wiring: Wiring, into: Adjacency, hops: Hops) -> Paths:
     found: list[_Ways] = []
     for number in range(int(group.max(initial=-1)) + 1):
         members = order[group[order] == number]
-        targets = np.unique(hops.target[members])
+        targets = distinct(hops.target[members])
         for start in range(0, len(targets), TARGETS_AT_ONCE):
             some = targets[start : start + TARGETS_AT_ONCE]
             first, last = np.searchsorted(hops.target[members], [some[0], some[-1] + 1])
@@ -211,7 +211,7 @@ def columns_of(wiring: Wiring, into: Adjacency, exchange: Exchange) -> Columns:
 
 def _column_loads(ways: _Ways, target: Ints, chosen: NDArray[np.bool_], every: Hops) -> tuple[Ints, Ints, Floats]:
     """Return (link, target, load) of the chosen ones of some hops, each of weight 1."""
-    width = len(np.unique(every.target[ways.hops]))
+    width = len(distinct(every.target[ways.hops]))
     members = np.zeros(width, np.int64)
     members[ways.at % width] = target[ways.hops]
     inside = ways.at[chosen[ways.hops]]
@@ -248,5 +248,5 @@ def _searched(wiring: Wiring, into: Adjacency, targets: Ints, wanted: Ints) -> t
         best = reach_s <= took_s[here] * (1 + 1e-12) + 1e-18
         levels.append(_Steps(link[best], here[best], there[best]))
         paths += summed(here[best], paths[there[best]], places)
-        front = np.unique(here)
+        front = distinct(here)
     return levels, paths, took_s

@@ -49,9 +49,9 @@ class _Transfer:
 
     def __init__(self, sessions: Sessions, remaining: Floats, done: simpy.Event, now_s: float) -> None:
         self.sessions, self.remaining, self.done, self.last_s = sessions, remaining, done, now_s
-        self.rate = np.zeros(len(remaining))
+        self.rate: Floats
         self.going = remaining > 0
-        self.limit = np.full(len(remaining), NOWHERE)
+        self.limit: Ints
         """The link that limits each session's rate."""
         self.links = sessions.links
         self.version = 0
@@ -117,6 +117,8 @@ class Network:
         self.active: list[_Transfer] = []
         self.left_s: dict[int, float] = {}
         """When links were left by the last that crossed them."""
+        self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
+        """The rate of what is one session where nothing else goes, and the link that limits it."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
             self._keep_up(stage, stream.bytes_per_s)
 
@@ -227,8 +229,37 @@ class Network:
     def _begun(self, group: Sessions, sizes: Floats) -> simpy.Event:
         transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
         self.active.append(transfer)
-        self._share(self._touching(transfer))
+        together = self._touching(transfer)
+        if len(together) == len(sizes) == 1:
+            self._go_alone(transfer)
+        else:
+            self._share(together)
         return transfer.done
+
+    def _go_alone(self, transfer: _Transfer) -> None:
+        """Plan the end of one session that has its links for itself, which holds if no other comes before.
+
+        What the clock rounds is less than what `settle` takes for ended, so that nothing is left to add up then.
+        """
+        transfer.rate, transfer.limit = self._rates([transfer.sessions])
+        transfer.version += 1
+        version = transfer.version
+        last_s = float(transfer.remaining[0] / transfer.rate[0])
+        if math.isinf(last_s):
+            return  # others' traffic alone, which never ends
+
+        def ended(_event: simpy.Event) -> None:
+            if version == transfer.version:
+                self._end(transfer)
+
+        wake = self.env.timeout(last_s)
+        assert wake.callbacks is not None
+        wake.callbacks.append(ended)
+
+    def _end(self, transfer: _Transfer) -> None:
+        transfer.version += 1
+        self.active.remove(transfer)
+        transfer.done.succeed()
 
     def _touching(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
@@ -248,9 +279,11 @@ class Network:
         """Return the fair rates of all sessions of the groups, one after another, and the links that limit them."""
         if len(groups) == 1 and len(groups[0].unit_bytes) == 1:
             only = groups[0]
-            shares = self.capacity[only.link] / only.load
-            fullest = int(shares.argmin())
-            return np.array([float(shares[fullest])]), only.link[fullest : fullest + 1]
+            if only not in self._alone:
+                shares = self.capacity[only.link] / only.load
+                fullest = int(shares.argmin())
+                self._alone[only] = shares[fullest : fullest + 1], only.link[fullest : fullest + 1]
+            return self._alone[only]
         if going is not None and all(each.all() for each in going):
             going = None
         mask = b"" if going is None else np.concatenate(going).tobytes()
@@ -310,16 +343,17 @@ class Network:
 
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
         """Return in what time a session ends on a link that limits others, which go on: infinite where none does."""
+        if len(transfers) == 1 and len(lasts_s[0]) == 1:
+            return math.inf  # there are no others
         until_s = np.full(len(self.capacity), -np.inf)  # from now, by link: how long it limits somebody
         for transfer, last_s in zip(transfers, lasts_s, strict=True):
             limited = transfer.limit != NOWHERE
             np.maximum.at(until_s, transfer.limit[limited], last_s[limited])
         slack_s, found_s = 1e-12 + 2 * math.ulp(self.env.now), math.inf
         for transfer, last_s in zip(transfers, lasts_s, strict=True):
-            if len(last_s) > 1 or len(transfers) > 1:
-                ends_s = last_s[transfer.sessions.session]
-                matters = (until_s[transfer.sessions.link] > ends_s + slack_s) & (ends_s > 0)
-                found_s = min(found_s, float(ends_s[matters].min(initial=math.inf)))
+            ends_s = last_s[transfer.sessions.session]
+            matters = (until_s[transfer.sessions.link] > ends_s + slack_s) & (ends_s > 0)
+            found_s = min(found_s, float(ends_s[matters].min(initial=math.inf)))
         return found_s
 
     def _wake(self, transfers: Sequence[_Transfer], versions: Sequence[int]) -> None:
@@ -335,9 +369,7 @@ class Network:
         left: list[_Transfer] = []
         for each in touched:
             if each.is_over:
-                each.version += 1
-                self.active.remove(each)
-                each.done.succeed()
+                self._end(each)
             else:
                 left.append(each)
         if any(each.is_limited_by(freed) for each in left):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gssim.collectives import Exchange, Hops, Stage, summed
 from gssim.network.routes import Router
 from gssim.shared import Recent, Same, Shared
-from gssim.units import Floats, Ints
+from gssim.units import Floats, Ints, distinct
 
 Marks = NDArray[np.uint64]
 
@@ -244,7 +244,7 @@ def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.boo
 def _groups(session: Ints, link: Ints, load: Floats, unit_bytes: Floats, latency_s: Floats) -> list[Sessions]:
     """Return the sessions by when they start: all that wait for the same latency, together."""
     found = []
-    for late in np.unique(latency_s):
+    for late in distinct(latency_s):
         members = np.flatnonzero(latency_s == late)
         inside = np.isin(session, members)
         local = np.searchsorted(members, session[inside])

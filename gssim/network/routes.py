@@ -22,7 +22,7 @@ from gssim.network.bundles import (
 )
 from gssim.shared import MOST_LARGE, Recent, Same
 from gssim.topology import Wiring
-from gssim.units import Floats, Ints, UserError
+from gssim.units import Floats, Ints, UserError, distinct
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +267,7 @@ def _meet(ahead: _Level, back: _Level, nodes: int, pairs: int) -> _Meeting | Non
     kept = took_s <= best_s[pair] * (1 + 1e-12) + 1e-18
     a, b, pair = a[kept], b[kept], pair[kept]
     total = summed(pair, ahead.paths[a] * back.paths[b], pairs)
-    done = np.unique(pair)
+    done = distinct(pair)
     return _Meeting(done, best_s[done], a, b, back.paths[b], ahead.paths[a], total)
 
 

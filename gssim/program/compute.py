@@ -90,7 +90,7 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     buckets = _bucket_events(low) if in_buckets and low.policies.gradients == "push" else {}
     hook_s = low.device(rank).gradient_hook_s if in_buckets else 0.0
     excess = pause_excess(low.device(rank), low.scenario.workload)
-    once: dict[tuple[object, ...], list[Task]] = {}
+    once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
 
     def alike(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
         """Return the tasks of a layer's phase; those of a layer with the very same events are made once."""
@@ -104,12 +104,14 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
                 duration_s += hook_s * len(instance.layer.parameters)
                 duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
             ends = _ends(events, cut)
-            once[key] = _parts(phase, [*events, *taken], scratch, duration_s, ends)
+            parts = _parts(phase, [*events, *taken], scratch, duration_s, ends)
             busy_s, host_s = _issue(low, rank, instance, phase, samples)
             if host_s > busy_s:
-                once[key] = _issued(once[key], duration_s - alone_s + busy_s, host_s, _shares(events, ends))
-        found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(once[key])]
-        whole = reduced(low, rank, instance, phase, found, _ends(events, cut), samples)
+                parts = _issued(parts, duration_s - alone_s + busy_s, host_s, _shares(events, ends))
+            once[key] = parts, ends
+        parts, ends = once[key]
+        found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(parts)]
+        whole = reduced(low, rank, instance, phase, found, ends, samples)
         return [replace(task, after_pauses=excess) for task in whole] if excess else whole
 
     tasks = []

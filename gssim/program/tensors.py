@@ -1,6 +1,6 @@
 """Of which tensors it is made what a rank holds all the time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gssim.optimizers import COUNTS_STEPS, VALUES_KEPT, implementation_on
 from gssim.program.lowering import Lowering
@@ -18,22 +18,20 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     """
     owned = owned_tensors(low, rank)
     workload = low.scenario.workload
-    each: dict[str, Sequence[float]] = {
-        "parameters": _parameters(low, owned),
-        "master_copy": [elements * low.master_bytes for elements in owned],
-        "buckets": [bucket.elements * low.value_bytes for bucket in low.buckets],
-        "buffers": workload.model.buffer_bytes,
-        "optimizer": [
-            elements * low.master_bytes for elements in owned for _ in range(VALUES_KEPT[workload.optimizer])
-        ],
-    }
     counters = workload.optimizer in COUNTS_STEPS
     fused = implementation_on(low.device(rank).kind, workload.optimizer_implementation) == "fused"
-    if counters and fused:
-        each["optimizer"] = [*each["optimizer"], *[4.0] * len(owned)]
+    on_device = [4.0] * len(owned) if counters and fused else []
     on_host = 4.0 * len(owned) if counters and not fused else 0.0
+    values = VALUES_KEPT[workload.optimizer]
+    each: dict[str, Callable[[], Sequence[float]]] = {  # each is worked out only where the rank holds some
+        "parameters": lambda: _parameters(low, owned),
+        "master_copy": lambda: [elements * low.master_bytes for elements in owned],
+        "buckets": lambda: [bucket.elements * low.value_bytes for bucket in low.buckets],
+        "buffers": lambda: workload.model.buffer_bytes,
+        "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
+    }
     return {
-        category: _parts(size - (on_host if category == "optimizer" else 0.0), each.get(category, ()))
+        category: _parts(size - (on_host if category == "optimizer" else 0.0), each.get(category, tuple)())
         for category, size in held.items()
         if size
     }

@@ -24,7 +24,7 @@ from gssim.topology.kinds import (
     Torus,
 )
 from gssim.topology.wiring import Built, Links, Wiring, wired
-from gssim.units import Ints
+from gssim.units import Ints, distinct
 
 Ends = tuple[Ints, Ints]
 MOST_KEPT = 64
@@ -274,7 +274,7 @@ def _of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str,
         ends = index[wires.source[half]], index[wires.target[half]]
         parts += [
             Links(ends[0][same], ends[1][same], wires.bandwidth_bytes_per_s[half][same], float(latency_s))
-            for latency_s in np.unique(wires.latency_s[half])
+            for latency_s in distinct(wires.latency_s[half])
             for same in [wires.latency_s[half] == latency_s]
         ]
         tops = np.array([place[f"{s}/{name}"] for name in part.tops])

@@ -7,7 +7,7 @@ import numpy as np
 
 from gssim.collectives.stage import Hops
 from gssim.shared import MOST_LARGE, Recent
-from gssim.units import Ints
+from gssim.units import Ints, distinct
 
 made_once = lru_cache(maxsize=512)
 """Hops of the groups of recent simulations are kept."""
@@ -40,6 +40,6 @@ class Members:
     def blocks(self) -> tuple[Ints, Ints]:
         """First position and number of the members of each host, in order; one block each where hosts are mixed."""
         starts = np.flatnonzero(np.r_[True, self.hosts[1:] != self.hosts[:-1]])
-        if len(starts) > len(np.unique(self.hosts)):
+        if len(starts) > len(distinct(self.hosts)):
             starts = np.arange(self.count)
         return starts, np.diff(np.r_[starts, self.count])
