@@ -58,6 +58,12 @@ class Bench:
         dist.barrier()
         return found
 
+    def mean_over_ranks(self, value: float) -> float:
+        """Return the mean of what every rank gives; all of them call this."""
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / self.ranks
+
     def finish(self) -> None:
         """Wait until the device is done."""
         if self.device.type == "cuda":

@@ -34,12 +34,12 @@ def communicating_excess(bench: Bench, model: Model) -> tuple[float, float]:
         update(bench, optimizer)
         return took_s
 
-    one_s = _agreed(lambda: _reduced_s(payload))
+    one_s = bench.mean_over_ranks(_reduced_s(payload))
     quiet, busy = list[float](), list[float]()
     for turn in range(ROUNDS + 1):
         dist.barrier()
         alone = [step_s() for _ in range(STEPS_PER_ROUND)]
-        works = math.ceil(_agreed(lambda: 2 * sum(alone)) / one_s)  # noqa: B023
+        works = math.ceil(bench.mean_over_ranks(2 * sum(alone)) / one_s)
         beside = _beside(payload, works, step_s)
         if turn:  # the first warms up
             quiet += alone
@@ -70,10 +70,3 @@ def _reduced_s(payload: torch.Tensor) -> float:
     for _ in range(2):
         dist.all_reduce(payload)
     return (time.perf_counter() - began_s) / 2
-
-
-def _agreed(measure: Callable[[], float]) -> float:
-    """Return the mean over ranks of what each measures."""
-    value = torch.tensor([measure()], dtype=torch.float64)
-    dist.all_reduce(value)
-    return float(value) / dist.get_world_size()

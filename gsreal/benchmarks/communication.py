@@ -319,6 +319,5 @@ def communicating_slowdown(bench: Bench) -> float:
                 busy.append(took_s)
         for work in works:
             work.wait()
-    ratio = torch.tensor([statistics.median(busy) / statistics.median(quiet) if busy else 1.0])
-    dist.all_reduce(ratio, op=dist.ReduceOp.SUM)
-    return max(1.0, float(ratio) / bench.ranks)
+    ratio = statistics.median(busy) / statistics.median(quiet) if busy else 1.0
+    return max(1.0, bench.mean_over_ranks(ratio))

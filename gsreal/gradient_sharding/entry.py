@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding.at_rest import gather_just_in_time, make_units
@@ -94,36 +94,31 @@ def shard_gradients(
     else:
         buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
         group_of = [0] * len(buckets)
-    levels.make_equal([*(bucket.whole for bucket in buckets), *unowned(model, trained)])
-    for bucket in buckets:
-        bucket.take_shard(master=publish.threshold is not None)
-    first = buckets[0].flat
-    pushes_overlap = overlap is not False
-    overlap = runs_beside(levels.across, first.device) if overlap is None else overlap
-    gather_just_in_time(model, kept=parameters == "gathered", prefetch=overlap)
+    _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
+    device = buckets[0].flat.device
+    beside = runs_beside(levels.across, device) if overlap is None else overlap
+    gather_just_in_time(model, kept=parameters == "gathered", prefetch=beside)
     optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
-    pusher = Pusher(
-        rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=pushes_overlap
-    )
-    overlaps = first.is_cuda if publish_overlaps is None else publish_overlaps
-    publisher = Publisher(publish, pusher, buckets, overlaps=overlaps, inside=levels.inside)
-    if overlaps and parameters == "replicated":
+    waits = overlap is False
+    pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=not waits)
+    publish_overlaps = device.type == "cuda" if publish_overlaps is None else publish_overlaps
+    publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, inside=levels.inside)
+    if publish_overlaps and parameters == "replicated":
         ForwardWaits(model, list(buckets), publisher.wait, publisher.finish)
-    return GradientSharding(
-        buckets,
-        optimizer,
-        pusher,
-        publisher,
-        levels,
-        InNode(levels.inside, first.device, overlap=overlap, observe=observe),
-        model=model,
-        names={parameter: name for name, parameter in trained.items()},
-        scaler=scaler,
-        skip_nonfinite=skip_nonfinite,
-    )
+    in_node = InNode(levels.inside, device, overlap=beside, observe=observe)
+    names = {parameter: name for name, parameter in trained.items()}
+    parts = (buckets, optimizer, pusher, publisher, levels, in_node)
+    return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
 
 
 def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, shares: Sequence[float]) -> Bucket:
     division = levels.division(sum(parameter.numel() for parameter in parameters), shares)
     return Bucket(index, parameters, division, node=levels.node, place=levels.place)
+
+
+def _take_shards(buckets: Sequence[Bucket], levels: Levels, others: Sequence[Tensor], *, master: bool) -> None:
+    """Begin with the first rank's values everywhere, those that nobody owns included, and take the own shards."""
+    levels.make_equal([*(bucket.whole for bucket in buckets), *others])
+    for bucket in buckets:
+        bucket.take_shard(master=master)
