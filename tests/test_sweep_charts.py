@@ -377,7 +377,22 @@ def test_of_many_settings_those_that_are_drawn_are_spread_over_the_sweep_and_the
     }
     assert "9 of 123 settings, spread over the sweep." in notes["time_and_memory"]
     assert "At most 12 of 40 bandwidths, evenly apart." in notes["who_wins"]
+    ratios = [
+        row | {LINK: None, "point": f"{i}", "group": f"oversubscription {i // 7}"} for i, row in enumerate(grid())
+    ]
+    (map_of_words,) = who_wins(made(ratios, tmp_path))
+    assert overlapping(map_of_words.figure) == []
     assert "6 of 40 networks, spread over the sweep." in notes["scaling"]
+
+
+def overlapping(figure: Figure) -> list[str]:
+    """Return the heads of columns that reach into the next one's."""
+    figure.canvas.draw()
+    found = []
+    for axes in figure.axes:
+        boxes = [(label.get_text(), label.get_window_extent()) for label in axes.get_xticklabels()]
+        found += [text for (text, box), (_, after) in pairwise(boxes) if box.x1 >= after.x0]
+    return found
 
 
 def test_settings_that_take_the_same_memory_are_one_panel(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Who wins over bandwidth and density: the fastest thresholded plan or the fastest dense one, cell by cell."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, log
+from types import MappingProxyType
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -18,6 +19,7 @@ from analysis.sweeps.spread import evenly, spread
 from analysis.sweeps.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
 
 TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
+HEAD_POINTS = LABEL_POINTS - 1
 CELL_IN, ROW_IN, MOST_COLUMNS, MOST_PANELS, MOST_ROWS, MOST_PAGES = 0.92, 0.46, 12, 6, 14, 4
 MOST_SAID = 16
 """Cells of the map's columns that are put into words."""
@@ -49,16 +51,15 @@ def _by_rate(table: SweepTable, axis: str, *, first: int) -> list[Chart]:
     """Return the maps of the rows that have a value on an axis of bandwidths; they are counted from `first`."""
     layout, columns = layout_of(table, without=[axis]), Layout((axis,), ())
     found: dict[Place, Cells] = {}
-    rates = 0
+    rates: dict[Place, int] = {}
     for place, rows in by_setting([row for row in table.fitting if row[axis] is not None], layout).items():
         cells = sorted(_with_both(rows, columns).items(), key=lambda cell: float(str(cell[0][0])))
         if cells:
             found[place] = dict(evenly(cells, MOST_COLUMNS))
-            rates = max(rates, len(cells))
+            rates[place] = len(cells)
     chosen = spread(list(found), MOST_PANELS * MOST_PAGES)
-    note = f" At most {MOST_COLUMNS} of {rates} bandwidths, evenly apart." if rates > MOST_COLUMNS else ""
-    note += of_all(len(chosen), len(found))
-    return _pages([(place, found[place]) for place in chosen], layout, columns, note, first=first)
+    maps = [(place, found[place]) for place in chosen]
+    return _pages(maps, layout, columns, of_all(len(chosen), len(found)), first=first, rates=rates)
 
 
 def _by_setting(table: SweepTable, rows: Sequence[Row], *, first: int) -> list[Chart]:
@@ -83,16 +84,29 @@ def _with_both(rows: Sequence[Row], columns: Layout) -> Cells:
     return {each: members for each, members in by_setting(rows, columns).items() if _has_both(members)}
 
 
-def _pages(maps: Sequence[Map], layout: Layout, columns: Layout, note: str, *, first: int) -> list[Chart]:
-    """Return a chart for every `MOST_PANELS` maps; none where there is nothing to compare."""
+def _pages(
+    maps: Sequence[Map],
+    layout: Layout,
+    columns: Layout,
+    note: str,
+    *,
+    first: int,
+    rates: Mapping[Place, int] = MappingProxyType({}),
+) -> list[Chart]:
+    """Return a chart for every `MOST_PANELS` maps; none where there is nothing to compare.
+
+    `rates`: how many bandwidths there are for a map, of which it may have fewer.
+    """
     if sum(len(cells) for _, cells in maps) < 2:
         return []
     pages = [list(maps[i : i + MOST_PANELS]) for i in range(0, len(maps), MOST_PANELS)]
     charts = []
     for number, page in enumerate(pages):
         name = "who_wins" + (f"-{first + number + 1}" if first + number else "")
-        where = f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else ""
-        charts.append(_chart(name, page, layout, columns, note + where))
+        most = max(rates.get(place, 0) for place, _ in page)
+        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly apart." if most > MOST_COLUMNS else ""
+        where += note + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
+        charts.append(_chart(name, page, layout, columns, where))
     return charts
 
 
@@ -105,39 +119,51 @@ def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: s
     levels = _levels(rows)
     widest = max(len(cells) for _, cells in maps)
     labels_in = max(label_width_in(_level(rows, level)) for level in levels)
-    heads = {place: wrapped(_head(columns, place), CELL_IN - 0.06, 8) for _, cells in maps for place in cells}
+    names = {place: _head(columns, place) for _, cells in maps for place in cells}
+    cell_in = _cell_width_in(names.values())
+    heads = {place: wrapped(name, cell_in - 0.06, HEAD_POINTS) for place, name in names.items()}
     size = Size(
-        CELL_IN * widest,
+        cell_in * widest,
         ROW_IN * len(levels),
         left=labels_in + 0.45,
         right=0.3,
         above=0.3 + 0.16,
         below=0.65 + 0.14 * max(map(len, heads.values())),
     )
-    controlled = any(is_control(row) for row in rows)
+    note = _note(maps, levels) + where
+    with mpl.rc_context(STYLE | {"hatch.linewidth": 0.6}):
+        titles = [layout.setting_label(place) if columns is not layout else "" for place, _ in maps]
+        across = 2 if 2 * (size.left + size.wide + size.right) < 15 else 1
+        figure, boxes = sheet(titles, size, across=across, heading=TITLE, note=note, legend=_legend(maps, levels))
+        for (left, bottom, _, high), (_, cells) in zip(boxes, maps, strict=True):
+            axes = add_axes(figure, (left, bottom, cell_in * len(cells), high))
+            label = "bandwidth of the links" if columns is not layout else "setting"
+            _panel(axes, cells, levels, [heads[place] for place in cells], label)
+    return Chart(name, TITLE, figure, _words(maps, layout, columns))
+
+
+def _cell_width_in(heads: Iterable[str]) -> float:
+    """Return how wide cells are: as the longest word over one, at least."""
+    words = {word for head in heads for word in head.split()}
+    longest_in = max((label_width_in(word) for word in words), default=0.0) * HEAD_POINTS / LABEL_POINTS
+    return max(CELL_IN, longest_in + 0.1)
+
+
+def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
+    """Return what is to know of these maps."""
+    controlled = any(is_control(row) for _, cells in maps for members in cells.values() for row in members)
     dense = [_dense_name(each) for each in _won(maps, levels) if _kind(each) == "dense"]
     named = next((name for name in dense if name.endswith(ALL)), None)
-    note = (
+    return (
         "Predicted. Each cell: the fastest plan, and its speed as a multiple of that of the other kind's fastest. "
-        "Row: threshold, "
-        "and off-shard gradients it lets through. Change of loss: not measured; a prediction has none. "
+        "Row: threshold, and off-shard gradients it lets through. Change of loss: not measured; a prediction has none. "
         + (
             "Control: nothing is pushed; where it is as fast, the push costs nothing."
             if controlled
             else "No control here."
         )
         + ("" if named is None else f" {named}: without a threshold.")
-        + where
     )
-    with mpl.rc_context(STYLE | {"hatch.linewidth": 0.6}):
-        titles = [layout.setting_label(place) if columns is not layout else "" for place, _ in maps]
-        across = 2 if 2 * (size.left + size.wide + size.right) < 15 else 1
-        figure, boxes = sheet(titles, size, across=across, heading=TITLE, note=note, legend=_legend(maps, levels))
-        for (left, bottom, _, high), (_, cells) in zip(boxes, maps, strict=True):
-            axes = add_axes(figure, (left, bottom, CELL_IN * len(cells), high))
-            label = "bandwidth of the links" if columns is not layout else "setting"
-            _panel(axes, cells, levels, [heads[place] for place in cells], label)
-    return Chart(name, TITLE, figure, _words(maps, layout, columns))
 
 
 def _levels(rows: Sequence[Row]) -> list[float]:
@@ -171,7 +197,7 @@ def _panel(
         for y, level in enumerate(levels):
             _cell(axes, x, y, winner(members, level))
     axes.set_xticks(
-        [x + 0.5 for x in range(len(cells))], [plain("\n".join(head)) for head in heads], fontsize=LABEL_POINTS - 1
+        [x + 0.5 for x in range(len(cells))], [plain("\n".join(head)) for head in heads], fontsize=HEAD_POINTS
     )
     own = {level for level in levels if any(row.get("plan.push.threshold") == level for row in rows)}
     axes.set_yticks(
@@ -227,10 +253,10 @@ def _kind(found: Winner) -> Kind:
 def _times(ratio: float) -> str:
     """Return a ratio for people, in three digits.
 
-    >>> _times(1.0449), _times(80.6)
-    ('1.04 \u00d7', '80.6 \u00d7')
+    >>> _times(1.0449), _times(21.0), _times(123.4)
+    ('1.04 \u00d7', '21.0 \u00d7', '123 \u00d7')
     """
-    return f"{ratio:.2f} \u00d7" if ratio < 9.995 else f"{ratio:.3g} \u00d7"
+    return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f} \u00d7"
 
 
 def _dense_name(found: Winner) -> str:
