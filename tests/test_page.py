@@ -152,7 +152,7 @@ def test_of_very_many_calibrations_the_most_used_are_listed_and_pages_of_charts_
     (found,) = re.findall(r"<table>\n<caption>Calibrations.*?</table>", page, re.DOTALL)
     assert found.count("<tr>") - 1 == 20
     assert ">often<" in found
-    assert "6 more, of fewer points each" in page
+    assert "6 more, of no more points each" in page
     headings = [text for _, text in Reader(page).headings]
     pages = [text for text in headings if text.startswith("At which threshold")]
     assert [text.rpartition("? ")[2] for text in pages] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]

@@ -141,7 +141,7 @@ def _calibrations(found: Contents) -> str:
     columns = [Column("calibration", False), *(Column(head) for head in heads)]
     left_out = len(counts) - len(rows)
     return table("Calibrations: rates, profiles and statistics, by the id that is in every Result", columns, rows) + (
-        paragraph(f"{left_out:,} more, of fewer points each, are in the tables' files.", "soft") if left_out else ""
+        paragraph(f"{left_out:,} more, of no more points each, are left out here.", "soft") if left_out else ""
     )
 
 
