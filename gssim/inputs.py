@@ -34,7 +34,7 @@ class Fingerprints:
     def of_point(self, point: Point) -> str:
         """Return the digest of a point's name, its overrides, the files that are read, and of this simulator."""
         overrides = [self._override(each, point.file.parent) for each in point.overrides if not _names(each)]
-        return _digest([self._code, point.name, point.variant, point.values, overrides, self.of_file(point.file)])
+        return digest_of([self._code, point.name, point.variant, point.values, overrides, self.of_file(point.file)])
 
     def of_file(self, file: Path) -> str:
         """Return the digest of a file and, of TOML, all that it names; of one that is not there, of nothing."""
@@ -42,7 +42,7 @@ class Fingerprints:
             self._kept[file] = ""  # a file that names itself
             named = [(name, self.of_file(place)) for name, place in sorted(named_in(file))]
             content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
-            self._kept[file] = _digest([content, named])
+            self._kept[file] = digest_of([content, named])
         return self._kept[file]
 
     def _override(self, override: str, folder: Path) -> str:
@@ -60,7 +60,8 @@ def _names(override: str) -> bool:
     return override.startswith("name=")
 
 
-def _digest(data: object) -> str:
+def digest_of(data: object) -> str:
+    """Return the digest of plain data."""
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 

@@ -171,6 +171,19 @@ def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str,
     write_bytes(csv, content.getvalue())
 
 
+def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":
+    """Return the table that is there already, in both files, and was written with this metadata; else None."""
+    polars = _polars()
+    parquet, csv = files_of(file)
+    try:
+        said = polars.read_parquet_metadata(parquet)
+        if csv.is_file() and all(said.get(key) == value for key, value in metadata.items()):
+            return polars.read_parquet(parquet)  # type: ignore[no-any-return]
+    except (OSError, polars.exceptions.PolarsError):
+        pass
+    return None
+
+
 def _polars() -> Any:
     """Return polars, which only tables need; raise UserError where it is not installed."""
     try:

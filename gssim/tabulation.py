@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gssim.chunks import Fault, answers, by_likeness
-from gssim.inputs import Fingerprints, packed
+from gssim.inputs import Fingerprints, digest_of, packed
 from gssim.parts import Parts, parts_folder
 from gssim.predictions import predicted
 from gssim.shared import Shared
@@ -19,6 +19,7 @@ from gssim.table import (
     Status,
     columns_of,
     kind_of,
+    made_before,
     outcome,
     table_of,
     without_outcome,
@@ -48,10 +49,16 @@ def tabulate(
     """Return the table of the sweep in `file`, after it is written to `out`, Parquet and CSV.
 
     Rows are kept beside it as they end, until the table is whole; what a run before this one kept is taken up where all
-    that it was made from is as it was, unless `again`. `elsewhere`: the workers do not see this machine's files.
+    that it was made from is as it was, and so is a whole table; `again`: neither. `elsewhere`: the workers do not see
+    this machine's files.
     Raises UserError where no point can be simulated, or one names what there is not.
     """
     fingerprints = list(map(Fingerprints().of_point, points))
+    metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
+    whole = None if again else made_before(out, metadata)
+    if whole is not None and "failed" not in whole["status"]:  # what failed is tried again
+        told(len(points), len(points))
+        return whole
     parts = Parts(parts_folder(out), set(fingerprints))
     if again:
         parts.remove()
@@ -69,7 +76,7 @@ def tabulate(
     finally:
         parts.close()
     _check_some(table, file)
-    write_table(table, out, metadata={"question": sweep.question, "sweep": file.name})
+    write_table(table, out, metadata=metadata)
     parts.remove()
     return table
 

@@ -25,10 +25,11 @@ class Ended:
 def run(program: str, *arguments: object, folder: Path | None = None) -> Ended:
     """Run a program's command line to its end, in a folder if one is given; what `main` does not catch is raised."""
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
+    restarts = "--max-restarts" in arguments  # which only torchrun does
     main = importlib.import_module(MODULES[program]).main
     with (
         patch.object(sys, "argv", [program, *map(str, arguments)]),
-        patch("gsreal.launch.launch", forks.launch) if program == "gsreal" else nullcontext(),
+        patch("gsreal.launch.launch", forks.launch) if program == "gsreal" and not restarts else nullcontext(),
         chdir(folder or "."),
         redirect_stdout(stdout),
         redirect_stderr(stderr),

@@ -10,7 +10,7 @@ from typing import Any
 
 import chromium
 import pytest
-from sweep_tables import grid, make_row
+from sweep_tables import LINK, grid, make_row
 from sweep_tables import write as write_sweep
 from test_analysis import assert_refused, make_result, run, write
 
@@ -141,6 +141,21 @@ def test_a_comparison_without_its_results_is_reported_from_its_tables(tmp_path: 
     (tmp_path / "comparison.csv").write_text("name\na\n")
     with pytest.raises(UserError, match=r"comparison.csv: no column '\w+': not a table of this version"):
         report(tmp_path)
+
+
+def test_of_very_many_calibrations_the_most_used_are_listed_and_pages_of_charts_are_counted(tmp_path: Path) -> None:
+    rates = tuple(1e8 * 1.2**i for i in range(25))
+    rows = [row | {"calibration_id": f"{row[LINK]:.9g}"} for row in grid(rates)]
+    often = [make_row("ddp", calibration_id="often", point=f"more {i}") for i in range(30)]
+    write_sweep([*rows, *often], tmp_path / "t.parquet")
+    page = report(tmp_path)
+    (found,) = re.findall(r"<table>\n<caption>Calibrations.*?</table>", page, re.DOTALL)
+    assert found.count("<tr>") - 1 == 20
+    assert ">often<" in found
+    assert "6 more, of no more points each" in page
+    headings = [text for _, text in Reader(page).headings]
+    pages = [text for text in headings if text.startswith("At which threshold")]
+    assert [text.rpartition("? ")[2] for text in pages] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
 
 
 def test_one_question_is_the_title(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_what_is_made_is_a_target(target):
 
 @pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)  # half an hour on two busy cores: two studies and a calibration in the lab take most
 def test_slow_commands_run_in_a_small_form(tmp_path):
     shutil.copytree(ROOT / "scenarios", tmp_path / "scenarios")
     for line in LINES:

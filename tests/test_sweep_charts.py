@@ -1,6 +1,8 @@
 """Charts of a sweep's table: what is chosen, what is drawn, and that it can be told apart without colour."""
 
 import io
+from collections import Counter
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 
@@ -15,12 +17,14 @@ from sweep_tables import AXES, GIB, LINK, grid, made, make_row, write
 from test_analysis import assert_refused, run
 
 from analysis.charts import png, svg, sweep_charts
-from analysis.charts.sweeps.memory import LOOKS, parts_of
+from analysis.charts.drawing import Chart
+from analysis.charts.sweeps.memory import LOOKS, deciding, parts_of
 from analysis.charts.sweeps.scaling import lines_of
 from analysis.charts.sweeps.winners import who_wins
 from analysis.sweeps.choice import best_gain, front, winner
 from analysis.sweeps.settings import bit_rate, by_setting, family, follows, layout_of
-from analysis.sweeps.table import THRESHOLD, is_control, is_dense, is_table, read_table
+from analysis.sweeps.spread import evenly, spread
+from analysis.sweeps.table import THRESHOLD, SweepTable, is_control, is_dense, is_table, read_table
 from gssim.units import UserError
 
 
@@ -80,6 +84,30 @@ def test_a_group_that_says_what_an_axis_says_is_not_said_twice(tmp_path: Path) -
     assert not follows(grid(), ["method"], "point")
 
 
+def test_settings_of_clusters_with_other_keys_are_named_by_their_group(tmp_path: Path) -> None:
+    table = many_clusters(tmp_path)
+    layout = layout_of(table)
+    assert layout.settings == ("group", COUNT, LINK)
+    labels = {layout.setting_label(place) for place in by_setting(table.rows, layout)}
+    assert {"stars, 2 devices, 800 Mbit/s", "trees, 800 Mbit/s"} < labels
+
+
+COUNT = "cluster.topology.devices.0.count"
+
+
+def many_clusters(folder: Path) -> SweepTable:
+    """Return stars of several sizes on 40 rates, and a tree on three of them."""
+    rates = tuple(1e8 * 1.2**i for i in range(40))
+    stars = [
+        row | {COUNT: n, "ranks": n, "group": "stars", "cluster": "star", "throughput_samples_per_s": 10.0 * n}
+        for n in (2, 4, 8)
+        for row in grid(rates)
+    ]
+    trees = [row | {COUNT: None, "group": "trees", "cluster": "tree"} for row in grid(rates[:3])]
+    rows = [row | {"point": f"{i}"} for i, row in enumerate([*stars, *trees])]
+    return made(rows, folder, {THRESHOLD: float, COUNT: int, LINK: float})
+
+
 def test_rates_and_families_are_written_as_people_do() -> None:
     assert [bit_rate(8e9 / 8), bit_rate(1.5e6 / 8)] == ["8 Gbit/s", "1.5 Mbit/s"]
     assert family("torus-4x4x4") == family("torus-8x8x8")
@@ -109,6 +137,62 @@ def test_the_winner_is_the_fastest_of_each_kind_and_controls_win_nothing() -> No
     assert gain.thresholded[THRESHOLD] == 1e-2  # the control is faster still
     assert winner(rows, 5.0) is None
     assert [is_control(row) for row in rows if not is_dense(row)] == [False, False, False, True]
+
+
+values = st.one_of(st.none(), st.sampled_from(["ring", "star"]), st.integers(0, 30), st.floats(0, 1e9))
+
+
+@given(st.lists(st.tuples(values, values), unique=True), st.integers(1, 12))
+def test_what_is_spread_is_so_many_of_the_settings_in_their_order(places, most) -> None:
+    chosen = spread(places, most)
+    assert len(chosen) == min(most, len(places))
+    assert [place for place in places if place in chosen] == chosen
+    assert chosen[:1] == places[:1]
+
+
+SETTINGS: list[tuple[object, ...]] = [
+    *(
+        ("hosts", kind, 8 * 2**i, 1e7 * 1.3**k, None)
+        for kind in ("switch", "ring")
+        for i in range(4)
+        for k in range(50)
+    ),
+    *(("many-hosts", None, 8 * 2**i, 1e7 * 1.3**k, None) for i in (5, 6, 7) for k in range(16)),
+    *(("fat-tree", None, None, None, oversubscription) for oversubscription in (1, 2, 4, 8)),
+]
+"""Group, topology, devices, bandwidth, oversubscription: many settings of one cluster before few of others."""
+
+
+@pytest.mark.parametrize("most", [4, 8, 9, 40])
+def test_every_cluster_and_topology_is_among_what_is_spread(most: int) -> None:
+    chosen = spread(SETTINGS, most)
+    counts = Counter(place[:2] for place in chosen)
+    assert set(counts) == {place[:2] for place in SETTINGS}
+    few = min(most // 4, 4)  # there are four with a fat tree
+    assert min(counts.values()) == few
+    assert max(counts.values()) <= most - 3 * few
+
+
+def test_every_size_and_rates_from_end_to_end_are_among_what_is_spread() -> None:
+    chosen = spread(SETTINGS, 24)
+    assert {place[2] for place in chosen} == {place[2] for place in SETTINGS}
+    assert {place[4] for place in chosen} == {None, 1, 2, 4, 8}
+    rates = sorted({float(str(place[3])) for place in SETTINGS if place[3] is not None})
+    ranks = sorted({rates.index(float(str(place[3]))) for place in chosen if place[3] is not None})
+    assert ranks[0] <= 3
+    assert ranks[-1] >= len(rates) - 4
+    assert max(b - a for a, b in pairwise(ranks)) <= len(rates) / 3
+
+
+@given(st.lists(st.integers(), unique=True), st.integers(2, 20))
+def test_what_is_evenly_apart_has_both_ends_and_gaps_of_like_size(numbers, most) -> None:
+    places = evenly(range(len(numbers)), most)
+    assert evenly(numbers, most) == [numbers[place] for place in places]
+    assert len(places) == min(most, len(numbers))
+    if numbers:
+        assert (places[0], places[-1]) == (0, len(numbers) - 1)
+    gaps = {after - before for before, after in pairwise(places)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 # Charts --------------------------------------------------------------------------------------------------------------
@@ -275,6 +359,64 @@ def test_many_settings_go_onto_several_pages(tmp_path: Path) -> None:
     )
     assert layout_of(bare).settings == ("group",)
     assert [len(chart.figure.axes) for chart in who_wins(bare)] == [2]
+
+
+def test_of_many_settings_those_that_are_drawn_are_spread_over_the_sweep_and_the_note_says_so(tmp_path: Path) -> None:
+    table = many_clusters(tmp_path)
+    found = {chart.name: [text.get_text() for text in chart.figure.texts] for chart in sweep_charts(table)}
+    notes = {name: " ".join(texts) for name, texts in found.items()}
+    pages = [name for name in found if name.startswith("step_time_by_threshold")]
+    assert len(pages) == 4
+    for number, name in enumerate(pages):
+        assert f"48 of 123 settings, spread over the sweep. Page {number + 1} of 4." in notes[name]
+    titles = [text for name in pages for text in found[name] if text.startswith(("stars", "trees"))]
+    assert len(titles) == 48
+    assert len([title for title in titles if title.startswith("trees")]) == 3
+    assert {title.split(", ")[1] for title in titles if title.startswith("stars")} == {
+        f"{n} devices" for n in (2, 4, 8)
+    }
+    assert "9 of 123 settings, spread over the sweep." in notes["time_and_memory"]
+    assert "At most 12 of 40 bandwidths, evenly apart." in notes["who_wins"]
+    ratios = [
+        row | {LINK: None, "point": f"{i}", "group": f"oversubscription {i // 7}"} for i, row in enumerate(grid())
+    ]
+    (map_of_words,) = who_wins(made(ratios, tmp_path))
+    assert overlapping(map_of_words.figure) == []
+    assert "6 of 40 networks, spread over the sweep." in notes["scaling"]
+
+
+def overlapping(figure: Figure) -> list[str]:
+    """Return the heads of columns that reach into the next one's."""
+    figure.canvas.draw()
+    found = []
+    for axes in figure.axes:
+        boxes = [(label.get_text(), label.get_window_extent()) for label in axes.get_xticklabels()]
+        found += [text for (text, box), (_, after) in pairwise(boxes) if box.x1 >= after.x0]
+    return found
+
+
+def test_settings_that_take_the_same_memory_are_one_panel(tmp_path: Path) -> None:
+    table = many_clusters(tmp_path)
+    (chart,) = [chart for chart in sweep_charts(table) if chart.name == "memory_by_category"]
+    assert {"stars", "trees"} <= {text.get_text() for text in chart.figure.texts}
+    assert len(chart.figure.axes) == 2
+    more = [row | ({"margin_bytes": GIB} if row[COUNT] == 8 else {}) for row in table.rows]
+    assert deciding(more, layout_of(table)).settings == ("group", COUNT)
+
+
+def test_legends_name_only_what_occurs(charts, tmp_path: Path) -> None:
+    who = ["a thresholded plan is faster", "a dense plan is faster", "even: within 2 %"]
+    assert legend(charts["who_wins"]) == who
+    slow = {chart.name: chart for chart in sweep_charts(made(grid((1e8, 1.1e8)), tmp_path))}
+    assert legend(slow["who_wins"]) == [who[0], who[2]]
+    far = [row | {"capacity_bytes": 900 * GIB, "margin_bytes": 888 * GIB} for row in grid()]
+    (memory,) = [chart for chart in sweep_charts(made(far, tmp_path)) if chart.name == "memory_by_category"]
+    assert "memory of the device" in legend(charts["memory_by_category"])
+    assert legend(memory) == [name for name in legend(charts["memory_by_category"]) if name != "memory of the device"]
+
+
+def legend(chart: Chart) -> list[str]:
+    return [text.get_text() for each in chart.figure.legends for text in each.get_texts()]
 
 
 def test_clusters_whose_links_have_other_names_have_maps_of_their_own(tmp_path: Path) -> None:

@@ -132,6 +132,31 @@ def test_kept_rows_are_taken_up_where_all_that_they_were_made_from_is_as_it_was(
     assert not parts_folder(Path("t.parquet")).exists()
 
 
+def test_a_whole_table_is_not_made_again_unless_asked_or_something_is_otherwise(folder, gssim, monkeypatch):
+    made, usual = [], tabulation.row_of
+
+    def told(point, shared):
+        made.append(point.name)
+        return usual(point, shared)
+
+    def points_made(*more):
+        made.clear()
+        code, printed, _ = gssim("sweep", "sweep.toml", "--out", "t.csv", "--jobs", 1, *more)
+        assert code == 0
+        return len(made), printed, written("t.csv")
+
+    monkeypatch.setattr(tabulation, "row_of", told)
+    first = points_made()
+    assert first[0] == 10
+    assert points_made() == (0, *first[1:])
+    assert points_made("--again") == first
+    Path("t.csv").unlink()
+    assert points_made() == first
+    path = folder / "base" / "pair.toml"
+    path.write_text(path.read_text().replace('"1 GiB"', '"1.5 GiB"'))
+    assert points_made()[0] == 10
+
+
 def test_fingerprints_tell_what_changes_a_prediction_and_nothing_else(folder):
     def found():
         return [Fingerprints().of_point(point) for point in points()]

@@ -13,6 +13,7 @@ from gssim.result import Result
 
 MOST_VALUES = 6
 MOST_ROWS = 200
+MOST_CALIBRATIONS = 20
 
 
 def told_part(found: Contents) -> Part:
@@ -80,11 +81,7 @@ def provenance_part(found: Contents) -> Part:
     for title, results in (("Predicted by", predicted), ("Measured on", measured)):
         if results:
             body += f"<h3>{title}</h3>\n{terms(_facts(results))}"
-    rows = _calibrations(found)
-    if rows:
-        heads = ("predicted", "measured", "points of sweeps")
-        columns = [Column("calibration", False), *(Column(head) for head in heads)]
-        body += table("Calibrations: rates, profiles and statistics, by the id that is in every Result", columns, rows)
+    body += _calibrations(found)
     files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in found.sweeps]
     files += [f"Comparison {each.place}, without its Results" for each in found.comparisons if not each.predicted]
     files += [f"Study {each.place}" for each in found.studies]
@@ -133,8 +130,23 @@ def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
         yield key, str(len(values))
 
 
-def _calibrations(found: Contents) -> list[list[Cell]]:
-    """Return a row for each calibration: of how many predictions, measurements and points it is."""
+def _calibrations(found: Contents) -> str:
+    """Return a table of the calibrations, a row for each; of very many, those of which most is."""
+    counts = _uses(found)
+    if not counts:
+        return ""
+    often = sorted(counts, key=lambda identity: (-sum(counts[identity]), identity))[:MOST_CALIBRATIONS]
+    rows: list[list[Cell]] = [[each, *(f"{n:,}" if n else "" for n in counts[each])] for each in sorted(often)]
+    heads = ("predicted", "measured", "points of sweeps")
+    columns = [Column("calibration", False), *(Column(head) for head in heads)]
+    left_out = len(counts) - len(rows)
+    return table("Calibrations: rates, profiles and statistics, by the id that is in every Result", columns, rows) + (
+        paragraph(f"{left_out:,} more, of no more points each, are left out here.", "soft") if left_out else ""
+    )
+
+
+def _uses(found: Contents) -> dict[str, list[int]]:
+    """Return of how many predictions, measurements and points each calibration is."""
     counts: dict[str, list[int]] = {}
     for comparison in found.comparisons:
         for place, side in enumerate(("predicted", "measured")):
@@ -143,4 +155,4 @@ def _calibrations(found: Contents) -> list[list[Cell]]:
     for sweep in found.sweeps:
         for row in sweep.answered:
             counts.setdefault(str(row.get("calibration_id")), [0, 0, 0])[2] += 1
-    return [[identity, *(f"{n:,}" if n else "" for n in each)] for identity, each in sorted(counts.items())]
+    return counts

@@ -1,14 +1,16 @@
 """What a sweep's table says: how many points fit, who is fastest where and why, charts."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from analysis.charts import sweep_charts
-from analysis.charts.sweeps.looks import density_words
+from analysis.charts.drawing import Chart
+from analysis.charts.sweeps.looks import density_words, threshold_words
 from analysis.page.markup import Cell, Column, Part, figure, folded, paragraph, table
 from analysis.page.words import counted, seconds, size
 from analysis.sweeps.choice import best_gain, fastest
-from analysis.sweeps.settings import Layout, by_setting, layout_of
+from analysis.sweeps.settings import Layout, Place, by_setting, layout_of
+from analysis.sweeps.spread import evenly, spread
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 from gssim.result import PHASES
 
@@ -21,7 +23,8 @@ def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
     """Return the parts of the page for a sweep's table; `several`: the page has more than one, so they are named."""
     layout = layout_of(found)
     name = f": {found.name}" if several else ""
-    charts = tuple(Part(chart.title, figure(chart)) for chart in sweep_charts(found))
+    drawn = sweep_charts(found)
+    charts = tuple(Part(title, figure(chart)) for title, chart in zip(_titles(drawn), drawn, strict=True))
     parts = [Part(f"What the sweep found{name}", _tables(found, layout))]
     if charts:
         parts.append(Part(f"Charts of the sweep{name}", "", charts))
@@ -30,24 +33,40 @@ def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
     return parts
 
 
+def _titles(charts: Sequence[Chart]) -> list[str]:
+    """Return the headings of charts: pages of one kind are counted."""
+    pages, before = Counter(chart.title for chart in charts), Counter[str]()
+    found = []
+    for title in (chart.title for chart in charts):
+        before[title] += 1
+        found.append(f"{title} ({before[title]} of {pages[title]})" if pages[title] > 1 else title)
+    return found
+
+
 def summary(found: SweepTable) -> list[str]:
     """Return in sentences what a sweep says."""
     counts = Counter(row["status"] for row in found.rows)
     rest = "; ".join(f"{n:,} {status}" for status, n in counts.items() if status != "fits")
     differ = f" They differ in {', '.join(found.axes)}." if found.axes else ""
     sentences = [f"{counted(len(found.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
-    gains = [gain for rows in by_setting(found.fitting, layout_of(found)).values() if (gain := best_gain(rows))]
+    layout = layout_of(found)
+    gains = [gain for rows in by_setting(found.fitting, layout).values() if (gain := best_gain(rows))]
     if gains:
         faster = [gain for gain in gains if gain.speed_up_ratio > 1]
         best = max(gains, key=lambda gain: gain.speed_up_ratio)
         sentences.append(
             f"A threshold is predicted to be faster than the fastest dense plan in {len(faster)} of "
-            f"{counted(len(gains), 'setting')}; most in {best.thresholded['point']}: {best.speed_up_ratio:.2f} times "
-            "the speed of "
-            f"{best.dense['point']}, with {density_words(best.thresholded)}. Change of loss: not measured. "
-            f"{_control(found)}"
+            f"{counted(len(gains), 'setting')}; most{_where(best.thresholded, layout)}: "
+            f"{_threshold(best.thresholded, layout)} has {best.speed_up_ratio:.2f} times the speed of dense "
+            f"{layout.plan_label(layout.plan_of(best.dense))}, with {density_words(best.thresholded)}. "
+            f"Change of loss: not measured. {_control(found)}"
         )
     return sentences
+
+
+def _where(row: Row, layout: Layout) -> str:
+    label = layout.setting_label(layout.setting_of(row))
+    return f" in '{label}'" if label else ""
 
 
 def _control(found: SweepTable) -> str:
@@ -62,7 +81,9 @@ def _control(found: SweepTable) -> str:
 def _tables(found: SweepTable, layout: Layout) -> str:
     settings = by_setting(found.fitting, layout)
     rows: list[list[Cell]] = []
-    for place, members in list(settings.items())[:MOST_SETTINGS]:
+    shown = spread(list(settings), MOST_SETTINGS)
+    for place in shown:
+        members = settings[place]
         dense = fastest(row for row in members if is_dense(row))
         sparse = fastest(row for row in members if not is_dense(row) and not is_control(row))
         control = fastest(row for row in members if is_control(row) and not is_dense(row))
@@ -93,22 +114,26 @@ def _tables(found: SweepTable, layout: Layout) -> str:
     ]
     if not sparse_known:
         columns, rows = columns[:3], [row[:3] for row in rows]
-    left_out = len(settings) - MOST_SETTINGS
+    left_out = len(settings) > len(shown)
     return "".join(
         [
             table("The fastest plans that fit, setting by setting", columns, rows)
             if rows
             else paragraph("No plan fits."),
-            paragraph(f"{left_out} more settings are in the table's file.", "soft") if left_out > 0 else "",
+            paragraph(f"{_part(shown, settings)}; all are in the table's file.", "soft") if left_out else "",
             _reasons(found),
             folded(
-                f"The first {MOST_ROWS} of {counted(len(found.rows), 'point')}"
+                f"{MOST_ROWS} of {counted(len(found.rows), 'point')}, evenly apart"
                 if len(found.rows) > MOST_ROWS
                 else f"All {counted(len(found.rows), 'point')}",
-                _points(found.rows[:MOST_ROWS]),
+                _points(evenly(found.rows, MOST_ROWS)),
             ),
         ]
     )
+
+
+def _part(shown: Sequence[Place], settings: Mapping[Place, object]) -> str:
+    return f"{len(shown)} of {len(settings):,} settings, spread over the sweep"
 
 
 def _threshold(row: Row | None, layout: Layout) -> str:
@@ -116,7 +141,7 @@ def _threshold(row: Row | None, layout: Layout) -> str:
         return ""
     threshold = row.get(THRESHOLD)
     name = layout.plan_label(layout.plan_of(row))
-    return name if threshold is None else f"{name} at {threshold:g}"
+    return name if threshold is None else f"{name} at {threshold_words(threshold)}"
 
 
 def _reasons(found: SweepTable) -> str:
@@ -155,7 +180,10 @@ def _points(rows: Sequence[Row]) -> str:
 def _bottlenecks(found: SweepTable, layout: Layout) -> str:
     """Return of each setting's fastest dense and fastest thresholded plan what it waits for."""
     lines: list[list[Cell]] = []
-    for place, members in list(by_setting(found.fitting, layout).items())[:MOST_SETTINGS]:
+    settings = by_setting(found.fitting, layout)
+    shown = spread(list(settings), MOST_SETTINGS)
+    for place in shown:
+        members = settings[place]
         for kind, row in (
             ("dense", fastest(row for row in members if is_dense(row))),
             ("thresholded", fastest(row for row in members if not is_dense(row) and not is_control(row))),
@@ -172,7 +200,8 @@ def _bottlenecks(found: SweepTable, layout: Layout) -> str:
                 )
     heads = ("fastest plan", "longest part of a step", "busiest link", "tightest device")
     columns = [Column("setting", False), *(Column(head, False) for head in heads)]
-    return table("What the fastest plans wait for, as predicted", columns, lines)
+    found_in = paragraph(f"{_part(shown, settings)}.", "soft") if len(shown) < len(settings) else ""
+    return table("What the fastest plans wait for, as predicted", columns, lines) + found_in
 
 
 def _longest(row: Row) -> str:

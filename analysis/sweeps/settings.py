@@ -55,6 +55,8 @@ def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
     place = [axis for axis in table.axes if not axis.startswith(PLAN)]
     candidates = [column for column in (*place, "group", "cluster", "model") if column not in without]
     settings = telling(rows, candidates)
+    if _is_headed(rows, settings):
+        settings.insert(0, "group")
     policies = [axis for axis in table.axes if axis.startswith(PLAN) and axis not in (THRESHOLD, METHOD, *without)]
     plans = ["method", *(axis for axis in policies if _varies(rows, axis))]
     apart = [*settings, *without, *plans, *([THRESHOLD] if THRESHOLD in table.axes else [])]
@@ -75,6 +77,19 @@ def telling(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
         if rest and not column.endswith(BANDWIDTH) and follows(rows, rest, column):
             found = rest
     return found
+
+
+def _is_headed(rows: Sequence[Row], settings: Sequence[str]) -> bool:
+    """Return whether settings are named by their group too: where groups differ in the keys that they have.
+
+    Four servers are of one cluster in one group, and of another in the next.
+    """
+    return (
+        "group" not in settings
+        and _varies(rows, "group")
+        and any({row.get(column) is None for row in rows} == {True, False} for column in settings)
+        and follows(rows, settings, "group")
+    )
 
 
 def _varies(rows: Sequence[Row], column: str) -> bool:
@@ -122,6 +137,8 @@ def shown(column: str, value: object) -> str:
     ('1 Gbit/s', 'micro_batches 4')
     >>> shown("cluster.topology.devices.0.count", 8), shown("cluster.topology.sites.1.topology.servers.0.count", 2)
     ('8 devices', '2 servers (site 1)')
+    >>> shown("cluster.topology.link.latency_s", 0.01), shown("cluster.topology.servers.0.count", 1)
+    ('latency 10 ms', '1 server')
     """
     if value is None:
         return "default" if column.startswith(PLAN) else "none"
@@ -130,13 +147,14 @@ def shown(column: str, value: object) -> str:
     word = column.rpartition(".")[2]
     counted = re.search(r"(?:\.sites\.(\d+)\..*)?\.(devices|servers)\.\d+\.count$", column)
     if counted:
-        return f"{value:g} {counted[2]}" + (f" (site {counted[1]})" if counted[1] else "")
+        things = counted[2] if value != 1 else counted[2].removesuffix("s")
+        return f"{value:g} {things}" + (f" (site {counted[1]})" if counted[1] else "")
     if word.endswith("bytes_per_s"):
         return bit_rate(value)
     if word.endswith("_bytes"):
         return f"{word.removesuffix('_bytes')} {human_bytes(value)}"
     if word.endswith("_s"):
-        return f"{word.removesuffix('_s')} {human_seconds(value)}"
+        return f"{word.removesuffix('_s')} {human_seconds(value)}".replace(".00 ", " ")
     return f"{word} {value:g}"
 
 

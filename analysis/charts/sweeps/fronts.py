@@ -11,10 +11,11 @@ from matplotlib.lines import Line2D
 
 from analysis.charts.drawing import BYTE_UNITS, STYLE, TIME_UNITS, Chart, unit_for
 from analysis.charts.placing import place_labels
-from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only
-from analysis.charts.sweeps.panels import Size, add_axes, sheet, value_axis
+from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only, threshold_words
+from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet, value_axis
 from analysis.sweeps.choice import front
 from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
+from analysis.sweeps.spread import spread
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
@@ -60,7 +61,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     layout = layout_of(table)
     known = [row for row in table.fitting if price.of(row) is not None]
     settings = {place: rows for place, rows in by_setting(known, layout).items() if len(rows) > 1}
-    chosen = dict(list(settings.items())[:MOST_PANELS])
+    chosen = {place: settings[place] for place in spread(list(settings), MOST_PANELS)}
     if not chosen:
         return None
     looks = looks_of(table, layout)
@@ -76,7 +77,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
             if sparse
             else ""
         )
-        + (f" The first {len(chosen)} of {len(settings)} settings." if len(chosen) < len(settings) else "")
+        + of_all(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
@@ -147,10 +148,11 @@ def _labels(axes: Axes, rows: Sequence[Row], named: Sequence[Row], layout: Layou
 
 
 def _label(row: Row, name: str) -> str:
-    threshold = row.get(THRESHOLD)
     if is_dense(row):
         return name
-    return f"{name} {threshold:g}: {density_words(row)}" if threshold is not None else f"{name}: {density_words(row)}"
+    threshold = row.get(THRESHOLD)
+    at = "" if threshold is None else f" {threshold_words(threshold)}"
+    return f"{name}{at}: {density_words(row)}"
 
 
 def _legend(

@@ -1,6 +1,7 @@
 """How plans look in the charts of a sweep: each has a mark, a line style and a colour, the same in all of them."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from analysis.charts.drawing import MARKS
@@ -47,6 +48,19 @@ def percentage(ratio: float) -> str:
     ('12 %', '0 %', '100 %')
     """
     return f"{100 * ratio:.2g} %" if ratio < 0.995 else f"{100 * ratio:.0f} %"
+
+
+def threshold_words(value: float) -> str:
+    """Return a threshold for people.
+
+    >>> threshold_words(2.5e-4), threshold_words(1e-3), threshold_words(inf)
+    ('2.5e\u22124', '1e\u22123', '\u221e')
+    """
+    if value == inf:
+        return "\u221e"
+    if 0.1 <= value < 1000:
+        return f"{value:g}"
+    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e\u2212").replace("e+0", "e")
 
 
 def listed(words: Sequence[str], most: int = 4) -> str:

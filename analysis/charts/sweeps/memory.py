@@ -1,6 +1,6 @@
 """What fills the memory of the device that has least to spare, plan by plan, beside what it has."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -12,9 +12,10 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, label_width_in, plain, unit_for
 from analysis.charts.sweeps.looks import listed
-from analysis.charts.sweeps.panels import Size, add_axes, sheet
+from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet
 from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
-from analysis.sweeps.table import FITS, Row, SweepTable
+from analysis.sweeps.spread import spread
+from analysis.sweeps.table import FITS, THRESHOLD, Row, SweepTable
 from gssim.result import CATEGORIES
 from gssim.units import human_bytes
 
@@ -22,6 +23,8 @@ TITLE = "What fills the tightest device's memory, and how much is left?"
 BAR_IN, PANEL_IN, MOST_PANELS, MOST_BARS = 0.3, 4.2, 8, 16
 BEYOND_RATIO = 3.0
 """A capacity so many times what is needed is written, not drawn: bars would vanish beside it."""
+SAME_RATIO = 0.01
+"""Memory that differs by no more is the same."""
 SMALL_RATIO = 0.03
 """A category that is nowhere more than so much of a bar goes with the others."""
 OTHER = "other"
@@ -57,12 +60,16 @@ DARK = {"parameters", "gradients", "optimizer", "residuals", OUTSIDE, "workspace
 
 
 def memory_by_category(table: SweepTable) -> Chart | None:
-    """Return a panel for each setting, a bar for each plan: of several thresholds the one that needs most."""
-    layout = layout_of(table)
-    settings = by_setting([row for row in table.answered if row.get("capacity_bytes") is not None], layout)
-    chosen = dict(list(settings.items())[:MOST_PANELS])
-    if not chosen:
+    """Return a panel for each setting, a bar for each plan: of several thresholds the one that needs most.
+
+    Settings that take the same memory are one: a network's rate, mostly, says nothing here.
+    """
+    known = [row for row in table.answered if row.get("capacity_bytes") is not None]
+    if not known:
         return None
+    layout = deciding(known, layout_of(table))
+    settings = by_setting(known, layout)
+    chosen = {place: settings[place] for place in spread(list(settings), MOST_PANELS)}
     bars = {place: _bars(rows, layout) for place, rows in chosen.items()}
     shown = _shown([row for rows in bars.values() for _, row in rows])
     labels_in = max(label_width_in(label) for rows in bars.values() for label, _ in rows)
@@ -70,21 +77,33 @@ def memory_by_category(table: SweepTable) -> Chart | None:
     size = Size(
         PANEL_IN, BAR_IN * max(map(len, bars.values())), left=labels_in + 0.35, right=texts_in + 0.3, below=0.65
     )
-    left_out = len(settings) - len(chosen)
     note = (
-        "Predicted: each plan's rank that has least to spare, at its peak; of several thresholds the one that needs "
-        "most. "
+        "Predicted: each plan's rank that has least to spare, at its peak; of several thresholds (and networks, "
+        "where they are not told apart) the one that needs most. "
         f"Thick line: what the device has, where that is not more than {BEYOND_RATIO:g} times what is needed. In "
-        "bold: what does "
-        "not fit." + (f" The first {len(chosen)} of {len(settings)} settings." if left_out else "")
+        "bold: what does not fit." + of_all(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
-        figure, boxes = sheet(titles, size, across=2, heading=TITLE, note=note, legend=_legend(shown))
+        figure, boxes = sheet(titles, size, across=2, heading=TITLE, note=note, legend=_legend(bars, shown))
         for (left, bottom, wide, high), rows in zip(boxes, bars.values(), strict=True):
             used_in = BAR_IN * len(rows)
             _panel(add_axes(figure, (left, bottom + high - used_in, wide, used_in)), rows, shown)
     return Chart("memory_by_category", TITLE, figure, _words(bars, layout))
+
+
+def deciding(rows: Sequence[Row], layout: Layout) -> Layout:
+    """Return a layout without the columns of settings on which no plan's memory depends by more than `SAME_RATIO`."""
+    kept = list(layout.settings)
+    for column in layout.settings:
+        rest = [other for other in kept if other != column]
+        needs: dict[Place, list[float]] = {}
+        for row in rows:
+            place = (*(row.get(each) for each in (*rest, "variant", THRESHOLD)), *layout.plan_of(row))
+            needs.setdefault(place, []).append(row["capacity_bytes"] - row["margin_bytes"])
+        if column != "group" and all(max(each) <= (1 + SAME_RATIO) * min(each) for each in needs.values()):
+            kept = rest
+    return Layout(tuple(kept), layout.plans)
 
 
 def _bars(rows: Sequence[Row], layout: Layout) -> list[tuple[str, Row]]:
@@ -117,8 +136,7 @@ def _shown(rows: Sequence[Row]) -> list[str]:
 
 
 def _panel(axes: Axes, bars: Sequence[tuple[str, Row]], shown: Sequence[str]) -> None:
-    needed = [sum(parts_of(row).values()) for _, row in bars]
-    near = [row["capacity_bytes"] for _, row in bars if row["capacity_bytes"] <= BEYOND_RATIO * max(needed)]
+    needed, near = [sum(parts_of(row).values()) for _, row in bars], _near(bars)
     longest = max([*needed, *near])
     unit, factor = unit_for(longest, BYTE_UNITS)
     for y, (_, row) in enumerate(bars):
@@ -148,6 +166,12 @@ def _panel(axes: Axes, bars: Sequence[tuple[str, Row]], shown: Sequence[str]) ->
     axes.set_axisbelow(True)
 
 
+def _near(bars: Sequence[tuple[str, Row]]) -> list[float]:
+    """Return the capacities that are drawn."""
+    most = BEYOND_RATIO * max(sum(parts_of(row).values()) for _, row in bars)
+    return [row["capacity_bytes"] for _, row in bars if row["capacity_bytes"] <= most]
+
+
 def _needed(row: Row) -> str:
     """Return what a device is asked for, and what it has, for people."""
     needed = row["capacity_bytes"] - row["margin_bytes"]
@@ -155,13 +179,8 @@ def _needed(row: Row) -> str:
 
 
 def _bar(axes: Axes, y: float, row: Row, shown: Sequence[str], factor: float) -> None:
-    parts = parts_of(row)
-    sizes = {category: parts[category] for category in shown}
-    sizes[OTHER] = sum(parts.values()) - sum(sizes.values())
     left = 0.0
-    for category, size in sizes.items():
-        if size <= 0:
-            continue
+    for category, size in _drawn(row, shown).items():
         colour, hatch = LOOKS[category]
         place: dict[str, Any] = {"y": y, "width": size / factor, "left": left, "height": 0.72}
         axes.barh(**place, color=colour, linewidth=0)
@@ -171,14 +190,26 @@ def _bar(axes: Axes, y: float, row: Row, shown: Sequence[str], factor: float) ->
         left += size / factor
 
 
-def _legend(shown: Sequence[str]) -> list[tuple[Artist, str]]:
+def _drawn(row: Row, shown: Sequence[str]) -> dict[str, float]:
+    """Return the parts of a bar, from left to right."""
+    parts = parts_of(row)
+    sizes = {category: parts[category] for category in shown}
+    sizes[OTHER] = sum(parts.values()) - sum(sizes.values())
+    least = 1e-9 * sum(parts.values())  # what rounding leaves
+    return {category: size for category, size in sizes.items() if size > least}
+
+
+def _legend(panels: Mapping[Place, Sequence[tuple[str, Row]]], shown: Sequence[str]) -> list[tuple[Artist, str]]:
     entries: list[tuple[Artist, str]] = []
-    for category in (*shown, OTHER):
+    occurring = {category for bars in panels.values() for _, row in bars for category in _drawn(row, shown)}
+    for category in [each for each in LOOKS if each in occurring]:
         colour, hatch = LOOKS[category]
         edge = "white" if category in DARK and hatch else "0.25"
         patch = Patch(facecolor=colour, edgecolor=edge, hatch=hatch, linewidth=0.6)
         entries.append((patch, WORDS.get(category, category.replace("_", " "))))
-    return [*entries, (Line2D([], [], color="black", linewidth=3), "memory of the device")]
+    if any(_near(bars) for bars in panels.values()):
+        entries.append((Line2D([], [], color="black", linewidth=3), "memory of the device"))
+    return entries
 
 
 def _words(bars: dict[Place, list[tuple[str, Row]]], layout: Layout) -> str:

@@ -81,6 +81,15 @@ def sheet(
     return figure, boxes
 
 
+def of_all(drawn: int, there: int, things: str = "settings") -> str:
+    """Return what a note says of how many are drawn; nothing where all are.
+
+    >>> of_all(9, 1200), of_all(3, 3)
+    (' 9 of 1,200 settings, spread over the sweep.', '')
+    """
+    return f" {drawn:,} of {there:,} {things}, spread over the sweep." if drawn < there else ""
+
+
 def add_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
     """Return axes in a box that is given in inches."""
     width_in, height_in = figure.get_size_inches()
@@ -141,7 +150,7 @@ def log_axis(axis: Any, limits: tuple[float, float]) -> None:
             ticks = ticks[::2]
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("e+0", "e")))
 
 
 def value_axis(axes: Axes, values: Sequence[float], *, y: bool = True, zero: bool = True) -> None:

@@ -10,8 +10,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart
 from analysis.charts.sweeps.looks import Look, density_words, looks_of
-from analysis.charts.sweeps.panels import Size, add_axes, log_axis, sheet
+from analysis.charts.sweeps.panels import Size, add_axes, log_axis, of_all, sheet
 from analysis.sweeps.settings import Layout, Place, by_plan, family, follows, layout_of, shown
+from analysis.sweeps.spread import spread
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "How far does each plan scale?"
@@ -29,10 +30,11 @@ def scaling(table: SweepTable) -> Chart | None:
     """Return throughput by ranks, a panel for each kind of setting; None where fewer than three sizes are there."""
     layout = layout_of(table)
     panels = _panels(table, layout)
-    panels = {label: rows for label, rows in panels.items() if len({row["ranks"] for row in rows}) >= FEWEST_SIZES}
-    chosen = dict(list(panels.items())[:MOST_PANELS])
-    if not chosen:
+    panels = {place: rows for place, rows in panels.items() if len({row["ranks"] for row in rows}) >= FEWEST_SIZES}
+    if not panels:
         return None
+    chosen = {place: panels[place] for place in spread(list(panels), MOST_PANELS)}
+    titles = [_title(place, layout) for place in chosen]
     looks = looks_of(table, layout)
     sparse = any(not is_dense(row) and not is_control(row) for rows in chosen.values() for row in rows)
     note = (
@@ -45,30 +47,41 @@ def scaling(table: SweepTable) -> Chart | None:
             if sparse
             else ""
         )
-        + (f" The first {len(chosen)} of {len(panels)}." if len(chosen) < len(panels) else "")
+        + of_all(len(chosen), len(panels), "networks")
     )
     with mpl.rc_context(STYLE):
-        legend = _legend([row for rows in chosen.values() for row in rows], layout, looks)
-        figure, boxes = sheet(list(chosen), SIZE, across=3, heading=TITLE, note=note, legend=legend)
+        legend = _legend([lines_of(rows, layout) for rows in chosen.values()], layout, looks)
+        figure, boxes = sheet(titles, SIZE, across=3, heading=TITLE, note=note, legend=legend)
         for (left, bottom, wide, high), rows in zip(boxes, chosen.values(), strict=True):
             lines = lines_of(rows, layout)
             _throughputs(add_axes(figure, (left, bottom, wide, high)), lines, looks)
             below = add_axes(figure, (left, bottom - BETWEEN_IN - RATIO_IN, wide, RATIO_IN))
             _efficiencies(below, lines, looks)
-    return Chart("scaling", TITLE, figure, _words(chosen, layout))
+    return Chart("scaling", TITLE, figure, _words(dict(zip(titles, chosen.values(), strict=True)), layout))
 
 
-def _panels(table: SweepTable, layout: Layout) -> dict[str, list[Row]]:
+def _panels(table: SweepTable, layout: Layout) -> dict[Place, list[Row]]:
     """Return rows by what does not say how many ranks there are; names of clusters without their numbers."""
-    rows = table.fitting
-    kept = [column for column in layout.settings if not follows(rows, [column], "ranks")]
-    sized = [column for column in layout.settings if column not in kept]
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        words = [shown(column, row[column]) for column in kept]
-        words += [family(row[column]) for column in sized if isinstance(row[column], str)]
-        found.setdefault(", ".join(word for word in dict.fromkeys(words) if word) or "", []).append(row)
+    found: dict[Place, list[Row]] = {}
+    sized = {column for column in layout.settings if _says_ranks(table.fitting, column)}
+    for row in table.fitting:
+        place = tuple(row[column] if column not in sized else _family(row[column]) for column in layout.settings)
+        found.setdefault(place, []).append(row)
     return found
+
+
+def _says_ranks(rows: Sequence[Row], column: str) -> bool:
+    """Return whether the ranks follow from a column's value, among the settings that have one."""
+    return follows((row for row in rows if row[column] is not None), [column], "ranks")
+
+
+def _family(value: object) -> str | None:
+    return family(value) if isinstance(value, str) else None
+
+
+def _title(place: Place, layout: Layout) -> str:
+    words = [shown(column, value) for column, value in zip(layout.settings, place, strict=True) if value is not None]
+    return ", ".join(word for word in dict.fromkeys(words) if word)
 
 
 def lines_of(rows: Sequence[Row], layout: Layout) -> dict[Line, list[Row]]:
@@ -141,9 +154,12 @@ def _ranks_axis(axes: Axes, sizes: Sequence[int], *, labelled: bool) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend(rows: Sequence[Row], layout: Layout, looks: dict[Place, Look]) -> list[tuple[Artist, str]]:
+def _legend(
+    panels: Sequence[dict[Line, list[Row]]], layout: Layout, looks: dict[Place, Look]
+) -> list[tuple[Artist, str]]:
     entries: list[tuple[Artist, str]] = []
-    for line, members in lines_of(rows, layout).items():
+    for line in dict.fromkeys(line for lines in panels for line in lines):
+        members = [row for lines in panels for row in lines.get(line, ())]
         label = layout.plan_label(line[0])
         if line[1]:
             label += f", fastest threshold: {_densities(members)}"

@@ -11,10 +11,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, Chart, unit_for
-from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only
-from analysis.charts.sweeps.panels import Size, add_axes, sheet, value_axis
+from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only, threshold_words
+from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet, value_axis
 from analysis.sweeps.choice import best_gain, thresholds
 from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
+from analysis.sweeps.spread import spread
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "At which threshold is a step faster than dense training, and on which network?"
@@ -28,17 +29,19 @@ ENDS_RATIO = 5.0
 
 
 def step_time_by_threshold(table: SweepTable) -> list[Chart]:
-    """Return the charts, of `MOST_PANELS` settings each, of the first settings; none where no threshold varies."""
+    """Return the charts, of `MOST_PANELS` settings each, from all over the sweep; none where no threshold varies."""
     layout = layout_of(table)
     settings = {
         place: rows for place, rows in by_setting(table.fitting, layout).items() if len(_finite(thresholds(rows))) > 1
     }
-    pages = [list(settings)[i : i + MOST_PANELS] for i in range(0, len(settings), MOST_PANELS)]
+    drawn = spread(list(settings), MOST_PANELS * MOST_PAGES)
+    pages = [drawn[i : i + MOST_PANELS] for i in range(0, len(drawn), MOST_PANELS)]
     looks = looks_of(table, layout)
     charts = []
-    for number, page in enumerate(pages[:MOST_PAGES]):
+    for number, page in enumerate(pages):
         name = "step_time_by_threshold" + (f"-{number + 1}" if number else "")
-        charts.append(_chart(name, {place: settings[place] for place in page}, layout, looks, (number, len(settings))))
+        where = of_all(len(drawn), len(settings)) + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
+        charts.append(_chart(name, {place: settings[place] for place in page}, layout, looks, where))
     return charts
 
 
@@ -46,22 +49,15 @@ def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if 0 < value < inf]
 
 
-def _chart(
-    name: str, settings: dict[Place, list[Row]], layout: Layout, looks: dict[Place, Look], page: tuple[int, int]
-) -> Chart:
+def _chart(name: str, settings: dict[Place, list[Row]], layout: Layout, looks: dict[Place, Look], where: str) -> Chart:
     rows = [row for members in settings.values() for row in members]
     controlled = any(is_control(row) for row in rows)
-    more = len(settings) < page[1]
     note = (
         "Predicted. Horizontal lines: dense plans, of which nothing is dropped. Below each panel: the part of "
         "off-shard "
         "gradients that a threshold lets through. Change of loss: not measured; a prediction has none. "
         + ("Asterisk: the control, of which nothing is pushed." if controlled else "No control (threshold = inf) here.")
-        + (
-            f" Settings {page[0] * MOST_PANELS + 1} to {page[0] * MOST_PANELS + len(settings)} of {page[1]}."
-            if more
-            else ""
-        )
+        + where
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in settings]
@@ -110,8 +106,9 @@ def _densities(
         _line(axes, members, looks[place], ends, lambda row: max(100 * row["push_density_ratio"], 100 * floor))
     axes.set_yscale("log")
     axes.set_ylim(100 * floor / 1.5, 200)
-    ticks = [value for value in (0.0001, 0.001, 0.01, 0.1, 1, 10, 100) if value > 130 * floor]
-    axes.yaxis.set_major_locator(FixedLocator([100 * floor, *ticks[:: 1 + len(ticks) // 4][::-1]]))
+    beside = 100 * floor * (3 / floor) ** 0.2  # labels are a fifth of the axis apart
+    ticks = [value for value in (0.0001, 0.001, 0.01, 0.1, 1, 10, 100) if value > beside]
+    axes.yaxis.set_major_locator(FixedLocator([100 * floor, *ticks[::-1][:: 1 + len(ticks) // 4]]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value < 101 * floor else f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("pushed (%)")
@@ -147,7 +144,7 @@ def _threshold_axis(axes: Axes, rows: list[Row], ends: tuple[float, float], *, l
     most = 5
     shown = finite if len(finite) <= most else [value for value in finite if f"{value:e}"[0] == "1"]
     shown = shown if 1 < len(shown) <= most else finite[:: max(1, (len(finite) - 1) // (most - 1))]
-    ticks = {_place(value, ends): _short(value) for value in shown}
+    ticks = {_place(value, ends): threshold_words(value) for value in shown}
     if 0.0 in values:
         ticks[ends[0]] = "0"
     if inf in values:
@@ -157,17 +154,6 @@ def _threshold_axis(axes: Axes, rows: list[Row], ends: tuple[float, float], *, l
     names = list(ticks.values()) if labelled else [""] * len(ticks)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda _, i: names[i] if i is not None else ""))
     axes.tick_params(axis="x", labelsize=LABEL_POINTS - 0.5)
-
-
-def _short(value: float) -> str:
-    """Return a threshold as a tick's label.
-
-    >>> _short(2.5e-4), _short(1e-3), _short(2.0)
-    ('2.5e\u22124', '1e\u22123', '2')
-    """
-    if 0.1 <= value < 1000:
-        return f"{value:g}"
-    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e\u2212").replace("e+0", "e")
 
 
 def _legend(rows: list[Row], layout: Layout, looks: dict[Place, Look], controlled: bool) -> list[tuple[Artist, str]]:

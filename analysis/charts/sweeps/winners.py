@@ -1,8 +1,9 @@
 """Who wins over bandwidth and density: the fastest thresholded plan or the fastest dense one, cell by cell."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, log
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
@@ -10,16 +11,21 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, plain, wrapped
-from analysis.charts.sweeps.looks import percentage
-from analysis.charts.sweeps.panels import Size, add_axes, sheet
+from analysis.charts.sweeps.looks import percentage, threshold_words
+from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet
 from analysis.sweeps.choice import Winner, thresholds, winner
 from analysis.sweeps.settings import Layout, Place, by_setting, layout_of, shown
+from analysis.sweeps.spread import evenly, spread
 from analysis.sweeps.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
 
 TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
+HEAD_POINTS = LABEL_POINTS - 1
 CELL_IN, ROW_IN, MOST_COLUMNS, MOST_PANELS, MOST_ROWS, MOST_PAGES = 0.92, 0.46, 12, 6, 14, 4
 MOST_SAID = 16
 """Cells of the map's columns that are put into words."""
+ALL = ", all"
+"""Follows a method that wins without a threshold over itself with one."""
+EVEN_COLOUR = (0.93, 0.93, 0.93)
 DEEPEST_RATIO = 3.0
 """A speed-up that has the darkest colour."""
 EVEN_RATIO = 1.02
@@ -29,92 +35,140 @@ SPARSE_COLOUR, DENSE_COLOUR = (0.902, 0.624, 0.0), (0.337, 0.706, 0.914)
 
 
 def who_wins(table: SweepTable) -> list[Chart]:
-    """Return maps of the winners, of the first settings: columns are bandwidths, else settings; rows are thresholds.
+    """Return maps of the winners: columns are bandwidths, and settings where none varies; rows are thresholds.
 
     Clusters of different forms have links of different names, each an axis: they have maps of their own.
     """
-    axes: list[str | None] = [key for key in table.axes if key.endswith(BANDWIDTH)]
+    axes = [key for key in table.axes if key.endswith(BANDWIDTH)]
     found: list[Chart] = []
-    for axis in axes or [None]:
-        found += _of_axis(table, axis, first=len(found))
-    return found
+    for axis in axes:
+        found += _by_rate(table, axis, first=len(found))
+    others = [row for row in table.fitting if all(row[axis] is None for axis in axes)]
+    return found + _by_setting(table, others, first=len(found))
 
 
-def _of_axis(table: SweepTable, axis: str | None, *, first: int) -> list[Chart]:
-    """Return the maps of the rows that have a value on an axis, of all without one; they are counted from `first`."""
-    layout = layout_of(table, without=[axis] if axis else [])
-    columns = Layout((axis,), ()) if axis else layout
-    of_axis = [row for row in table.fitting if axis is None or row[axis] is not None]
-    panels = by_setting(of_axis, layout) if axis else {(): of_axis}
-    maps = []
-    for place, rows in panels.items():
-        cells = {each: members for each, members in by_setting(rows, columns).items() if _has_both(members)}
-        if axis:
-            cells = dict(sorted(cells.items(), key=lambda cell: float(str(cell[0][0]))))
-        maps += [(place, dict(list(cells.items())[i : i + MOST_COLUMNS])) for i in range(0, len(cells), MOST_COLUMNS)]
-    maps = [(place, cells) for place, cells in maps if cells]
+def _by_rate(table: SweepTable, axis: str, *, first: int) -> list[Chart]:
+    """Return the maps of the rows that have a value on an axis of bandwidths; they are counted from `first`."""
+    layout, columns = layout_of(table, without=[axis]), Layout((axis,), ())
+    found: dict[Place, Cells] = {}
+    rates: dict[Place, int] = {}
+    for place, rows in by_setting([row for row in table.fitting if row[axis] is not None], layout).items():
+        cells = sorted(_with_both(rows, columns).items(), key=lambda cell: float(str(cell[0][0])))
+        if cells:
+            found[place] = dict(evenly(cells, MOST_COLUMNS))
+            rates[place] = len(cells)
+    chosen = spread(list(found), MOST_PANELS * MOST_PAGES)
+    maps = [(place, found[place]) for place in chosen]
+    return _pages(maps, layout, columns, of_all(len(chosen), len(found)), first=first, rates=rates)
+
+
+def _by_setting(table: SweepTable, rows: Sequence[Row], *, first: int) -> list[Chart]:
+    """Return the maps of rows without a bandwidth that varies; they are counted from `first`."""
+    layout = layout_of(table)
+    cells = _with_both(rows, layout)
+    chosen = spread(list(cells), MOST_COLUMNS * MOST_PANELS * MOST_PAGES)
+    maps = [
+        ((), {place: cells[place] for place in chosen[i : i + MOST_COLUMNS]})
+        for i in range(0, len(chosen), MOST_COLUMNS)
+    ]
+    return _pages(maps, layout, layout, of_all(len(chosen), len(cells)), first=first)
+
+
+Cells = dict[Place, list[Row]]
+"""By column of a map."""
+Map = tuple[Place, Cells]
+
+
+def _with_both(rows: Sequence[Row], columns: Layout) -> Cells:
+    """Return the columns in which thresholded and dense plans can be compared."""
+    return {each: members for each, members in by_setting(rows, columns).items() if _has_both(members)}
+
+
+def _pages(
+    maps: Sequence[Map],
+    layout: Layout,
+    columns: Layout,
+    note: str,
+    *,
+    first: int,
+    rates: Mapping[Place, int] = MappingProxyType({}),
+) -> list[Chart]:
+    """Return a chart for every `MOST_PANELS` maps; none where there is nothing to compare.
+
+    `rates`: how many bandwidths there are for a map, of which it may have fewer.
+    """
     if sum(len(cells) for _, cells in maps) < 2:
         return []
-    pages = [maps[i : i + MOST_PANELS] for i in range(0, len(maps), MOST_PANELS)][:MOST_PAGES]
-    names = ["who_wins" + (f"-{number + 1}" if number else "") for number in range(first, first + len(pages))]
-    return [
-        _chart(name, page, layout, columns, (i, len(pages)))
-        for i, (name, page) in enumerate(zip(names, pages, strict=True))
-    ]
+    pages = [list(maps[i : i + MOST_PANELS]) for i in range(0, len(maps), MOST_PANELS)]
+    charts = []
+    for number, page in enumerate(pages):
+        name = "who_wins" + (f"-{first + number + 1}" if first + number else "")
+        most = max(rates.get(place, 0) for place, _ in page)
+        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly apart." if most > MOST_COLUMNS else ""
+        where += note + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
+        charts.append(_chart(name, page, layout, columns, where))
+    return charts
 
 
 def _has_both(rows: Sequence[Row]) -> bool:
     return bool(thresholds(rows)) and any(is_dense(row) for row in rows)
 
 
-Map = tuple[Place, dict[Place, list[Row]]]
-
-
-def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, page: tuple[int, int]) -> Chart:
+def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: str) -> Chart:
     rows = [row for _, cells in maps for members in cells.values() for row in members]
     levels = _levels(rows)
     widest = max(len(cells) for _, cells in maps)
     labels_in = max(label_width_in(_level(rows, level)) for level in levels)
-    heads = {place: wrapped(_head(columns, place), CELL_IN - 0.06, 8) for _, cells in maps for place in cells}
+    names = {place: _head(columns, place) for _, cells in maps for place in cells}
+    cell_in = _cell_width_in(names.values())
+    heads = {place: wrapped(name, cell_in - 0.06, HEAD_POINTS) for place, name in names.items()}
     size = Size(
-        CELL_IN * widest,
+        cell_in * widest,
         ROW_IN * len(levels),
         left=labels_in + 0.45,
         right=0.3,
         above=0.3 + 0.16,
         below=0.65 + 0.14 * max(map(len, heads.values())),
     )
-    controlled = any(is_control(row) for row in rows)
-    note = (
-        "Predicted. Each cell: the fastest plan, and its speed as a multiple of that of the other kind's fastest. "
-        "Row: threshold, "
-        "and off-shard gradients it lets through. Change of loss: not measured; a prediction has none. "
-        + (
-            "Control: nothing is pushed; where it is as fast, the push costs nothing."
-            if controlled
-            else "No control here."
-        )
-        + (f" Page {page[0] + 1} of {min(page[1], MOST_PAGES)}." if page[1] > 1 else "")
-        + (" More settings are not drawn." if page[1] > MOST_PAGES else "")
-    )
+    note = _note(maps, levels) + where
     with mpl.rc_context(STYLE | {"hatch.linewidth": 0.6}):
         titles = [layout.setting_label(place) if columns is not layout else "" for place, _ in maps]
         across = 2 if 2 * (size.left + size.wide + size.right) < 15 else 1
-        figure, boxes = sheet(titles, size, across=across, heading=TITLE, note=note, legend=_legend())
+        figure, boxes = sheet(titles, size, across=across, heading=TITLE, note=note, legend=_legend(maps, levels))
         for (left, bottom, _, high), (_, cells) in zip(boxes, maps, strict=True):
-            axes = add_axes(figure, (left, bottom, CELL_IN * len(cells), high))
+            axes = add_axes(figure, (left, bottom, cell_in * len(cells), high))
             label = "bandwidth of the links" if columns is not layout else "setting"
             _panel(axes, cells, levels, [heads[place] for place in cells], label)
     return Chart(name, TITLE, figure, _words(maps, layout, columns))
 
 
+def _cell_width_in(heads: Iterable[str]) -> float:
+    """Return how wide cells are: as the longest word over one, at least."""
+    words = {word for head in heads for word in head.split()}
+    longest_in = max((label_width_in(word) for word in words), default=0.0) * HEAD_POINTS / LABEL_POINTS
+    return max(CELL_IN, longest_in + 0.1)
+
+
+def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
+    """Return what is to know of these maps."""
+    controlled = any(is_control(row) for _, cells in maps for members in cells.values() for row in members)
+    dense = [_dense_name(each) for each in _won(maps, levels) if _kind(each) == "dense"]
+    named = next((name for name in dense if name.endswith(ALL)), None)
+    return (
+        "Predicted. Each cell: the fastest plan, and its speed as a multiple of that of the other kind's fastest. "
+        "Row: threshold, and off-shard gradients it lets through. Change of loss: not measured; a prediction has none. "
+        + (
+            "Control: nothing is pushed; where it is as fast, the push costs nothing."
+            if controlled
+            else "No control here."
+        )
+        + ("" if named is None else f" {named}: without a threshold.")
+    )
+
+
 def _levels(rows: Sequence[Row]) -> list[float]:
     """Return the thresholds that have a row: of many, the ends and those between them that are evenly apart."""
-    found = thresholds(rows)
-    if len(found) <= MOST_ROWS:
-        return found
-    places = {round(i * (len(found) - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)}
-    return [found[i] for i in sorted(places)]
+    return evenly(thresholds(rows), MOST_ROWS)
 
 
 def _level(rows: Sequence[Row], level: float) -> str:
@@ -124,7 +178,7 @@ def _level(rows: Sequence[Row], level: float) -> str:
         {percentage(density) for density in found if density is not None}, key=lambda text: float(text[:-2])
     )
     span = densities[0] if len(densities) == 1 else f"{densities[0][:-2]} to {densities[-1]}"
-    return f"\u221e (control): {span}" if level == inf else f"{level:g}: {span}"
+    return f"{threshold_words(level)}{' (control)' if level == inf else ''}: {span}"
 
 
 def _head(columns: Layout, place: Place) -> str:
@@ -143,12 +197,12 @@ def _panel(
         for y, level in enumerate(levels):
             _cell(axes, x, y, winner(members, level))
     axes.set_xticks(
-        [x + 0.5 for x in range(len(cells))], [plain("\n".join(head)) for head in heads], fontsize=LABEL_POINTS - 1
+        [x + 0.5 for x in range(len(cells))], [plain("\n".join(head)) for head in heads], fontsize=HEAD_POINTS
     )
     own = {level for level in levels if any(row.get("plan.push.threshold") == level for row in rows)}
     axes.set_yticks(
         [y + 0.5 for y in range(len(levels))],
-        [_level(rows, level) if level in own else f"{level:g}" for level in levels],
+        [_level(rows, level) if level in own else threshold_words(level) for level in levels],
         fontsize=LABEL_POINTS,
     )
     axes.tick_params(length=0)
@@ -164,16 +218,15 @@ def _cell(axes: Axes, x: int, y: int, found: Winner | None) -> None:
         axes.add_patch(Rectangle(**place, facecolor="white"))
         axes.text(x + 0.5, y + 0.5, "none", ha="center", va="center", fontsize=LABEL_POINTS - 1.5, color="0.4")
         return
-    ratio = found.speed_up_ratio
-    sparse = ratio >= 1
-    even = max(ratio, 1 / ratio) < EVEN_RATIO
-    colour = (0.93, 0.93, 0.93) if even else _shade(SPARSE_COLOUR if sparse else DENSE_COLOUR, max(ratio, 1 / ratio))
+    kind, ratio = _kind(found), max(found.speed_up_ratio, 1 / found.speed_up_ratio)
+    colours = {"sparse": _shade(SPARSE_COLOUR, ratio), "dense": _shade(DENSE_COLOUR, ratio), "even": EVEN_COLOUR}
+    colour = colours[kind]
     axes.add_patch(Rectangle(**place, facecolor=colour, linewidth=1.5))
-    if not sparse and not even:
+    if kind == "dense":
         hatched: dict[str, Any] = {"facecolor": "none", "linewidth": 0, "hatch": "////"}
         axes.add_patch(Rectangle((x, y), 1, 1, edgecolor=(0, 0, 0, 0.22), **hatched))
-    method = found.thresholded["method"] if sparse else _dense_name(found)
-    text = "even" if even else f"{method}\n{max(ratio, 1 / ratio):.2f} \u00d7"
+    method = found.thresholded["method"] if kind == "sparse" else _dense_name(found)
+    text = "even" if kind == "even" else f"{method}\n{_times(ratio)}"
     axes.text(
         x + 0.5,
         y + 0.5,
@@ -186,10 +239,30 @@ def _cell(axes: Axes, x: int, y: int, found: Winner | None) -> None:
     )
 
 
+Kind = Literal["sparse", "dense", "even"]
+
+
+def _kind(found: Winner) -> Kind:
+    """Return who is faster."""
+    ratio = found.speed_up_ratio
+    if max(ratio, 1 / ratio) < EVEN_RATIO:
+        return "even"
+    return "sparse" if ratio > 1 else "dense"
+
+
+def _times(ratio: float) -> str:
+    """Return a ratio for people, in three digits.
+
+    >>> _times(1.0449), _times(21.0), _times(123.4)
+    ('1.04 \u00d7', '21.0 \u00d7', '123 \u00d7')
+    """
+    return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f} \u00d7"
+
+
 def _dense_name(found: Winner) -> str:
     """Return the dense winner's method, told apart from the same method with a threshold."""
     method = found.dense["method"]
-    return f"{method}, all" if method == found.thresholded["method"] else str(method)
+    return f"{method}{ALL}" if method == found.thresholded["method"] else str(method)
 
 
 def _shade(colour: tuple[float, float, float], ratio: float) -> tuple[float, float, float]:
@@ -199,12 +272,24 @@ def _shade(colour: tuple[float, float, float], ratio: float) -> tuple[float, flo
     return red, green, blue
 
 
-def _legend() -> list[tuple[Artist, str]]:
-    return [
-        (Patch(facecolor=SPARSE_COLOUR), "a thresholded plan is faster"),
-        (Patch(facecolor=DENSE_COLOUR, hatch="////", edgecolor=(0, 0, 0, 0.3), linewidth=0), "a dense plan is faster"),
-        (Patch(facecolor=(0.93, 0.93, 0.93)), f"even: within {100 * (EVEN_RATIO - 1):.0f} %"),
-    ]
+def _won(maps: Sequence[Map], levels: Sequence[float]) -> list[Winner]:
+    """Return what the cells of these maps say."""
+    cells = [winner(members, level) for _, cells in maps for members in cells.values() for level in levels]
+    return [each for each in cells if each is not None]
+
+
+def _legend(maps: Sequence[Map], levels: Sequence[float]) -> list[tuple[Artist, str]]:
+    """Return what the colours of these maps' cells mean."""
+    kinds = {_kind(each) for each in _won(maps, levels)}
+    entries: dict[Kind, tuple[Artist, str]] = {
+        "sparse": (Patch(facecolor=SPARSE_COLOUR), "a thresholded plan is faster"),
+        "dense": (
+            Patch(facecolor=DENSE_COLOUR, hatch="////", edgecolor=(0, 0, 0, 0.3), linewidth=0),
+            "a dense plan is faster",
+        ),
+        "even": (Patch(facecolor=EVEN_COLOUR), f"even: within {100 * (EVEN_RATIO - 1):.0f} %"),
+    }
+    return [entry for kind, entry in entries.items() if kind in kinds]
 
 
 def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
@@ -223,5 +308,5 @@ def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
     return (
         "Heat map of predicted speeds, thresholded over dense plans (above 1 a threshold wins), by network and "
         "threshold. "
-        f"{'; '.join(found[:MOST_SAID])}."
+        f"{'; '.join(evenly(found, MOST_SAID))}."
     )
