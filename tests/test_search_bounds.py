@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from searching import InThisProcess, check_bounds
+from searching import InThisProcess, check_bounds, searched
+from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
 
 from gssim.scenario import load_scenario
 from gssim.search.batches import Batches
 from gssim.search.bounds import Bounds, LoweredBounds
 from gssim.search.candidates import candidates
+from gssim.space import SearchSpace
 from gssim.units import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,3 +78,43 @@ def test_groups_that_meet_as_one_share_their_links(method, mesh):
         if len(more) == 4:
             break
     assert max(more) > 1.01
+
+
+# Thresholds ----------------------------------------------------------------------------------------------------------
+
+
+def thresholded(seed):
+    """Return a small scenario of unequal devices with statistics of its gradients, and a space with thresholds."""
+    chance = random.Random(seed)
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 4e8})}
+    names = [chance.choice(["fast", "slow"]) for _ in range(chance.choice([2, 4]))]
+    cluster = star(len(names), types=types, type_names=names, bandwidth=chance.choice([1e4, 3e5, 1e7]))
+    scenario = scenario_of(cluster, {"method": "gs"}, gradients="made.json", global_batch_size=8)
+    thresholds = {"least_density": 0.05, "thresholds": (1e-3, 1e-2)}
+    more = {"recompute": ("none",), "micro_batches": (1, 2), "shards": ("even", "compute"), "tp": (1, 2)}
+    return loaded_of(scenario, exponential_statistics()), {"methods": ("zero2", "gs", "gs_z3"), **thresholds, **more}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(seed):
+    loaded, space = thresholded(seed)
+    found, workers = searched(loaded, top=3, **space)
+    bounds = Bounds(loaded.scenario, "step-time")
+    wanted, closer = [], 0
+    for each in candidates(loaded.scenario, SearchSpace(**space), Batches(bounds)):
+        result = workers.answer(each.plan)
+        if isinstance(result, UserError):
+            continue
+        first = bounds.of(each.plan)
+        second = bounds.closer(each.plan, first)
+        assert second.time_s <= result.step_time_s * (1 + 1e-9), each.override
+        closer += each.plan.sends_by_data and second.time_s > first.time_s
+        if result.fits and (result.density.push is None or result.density.push >= space["least_density"]):
+            wanted.append((result.step_time_s, each.index, result))
+    wanted.sort(key=lambda entry: entry[:2])
+    different = {
+        result.scenario_id: index for _, index, result in reversed(wanted)
+    }  # the first of those that are alike
+    best = [result for _, index, result in wanted if different[result.scenario_id] == index]
+    assert [each.result for each in found.best] == best[:3]
+    assert closer

@@ -20,12 +20,13 @@ from gssim.search.bounds import Bound, Bounds
 from gssim.search.candidates import Candidate, candidates
 from gssim.search.counterparts import OWN, Counterpart, counterparts, nearest, own_plan
 from gssim.search.explore import Exploration, Outcome, Queue, Wanted, explore, front
+from gssim.search.limits import objective_of
 from gssim.search.reasons import full_ratio, reason, why_worse
 from gssim.search.studies import allowed
 from gssim.search.workers import Answer, Workers, searchers
 from gssim.shared import Shared
 from gssim.simulate import no_collection
-from gssim.space import Objective, SearchSpace
+from gssim.space import SearchSpace
 from gssim.units import RunFailedError, UserError
 
 __all__ = ["Found", "Outcome", "Search", "searchers"]
@@ -97,14 +98,6 @@ class Found:
         if rank == 1:
             place["others"] = {name: said for name, said in self.comparisons(outcome)}
         return replace(outcome.result, provenance=outcome.result.provenance | {"search": place})
-
-
-def objective_of(result: Result, objective: Objective) -> float:
-    """Return what is searched for, of a plan."""
-    values = {"step-time": result.step_time_s, "cost": result.cost_usd_per_step, "energy": result.energy_j_per_step}
-    found = values[objective]
-    assert found is not None
-    return found
 
 
 def _compared(best: Outcome, candidate: Candidate, other: Result, objective: float) -> dict[str, Any]:

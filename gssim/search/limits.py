@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gssim.result import Result
 from gssim.search.bounds import Bound
 from gssim.space import Objective
 
@@ -12,6 +13,14 @@ FRONT_RATIO = 1.25
 
 ROUNDING = 1e-9
 """By which bounds may exceed what they bound: they add up the same numbers in another order."""
+
+
+def objective_of(result: Result, objective: Objective) -> float:
+    """Return what is searched for, of a plan."""
+    values = {"step-time": result.step_time_s, "cost": result.cost_usd_per_step, "energy": result.energy_j_per_step}
+    found = values[objective]
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True)

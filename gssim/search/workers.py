@@ -1,5 +1,6 @@
 """Processes that look at plans, one at a time each: lowered, bounded, and simulated if that can be worth it."""
 
+import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 from gssim.result import Result
 from gssim.scenario import Loaded, load_scenario
 from gssim.search.bounds import Bound, LoweredBounds
-from gssim.search.limits import Limits
+from gssim.search.limits import Limits, objective_of
+from gssim.search.reasons import full_ratio
 from gssim.shared import Shared
 from gssim.simulate import no_collection, simulate
 from gssim.units import RunFailedError, UserError
@@ -46,7 +48,17 @@ def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
                 bound = closer(bound)
             if limits.rule_out(bound) or (bounds.tasks > DEAR_TASKS and bound.objective > limits.next_objective):
                 return bound
-        return simulate(loaded, shared=shared).result
+        result = simulate(loaded, shared=shared, spread=False).result
+        if loaded.statistics_needed and not limits.rule_out(_as_bound(loaded, limits, result)):
+            return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
+        return result
+
+
+def _as_bound(loaded: Loaded, limits: Limits, result: Result) -> Bound:
+    """Return what a plan really has: there is none closer."""
+    types = loaded.scenario.cluster.device_types
+    full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
+    return Bound(result.step_time_s, objective_of(result, limits.objective), full if result.fits else math.inf)
 
 
 class Workers:

@@ -60,10 +60,10 @@ class Bounds:
     def closer(self, plan: Plan, bound: Bound) -> Bound:
         """Return a plan's bounds with what it sends; `bound`: without."""
         policies = self.parts.policies(plan)
-        least_s = self.traffic.least_s(plan, policies)
+        busy_s = self.compute.busy_s(plan, policies, self._samples(plan, policies))
+        least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
         if least_s <= bound.time_s:
             return bound
-        busy_s = self.compute.busy_s(plan, policies, self._samples(plan, policies))
         return replace(bound, time_s=least_s, objective=self._objective(least_s, busy_s))
 
     def _samples(self, plan: Plan, policies: Policies) -> tuple[int, ...]:
