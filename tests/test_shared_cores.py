@@ -6,24 +6,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import cluster_of, communication_time_s, device_type, machine_for, star
+from strategies import cluster_of, device_type, machine_for, star
 from test_machine import work
 
-from gssim.cluster import BackendCost, Emulation, core_shares, dealt, neighbourhoods
-from gssim.collectives import Communication
+from gssim.cluster import Emulation, core_shares, dealt, neighbourhoods
 from gssim.scenario import as_it_runs, load_scenario
 from gssim.simulate import simulate
 
 SCENARIOS = Path(__file__).resolve().parents[1] / "scenarios"
 
 
-def lab(*shares: float, cores: int | None = 2, ratio: float = 1.5, **costs: float):
+def lab(*shares: float, cores: int | None = 2, ratio: float = 1.5):
     """Return a cluster of such parts of cores, each a host of its own."""
     types = {
         f"{share:g}": device_type(
-            neighbour_slowdown_ratio=ratio,
-            lab={"cpu_share_ratio": share, **({"cores": cores} if cores else {})},
-            **costs,
+            neighbour_slowdown_ratio=ratio, lab={"cpu_share_ratio": share, **({"cores": cores} if cores else {})}
         )
         for share in shares
     }
@@ -128,17 +125,6 @@ def test_hosts_that_are_no_lab_keep_their_law():
     assert neighbourhoods(cluster) == ("host0", "host1")
 
 
-def test_messages_between_devices_that_share_a_core_take_what_was_measured_there():
-    def message_s(*shares: float) -> float:
-        cluster = lab(*shares, crowded_message_s=3.0)
-        cost = replace(cluster, backend_cost=BackendCost(message_s=1.0, source="test"))
-        return communication_time_s(cost, Communication("send", (0, 1), 1e-9))
-
-    # two latencies: of the receiver's notice, and of the message
-    assert message_s(0.8, 0.8) == pytest.approx(2.0)
-    assert message_s(0.4, 0.4, 0.4, 0.4) == pytest.approx(6.0)
-
-
 def test_calibration_gives_each_model_what_was_measured_of_it():
     from gsreal.lab.calibration import beside_messages, crowd_size, on_a_core
 
@@ -146,8 +132,7 @@ def test_calibration_gives_each_model_what_was_measured_of_it():
         "neighbour_slowdown_ratio": 1.01,
         "profiles": [{"model": "a", "neighbour_slowdown_ratio": 1.02}, {"model": "b"}],
     }
-    on_a_core(data, {"a": 1.1, "b": 1.3}, message_s=0.5)
-    assert data["crowded_message_s"] == 0.5
+    on_a_core(data, {"a": 1.1, "b": 1.3})
     assert [each["neighbour_slowdown_ratio"] for each in (data, *data["profiles"])] == pytest.approx([1.2, 1.1, 1.3])
     on_a_core(data, {})  # nothing shares its core
     assert not [each for each in (data, *data["profiles"]) if "neighbour_slowdown_ratio" in each]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gsreal.benchmarks.bench import Bench, Settings
 from gsreal.benchmarks.beside import communicating_excess
-from gsreal.benchmarks.communication import communicating_slowdown, communication_cost, message_latency_s
+from gsreal.benchmarks.communication import communicating_slowdown, communication_cost
 from gsreal.benchmarks.compression import compression_cost
 from gsreal.benchmarks.cut_blocks import cut_block_cost
 from gsreal.benchmarks.device import OPTIMIZERS, device_rates, matrix_rate, optimizer_cost
@@ -52,8 +52,7 @@ def run(settings: Settings) -> dict[str, Any]:
         "provenance": provenance(bench.device),
     }
     if settings.only in BESIDE:
-        found["beside"] = _beside(bench, BESIDE[settings.only])
-        return found | ({"message_s": message_latency_s(bench)} if settings.only == "neighbours" else {})
+        return found | {"beside": _beside(bench, BESIDE[settings.only])}
     if settings.only == "layers":
         found["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
     else:

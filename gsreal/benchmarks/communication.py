@@ -100,17 +100,6 @@ def costs_of(lines: dict[str, Line], ranks: int) -> dict[str, Any]:
     }
 
 
-CROWDED_BYTES = 4096
-"""Of messages that take no time of a wire to speak of."""
-
-
-def message_latency_s(bench: Bench) -> float:
-    """Return what a small message takes where all ranks send some, in rounds, after computing: the median of kinds."""
-    calls, of = _calls(bench), shapes(bench.ranks)
-    kinds = ("all-reduce", "all-gather-v", "reduce-scatter-v", "all-to-all-v")
-    return statistics.median(_synchronised_s(bench, calls[kind](CROWDED_BYTES)) / of[kind].rounds for kind in kinds)
-
-
 def _line(sizes: Sequence[int], times: Sequence[float]) -> Line:
     """Return the line through the times, every point weighted by its own size of error."""
     x, y = np.array(sizes, dtype=float), np.array(times)

@@ -51,7 +51,7 @@ def calibrate_types(
         data = device_type_data(measured, settings, source_of(measured) + ", in the lab")
         posted = measured["communication"]
         data["posting"] = {"exchange_s": posted["posting_s"], "message_s": posted["posting_message_s"]}
-        on_a_core(data, *_beside_neighbours(cluster, name, settings, where=where))
+        on_a_core(data, _beside_neighbours(cluster, name, settings, where=where))
         beside_messages(data, _beside_messages(cluster, name, settings, where=where))
         cores = len(usable_cores())
         emulation = {"cpu_share_ratio": share_of(kind), "processor": processor_name(), "cores": cores}
@@ -60,15 +60,11 @@ def calibrate_types(
         yield types, backend
 
 
-def on_a_core(data: dict[str, Any], ratios: Mapping[str, float], message_s: float = 0.0) -> None:
-    """Say in a device type's data how much neighbours on its core slow it down, by model; without any, not at all.
-
-    `message_s`: what a message takes there.
-    """
+def on_a_core(data: dict[str, Any], ratios: Mapping[str, float]) -> None:
+    """Say in a device type's data how much neighbours on its core slow it down, by model; without any, not at all."""
     data.pop("neighbour_slowdown_ratio", None)  # of two cores, which was no slow-down by any more than chance
     if ratios:
         data["neighbour_slowdown_ratio"] = statistics.median(ratios.values())
-        data["crowded_message_s"] = message_s
     for profile in data["profiles"]:
         profile.pop("neighbour_slowdown_ratio", None)
         if ratios:
@@ -86,19 +82,14 @@ def crowd_size(cpu_share_ratio: float) -> int:
     return min(4, math.floor(2 * MOST_OF_THE_CORES / cpu_share_ratio + 1e-9))
 
 
-def _beside_neighbours(
-    cluster: Cluster, name: str, settings: Settings, *, where: str
-) -> tuple[dict[str, float], float]:
-    """Return each model's slow-down while two devices of a type compute on a core, and what a message takes there.
-
-    There are no models where two find no room.
-    """
+def _beside_neighbours(cluster: Cluster, name: str, settings: Settings, *, where: str) -> dict[str, float]:
+    """Return each model's slow-down while two devices of a type compute on a core; nothing where two find no room."""
     size = crowd_size(share_of(cluster.device_types[name]))
     if not size or not settings.models:
-        return {}, 0.0
+        return {}
     crowd = lab_of(some_of(cluster, name, size), where=where, on=usable_cores()[:2])
-    measured = _measured(crowd, replace(settings, only="neighbours"))
-    return measured["beside"], measured["message_s"]
+    found: dict[str, float] = _measured(crowd, replace(settings, only="neighbours"))["beside"]
+    return found
 
 
 def beside_messages(data: dict[str, Any], measured: Mapping[str, Sequence[tuple[float, float]]]) -> None:

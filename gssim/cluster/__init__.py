@@ -19,7 +19,7 @@ from gssim.cluster.emulated import (
     head_start_s,
     shaped_group_bytes,
 )
-from gssim.cluster.neighbours import communicating_excess, core_shares, crowded_types, dealt, is_coupled, neighbourhoods
+from gssim.cluster.neighbours import communicating_excess, core_shares, dealt, is_coupled, neighbourhoods
 
 __all__ = [
     "FRAME_BYTES",
@@ -41,7 +41,6 @@ __all__ = [
     "burst_bytes",
     "communicating_excess",
     "core_shares",
-    "crowded_types",
     "dealt",
     "group_bytes",
     "head_start_s",

@@ -91,9 +91,6 @@ class DeviceType:
     """Measured, by optimizer; without, an update goes by memory bandwidth."""
     compression: CompressionCost | None = None
     """Measured; absent: by memory bandwidth."""
-    crowded_message_s: Seconds | None = None
-    """What a message takes beside the latency of its path among devices that share cores, in the lab; absent: what the
-    backend's costs say of those that share none."""
     posting: PostingCost | None = None
     """Measured on this device; absent: as the backend's costs say."""
     sharded_unit: ShardedUnitCost | None = None
@@ -121,7 +118,7 @@ class DeviceType:
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
-        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "crowded_message_s", "posting")
+        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting")
         for key in [key for key in optional if data[key] is None]:
             del data[key]
         return data

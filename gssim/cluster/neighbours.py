@@ -1,6 +1,5 @@
 """What slows a device's compute down: others of its host, in the lab of its core, and its own communication."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from gssim.cluster.cluster import Cluster, DeviceType
@@ -27,15 +26,6 @@ def neighbourhoods(cluster: Cluster) -> tuple[str, ...]:
     if shares is None or cores is None:
         return tuple(device.host for device in cluster.devices)
     return tuple(f"core {core}" for core in dealt(shares, cores))
-
-
-def crowded_types(cluster: Cluster, ranks: Sequence[int]) -> set[str]:
-    """Return the types of those of some ranks' devices that share a core with others, in the lab."""
-    if core_shares(cluster) is None:
-        return set()
-    on = neighbourhoods(cluster)
-    together = Counter(on)
-    return {cluster.devices[rank].type for rank in ranks if together[on[rank]] > 1}
 
 
 def core_shares(cluster: Cluster) -> tuple[float, ...] | None:

@@ -13,11 +13,9 @@ send to its peer, whose receive waits already, and then a receive from it, goes 
 that the two messages do not pass each other. NCCL's kernels poll memory of the peer's: it has no such thing.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from gssim.cluster import Cluster, DeviceType, PostingCost, crowded_types
+from gssim.cluster import Cluster, DeviceType, PostingCost
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Stage
@@ -82,14 +80,9 @@ def has_notices(backend: str) -> bool:
     return backend == "gloo"
 
 
-def message_s(cluster: Cluster, ranks: Sequence[int] = ()) -> float:
-    """Return what a message or a notice between some ranks takes beside the latency of its path: the threads it wakes.
-
-    Where devices share a core, these wait for others' compute; a round of messages takes as long as the slowest.
-    """
-    types = [cluster.device_types[name] for name in crowded_types(cluster, ranks)]
-    crowded = [kind.crowded_message_s for kind in types if kind.crowded_message_s is not None]
-    return max([cluster.backend_cost.message_s if cluster.backend_cost else 0.0, *crowded])
+def message_s(cluster: Cluster) -> float:
+    """Return what a message or a notice takes beside the latency of its path: the threads that it wakes."""
+    return cluster.backend_cost.message_s if cluster.backend_cost else 0.0
 
 
 def staging_bytes(communication: Communication, backend: str) -> float:

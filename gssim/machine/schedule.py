@@ -271,7 +271,7 @@ class Scheduler:
             tuple(self._queued(stage) for stage in stages),
             collectives.overhead_s(self.cluster, kind),
             processor_byte_s=collectives.processor_byte_s(self.cluster, kind),
-            message_s=collectives.message_s(self.cluster, communication.group),
+            message_s=collectives.message_s(self.cluster),
             notices=collectives.has_notices(self.cluster.backend),
             group_bytes=self._group_bytes,
         )
