@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from real_runs import predicted, run_once, scenario_file, slow_where, star
+from real_runs import predicted, run_once, scenario_file, slow_where, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -15,7 +15,6 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "worklo
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 STEP, EACH = ["plan.gradient_sync=step"], ["plan.gradient_sync=micro-batch"]
 UNEVEN = {2: [0.75, 0.25], 3: [0.5, 0.25, 0.25]}
-TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
 
 
 def cases_for(ranks: int) -> dict[str, dict[str, object]]:
@@ -67,7 +66,7 @@ each_case = pytest.mark.parametrize(("world", "name"), PAIRS, indirect=["world"]
 def test_accumulated_training_equals_that_of_one_device_on_the_whole_batch(world: tuple[dict, dict], name: str) -> None:
     seen = world[1][name]
     assert seen["largest_parameter"] > 0.05
-    assert seen["difference"] <= TOLERANCE[name.split("-")[-1]] * seen["largest_parameter"]
+    assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
     assert seen["replicas_equal"]
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from real_runs import predicted, run_cases, scenario_file, star
+from real_runs import predicted, run_cases, scenario_file, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -16,8 +16,6 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "worklo
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 GRID = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]
 TWICE = ["plan.micro_batches=2", "workload.global_batch_size=16"]
-TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
-"""Design section 10: SGD-momentum in fp32 and AdamW in fp64, relative to the largest parameter."""
 
 CASES = {
     "recompute-backend-sgd": ("demo.toml", [*GPT, *SGD, *GRID, "plan.recompute=full", "plan.exchange=backend"]),
@@ -47,7 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
 def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict], name: str) -> None:
     seen = world[1][name]
     assert seen["largest_parameter"] > 0.05
-    assert seen["difference"] <= TOLERANCE[name.split("-")[-1]] * seen["largest_parameter"]
+    assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
     assert seen["replicas_equal"]
 
 

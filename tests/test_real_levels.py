@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import predicted, run_module, run_once, scenario_file, slow_where, star
+from real_runs import predicted, run_module, run_once, scenario_file, slow_where, star, tolerance_of
 from strategies import scenario_of
 from strategies import star as small_star
 
@@ -25,8 +25,6 @@ COO = ["plan.push.threshold=0", 'plan.push.encoding="coo"']
 PUBLISHED = ["plan.publish.threshold=0", 'plan.publish.encoding="coo"']
 TWICE, LAST, EACH = ["plan.micro_batches=2"], ["plan.gradient_sync=step"], ["plan.gradient_sync=micro-batch"]
 UNEVEN = {3: [0.5, 0.3, 0.2], 4: [0.4, 0.3, 0.2, 0.1]}
-TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
-"""Design section 10: SGD-momentum in fp32 and AdamW in fp64, relative to the largest parameter."""
 TRAINED_RATIO = 0.02
 """In bf16, relative to how far the training came: see test_precision."""
 
@@ -93,7 +91,7 @@ def test_training_is_that_of_one_device(world: tuple[dict, dict], name: str) -> 
     if name.endswith("bf16"):
         assert 0 < seen["difference_ratio"] <= TRAINED_RATIO
     else:
-        assert seen["difference"] <= TOLERANCE[name.split("-")[-1]] * seen["largest_parameter"]
+        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"]
 
 
 @each_case

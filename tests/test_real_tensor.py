@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, run_cases, scenario_file, slow_where, star
+from real_runs import predicted, run_cases, scenario_file, slow_where, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
@@ -19,8 +19,6 @@ GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
 IMAGES = ["workload.global_batch_size=12"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
-TOLERANCE = {"sgd": 1e-5, "adamw": 1e-9}
-"""Design section 10, relative to the largest parameter."""
 BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
 UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
 
@@ -98,7 +96,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
     for name, seen in world[1].items():
         assert seen["largest_parameter"] > 0.05
-        assert seen["difference"] <= TOLERANCE[name.split("-")[-1]] * seen["largest_parameter"], name
+        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
         assert seen["replicas_equal"], name
 
 
