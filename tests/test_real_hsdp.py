@@ -11,7 +11,7 @@ pytestmark = pytest.mark.real
 
 RANKS = 4
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-DIGITS = ["workload.global_batch_size=12"]
+DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 GRID = ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=2"]

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 pytestmark = pytest.mark.real
 
 SMALL_GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-DIGITS = ["workload.global_batch_size=12"]
+DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 BERT = [*SMALL_GPT]
 MANY = ["workload.sequence_length=64", "workload.global_batch_size=24"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]

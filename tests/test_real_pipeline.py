@@ -23,7 +23,7 @@ BASE = {"resnet": "resnet-digits.toml", "bert": "bert-byte.toml"}
 
 REPLICATED = ["plan.method=ddp", "plan.pp=2", "plan.dp_replicate=2"]
 ZERO1 = ["plan.method=zero1", *REPLICATED[1:]]
-DIGITS = ["workload.global_batch_size=12"]
+DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64"]
 
 CASES: dict[int, dict[str, list[str]]] = {
     2: {

@@ -22,7 +22,7 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "worklo
 MANY = ["workload.sequence_length=64", "workload.global_batch_size=12", *SGD]
 """Enough samples that activations, not gradients, make the peak."""
 FEW = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
-DIGITS = ["workload.global_batch_size=12", *SGD]
+DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64", *SGD]
 BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
 RANKS = 2
 

@@ -16,7 +16,7 @@ from gssim.workload import unrolled
 pytestmark = pytest.mark.real
 
 GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
-IMAGES = ["workload.global_batch_size=12"]
+IMAGES = ["workload.precision=fp64", "workload.global_batch_size=12"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
