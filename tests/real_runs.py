@@ -8,6 +8,7 @@ from typing import Any
 
 import forks
 import pytest
+from kernel_scratch import scratch_profile
 from pydantic import TypeAdapter
 
 from gssim.gradients import (
@@ -74,6 +75,16 @@ def run_module(module: str, arguments: list[str], folder: Path, *, ranks: int) -
 def predicted(case: dict[str, Any]) -> Result:
     """Return the prediction of a case."""
     return _predicted(case["scenario"], tuple(case["overrides"]))
+
+
+def predicted_peaks(case: dict[str, Any]) -> list[float]:
+    """Return the predicted peak of every rank of a case; of the residual network with its kernels' scratch measured."""
+    overrides = list(case["overrides"])
+    workload = load_scenario(Path(case["scenario"]), overrides, gradients_needed=False).scenario.workload
+    if workload.model.name == "resnet-digits":
+        overrides.append(scratch_profile(workload.precision))
+    found = {rank: e.peak_allocated_bytes for e in predicted(case | {"overrides": overrides}).ranks for rank in e.ranks}
+    return [found[rank] for rank in sorted(found)]
 
 
 @cache

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_runs import predicted, run_cases, scenario_file, star, tolerance_of
+from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -58,11 +58,7 @@ def test_selective_checkpointing_trains_as_one_device_does_with_the_predicted_co
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_predicted_peak_of_selective_checkpointing_is_the_counted_one(found, name) -> None:
-    """But for the scratch of convolutions, which only a profile tells."""
-    low, high = (0.9, 1.0) if "resnet" in name else (0.99, 1.01)
-    peaks = {rank: entry.peak_allocated_bytes for entry in predicted(case_of(name)).ranks for rank in entry.ranks}
-    for rank, measured in enumerate(found[name]["peaks"]):
-        assert low <= peaks[rank] / measured <= high
+    assert predicted_peaks(case_of(name)) == pytest.approx(found[name]["peaks"], rel=0.01)
 
 
 def trained_alone(recompute: str, model: str) -> tuple[float, list]:
