@@ -1,9 +1,11 @@
 """What a rank's step makes PyTorch's caching allocator reserve: its tasks' tensors, replayed in the order of the host.
 
 [Note: order of tensors] First comes what is held all the time but the optimizer's states, which torch makes in the
-first update; then two steps, of which the second finds all states. (More take nothing more of the device.) What is
-given back is the oldest of the tensors of its category and size; of activations, which the backward frees in the
-reverse order, the latest. Frees that tell a sum alone take whatever is there of the category.
+first update, and the workspaces of libraries, which are made where a thread first multiplies: taken to be the beginning
+of the first forward, and of the first backward. Then come two steps, of which the second finds all that. (More take
+nothing more of the device.) What is given back is the oldest of the tensors of its category and size; of activations,
+which the backward frees in the reverse order, the latest. Frees that tell a sum alone take whatever is there of the
+category.
 
 [Note: middle] Of many micro-batches, those in the middle find and leave what the one before them did, once as many are
 under way as ever are. They are left out, where the peak of what is asked for, of which the exact value is known, stays
@@ -95,18 +97,19 @@ def replay(
 def _run(program: Program, role: int, tasks: Sequence[Task], held: "_Held") -> None:
     whole = {category: (size,) for category, size in program.persistent[role].items() if size}
     tensors: Mapping[str, Sequence[float]] = program.tensors[role]() if program.tensors else whole
-    needs = [(task.need, task.phase == "optimizer") for task in tasks if task.need.events or task.phase == "optimizer"]
+    needs = [(task.need, task.phase) for task in tasks if task.need.events or task.phase == "optimizer"]
+    workspaces = tensors.get("workspace", ())
+    late = {"optimizer": tensors.get("optimizer", ()), "forward": workspaces[:2], "backward": workspaces[2:]}
+    category_of = {"optimizer": "optimizer", "forward": "workspace", "backward": "workspace"}
 
     def requests() -> Iterator[Sequence[Request]]:
         for category, sizes in tensors.items():
-            if category != "optimizer":
+            if category not in category_of.values():
                 yield held.kept(category, sizes)
-        states = tensors.get("optimizer", ())
         for _ in range(STEPS):
-            for need, updates in needs:
-                if updates and states:
-                    yield held.kept("optimizer", states)
-                    states = ()
+            for need, phase in needs:
+                if made := late.pop(phase, ()):
+                    yield held.kept(category_of[phase], made)
                 yield held.needed(need)
 
     held.carry_out(chain.from_iterable(requests()))

@@ -8,10 +8,11 @@ from strategies import device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.memory import Event, footprint
 from gssim.program import Program, Task, lower
+from gssim.program.tensors import workspaces
 from gssim.remedies import remedies, with_remedies
-from gssim.reservation import replay, reservation
-from gssim.result import read_result
-from gssim.scenario import Scenario, load_scenario
+from gssim.reservation import Reservation, replay, reservation
+from gssim.result import Result, read_result
+from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.simulate import simulate
 from gssim.units import validated
 
@@ -70,6 +71,21 @@ def test_states_are_made_in_the_first_update_where_there_is_room():
     assert found.reserved_bytes == 80 * MIB, "the states are in what the first step's activation left"
 
 
+def test_workspaces_are_made_in_the_first_forward_and_backward_where_there_is_room():
+    """Two of cuBLAS's, of 32 MiB, and 1 MiB of cuBLASLt's: the backward's takes the place of the first activation."""
+    taken, gone = ([Event(0, sign * 40.0 * MIB, "activations")] for sign in (1, -1))
+    tasks = (
+        Task("head", "forward", need=footprint(taken)),
+        Task("loss", "forward", need=footprint(gone)),
+        Task("backward", "backward", need=footprint([Event(0, 512.0, "temporaries"), Event(1, -512.0, "temporaries")])),
+    )
+    program = Program(
+        (tasks,), {}, ({"workspace": 65.0 * MIB},), tensors=(lambda: {"workspace": workspaces(65 * MIB)},)
+    )
+    found = replay(program, 0)
+    assert (found.allocated_bytes, found.reserved_bytes) == ((65 + 40) * MIB, (32 + 2 + 40 + 40) * MIB)
+
+
 def test_a_free_that_tells_a_sum_alone_takes_what_there_is():
     taken = [Event(0, 4.0 * MIB, "gradients"), Event(1, 3.0 * MIB, "gradients")]
     freed = [Event(0, -5.0 * MIB, "gradients")]
@@ -89,17 +105,37 @@ def test_streams_keep_their_memory_apart():
 MEASURED = sorted((ROOT / "scenarios" / "measured" / "h200").glob("*.measured.json"))
 
 
-@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.name.partition(".")[0])
-def test_an_h200_reserved_about_as_much(path):
-    """Reserved peaks of runs on one H200: 0.93 to 1.03 of them are predicted, their scenarios as they were stored."""
-    measured = read_result(path)
-    scenario = validated(Scenario, measured.scenario, file=path.name)
+def replayed_as(measured: Result) -> Reservation:
+    """Return the replay of a stored run, its model as it is traced today."""
+    scenario = validated(Scenario, measured.scenario, file="stored")
     if scenario.push.selects:  # its sketch of gradients is not stored with it; what is reserved is as without threshold
         dense = replace(scenario.plan.push, threshold=None)
         scenario = replace(scenario, plan=replace(scenario.plan, push=dense))
-    seen = measured.ranks[0].peak_reserved_bytes
+    model = load_model(ROOT / "scenarios" / "models" / f"{scenario.workload.model.name}.toml")
+    return replay(lower(replace(scenario, workload=replace(scenario.workload, model=model))), 0)
+
+
+TRANSFORMERS = [path for path in MEASURED if not path.name.startswith("resnet")]
+ONE_SEGMENT = ("ddp", "gs.", "gs-3e-4", "single", "zero2", "gpt2")
+"""Of the larger models of our own, between 94 and 214 MiB more are reserved; why is not known."""
+
+
+@pytest.mark.parametrize("path", TRANSFORMERS, ids=lambda path: path.name.partition(".")[0])
+def test_an_h200_allocated_as_much_to_one_block(path):
+    """Of 115 MiB to 14 GiB. (For convolutions, cuDNN takes more at batch sizes between those of the profile.)"""
+    measured = read_result(path)
+    assert abs(replayed_as(measured).allocated_bytes - measured.ranks[0].peak_allocated_bytes) <= 512
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.name.partition(".")[0])
+def test_an_h200_reserved_about_as_much(path):
+    """Reserved peaks of runs on one H200: 0.93 to 1 of them are predicted; of the demo's plans, all but one segment."""
+    measured = read_result(path)
+    seen, found = measured.ranks[0].peak_reserved_bytes, replayed_as(measured).reserved_bytes
     assert seen is not None
-    assert replay(lower(scenario), 0).reserved_bytes == pytest.approx(seen, rel=0.075)
+    assert found == pytest.approx(seen, rel=0.075)
+    if path.name.startswith(ONE_SEGMENT):
+        assert abs(found - seen) <= 2 * MIB
 
 
 def test_segments_expand_where_the_device_type_says_so():

@@ -9,6 +9,8 @@ from gssim.program.units import units
 
 Tensors = dict[str, tuple[float, ...]]
 """Bytes of tensors, by category."""
+LT_WORKSPACE_BYTES = 2**20
+"""What torch gives cuBLASLt where nobody asks for another size (CUBLASLT_WORKSPACE_SIZE), and keeps."""
 
 
 def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> Tensors:
@@ -28,6 +30,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
         "buckets": lambda: [bucket.elements * low.value_bytes for bucket in low.buckets],
         "buffers": lambda: workload.model.buffer_bytes,
+        "workspace": lambda: workspaces(held["workspace"]),
         "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
     }
     return {
@@ -35,6 +38,19 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         for category, size in held.items()
         if size
     }
+
+
+def workspaces(size_bytes: float) -> tuple[float, ...]:
+    """Return what libraries keep of the allocator's memory: cuBLAS's workspace of each of two threads, and cuBLASLt's.
+
+    That of the thread that runs the forward comes first, that of the backward last. Too little for them is one.
+    Source: torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp: one workspace for each handle and stream.
+
+    >>> [size / 2**20 for size in workspaces(65 * 2**20)]
+    [32.0, 1.0, 32.0]
+    """
+    each = (size_bytes - LT_WORKSPACE_BYTES) / 2
+    return (each, float(LT_WORKSPACE_BYTES), each) if each >= LT_WORKSPACE_BYTES else (size_bytes,)
 
 
 def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
