@@ -82,6 +82,8 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
         "compression": measured["compression"],
         "profiles": measured["profiles"],
     }
+    if "resident_threads" in device:
+        found["resident_threads"] = int(device["resident_threads"])
     for key in (
         "communicating_slowdown_ratio",
         "neighbour_slowdown_ratio",

@@ -2,10 +2,10 @@
 
 [Note: order of tensors] First comes what is held all the time but the optimizer's states, which torch makes in the
 first update, and the workspaces of libraries, which are made where a thread first multiplies: taken to be the beginning
-of the first forward, and of the first backward. Then come two steps, of which the second finds all that. (More take
-nothing more of the device.) What is given back is the oldest of the tensors of its category and size; of activations,
-which the backward frees in the reverse order, the latest. Frees that tell a sum alone take whatever is there of the
-category.
+of the first forward, and what follows the first task of the first backward (the loss). Then come two steps, of which
+the second finds all that. (More take nothing more of the device.) What is given back is the oldest of the tensors of
+its category and size; of activations, which the backward frees in the reverse order, the latest. Frees that tell a sum
+alone take whatever is there of the category.
 
 [Note: middle] Of many micro-batches, those in the middle find and leave what the one before them did, once as many are
 under way as ever are. They are left out, where the peak of what is asked for, of which the exact value is known, stays
@@ -13,6 +13,7 @@ what it is without them.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -99,17 +100,22 @@ def _run(program: Program, role: int, tasks: Sequence[Task], held: "_Held") -> N
     tensors: Mapping[str, Sequence[float]] = program.tensors[role]() if program.tensors else whole
     needs = [(task.need, task.phase) for task in tasks if task.need.events or task.phase == "optimizer"]
     workspaces = tensors.get("workspace", ())
-    late = {"optimizer": tensors.get("optimizer", ()), "forward": workspaces[:2], "backward": workspaces[2:]}
-    category_of = {"optimizer": "optimizer", "forward": "workspace", "backward": "workspace"}
+    late = {
+        ("optimizer", 1): ("optimizer", tensors.get("optimizer", ())),
+        ("forward", 1): ("workspace", workspaces[:2]),
+        ("backward", 2): ("workspace", workspaces[2:]),
+    }
 
     def requests() -> Iterator[Sequence[Request]]:
         for category, sizes in tensors.items():
-            if category not in category_of.values():
+            if category not in ("optimizer", "workspace"):
                 yield held.kept(category, sizes)
+        begun: Counter[str] = Counter()
         for _ in range(STEPS):
             for need, phase in needs:
-                if made := late.pop(phase, ()):
-                    yield held.kept(category_of[phase], made)
+                begun[phase] += 1
+                if (phase, begun[phase]) in late:
+                    yield held.kept(*late[phase, begun[phase]])
                 yield held.needed(need)
 
     held.carry_out(chain.from_iterable(requests()))

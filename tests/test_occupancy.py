@@ -73,11 +73,13 @@ def test_states_are_made_in_the_first_update_where_there_is_room():
 
 def test_workspaces_are_made_in_the_first_forward_and_backward_where_there_is_room():
     """Two of cuBLAS's, of 32 MiB, and 1 MiB of cuBLASLt's: the backward's takes the place of the first activation."""
+    small = footprint([Event(0, 512.0, "temporaries"), Event(1, -512.0, "temporaries")])
     taken, gone = ([Event(0, sign * 40.0 * MIB, "activations")] for sign in (1, -1))
     tasks = (
         Task("head", "forward", need=footprint(taken)),
         Task("loss", "forward", need=footprint(gone)),
-        Task("backward", "backward", need=footprint([Event(0, 512.0, "temporaries"), Event(1, -512.0, "temporaries")])),
+        Task("backward loss", "backward", need=small),
+        Task("backward head", "backward", need=small),
     )
     program = Program(
         (tasks,), {}, ({"workspace": 65.0 * MIB},), tensors=(lambda: {"workspace": workspaces(65 * MIB)},)
@@ -105,9 +107,17 @@ def test_streams_keep_their_memory_apart():
 MEASURED = sorted((ROOT / "scenarios" / "measured" / "h200").glob("*.measured.json"))
 
 
+H200_THREADS = 132 * 2048
+
+
 def replayed_as(measured: Result) -> Reservation:
     """Return the replay of a stored run, its model as it is traced today."""
-    scenario = validated(Scenario, measured.scenario, file="stored")
+    types = measured.scenario["cluster"]["device_types"]
+    threads = {
+        name: kind | {"resident_threads": H200_THREADS} for name, kind in types.items()
+    }  # later calibrations tell
+    stored = measured.scenario | {"cluster": measured.scenario["cluster"] | {"device_types": threads}}
+    scenario = validated(Scenario, stored, file="stored")
     if scenario.push.selects:  # its sketch of gradients is not stored with it; what is reserved is as without threshold
         dense = replace(scenario.plan.push, threshold=None)
         scenario = replace(scenario, plan=replace(scenario.plan, push=dense))
@@ -116,8 +126,8 @@ def replayed_as(measured: Result) -> Reservation:
 
 
 TRANSFORMERS = [path for path in MEASURED if not path.name.startswith("resnet")]
-ONE_SEGMENT = ("ddp", "gs.", "gs-3e-4", "single", "zero2", "gpt2")
-"""Of the larger models of our own, between 94 and 214 MiB more are reserved; why is not known."""
+INEXACT = {"zero2": 2, "resnet": 8, "gpt-byte-10m-b32": 96}
+"""MiB more than predicted that an H200 reserved: a segment of small tensors; what cuDNN took; unknown."""
 
 
 @pytest.mark.parametrize("path", TRANSFORMERS, ids=lambda path: path.name.partition(".")[0])
@@ -129,13 +139,11 @@ def test_an_h200_allocated_as_much_to_one_block(path):
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.name.partition(".")[0])
 def test_an_h200_reserved_about_as_much(path):
-    """Reserved peaks of runs on one H200: 0.93 to 1 of them are predicted; of the demo's plans, all but one segment."""
+    """Reserved peaks of runs on one H200 are as predicted, but for those that are named."""
     measured = read_result(path)
-    seen, found = measured.ranks[0].peak_reserved_bytes, replayed_as(measured).reserved_bytes
-    assert seen is not None
-    assert found == pytest.approx(seen, rel=0.075)
-    if path.name.startswith(ONE_SEGMENT):
-        assert abs(found - seen) <= 2 * MIB
+    seen = measured.ranks[0].peak_reserved_bytes
+    missing_mib = next((size for name, size in INEXACT.items() if path.name.startswith(name)), 0)
+    assert seen == replayed_as(measured).reserved_bytes + missing_mib * MIB
 
 
 def test_segments_expand_where_the_device_type_says_so():

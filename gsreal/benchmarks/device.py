@@ -15,13 +15,18 @@ OPTIMIZER_ELEMENTS = (2**14, 2**17, 2**20, 2**22, 2**24)
 
 def device_rates(bench: Bench) -> dict[str, float]:
     """Return matrix and copy rates, the time to issue one small operation, and the device's memory."""
-    return {
+    rates = {
         "peak_flop_per_s": matrix_rate(bench),
         "memory_bandwidth_bytes_per_s": _copy_rate(bench),
         "operation_overhead_s": _issue_s(bench),
         "workspace_bytes": float(_workspace_bytes(bench.device)),
         "memory_bytes": float(_memory_bytes(bench.device)),
     }
+    if bench.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(bench.device)
+        each = properties.max_threads_per_multi_processor
+        rates["resident_threads"] = properties.multi_processor_count * each
+    return rates
 
 
 def matrix_rate(bench: Bench) -> float:

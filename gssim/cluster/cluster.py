@@ -69,6 +69,9 @@ class DeviceType:
     """Host time to issue one operation; a step is never faster than its operations are issued."""
     workspace_bytes: Bytes = 0.0
     """Memory that libraries take from the allocator and keep (cuBLAS workspaces): part of what is allocated."""
+    resident_threads: PositiveInt | None = None
+    """Threads that all its multiprocessors run at once, to which torch shares out large sums (kind `cuda`); absent: as
+    many as there are to share."""
     context_bytes: Bytes = 0.0
     """Memory outside the allocator: context and libraries; communicators too, where these are 0."""
     communicator_bytes: Bytes = 0.0

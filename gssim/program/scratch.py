@@ -6,6 +6,7 @@ from gssim.cluster import LayerProfile
 from gssim.memory import Event, scratch_bytes
 from gssim.program.lowering import Lowering
 from gssim.recompute import last_saved
+from gssim.reductions import reduction_buffer_bytes
 from gssim.scenario import layer_profile
 from gssim.slices import units_held
 from gssim.workload import LayerInstance
@@ -16,14 +17,39 @@ def scratch_events(
 ) -> tuple[list[Event], float]:
     """Return when a phase's kernels take scratch and give it back, and what is taken at an unknown moment besides.
 
-    `traced`: the layer's events as in a profile that knows no more than peaks. Without a profile: nothing.
+    `traced`: the layer's events as in a profile that knows no more than peaks. Without a profile: what sums over rows
+    take on a GPU alone.
     """
     profile = layer_profile(low.device(rank), low.scenario.workload, low.whole(instance) or instance.layer)
-    if profile is None or not samples:
+    if not samples:
         return [], 0.0
-    if profile.scratch_bytes is None:
-        return [], _at_worst(low, rank, instance, phase, samples, traced)
-    return _measured(low, rank, instance, phase, samples, profile), 0.0
+    if profile is not None and profile.scratch_bytes is not None:
+        return _measured(low, rank, instance, phase, samples, profile), 0.0
+    summed = _summed(low, rank, instance, samples) if phase == "b" else []
+    rest = 0.0 if profile is None else _at_worst(low, rank, instance, phase, samples, [*traced, *summed])
+    return summed, rest
+
+
+def _summed(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> list[Event]:
+    """Return what the gradients of linear layers' biases take, which are sums over rows.
+
+    Assumes that these are called `bias` beside a weight of two dimensions, and are of tokens where the layer's
+    operations grow with the sequence; else of samples.
+    """
+    layer, workload, device = instance.layer, low.scenario.workload, low.device(rank)
+    if device.kind != "cuda":
+        return []
+    of_tokens = any(power for _, _, power in layer.forward_flop.terms)
+    rows = samples * (workload.sequence_length or 1) if of_tokens else samples
+    weights = {each.name.removesuffix("weight") for each in layer.parameters if len(each.shape) == 2}
+    found = []
+    for each in layer.parameters:
+        if each.name.endswith("bias") and each.name.removesuffix("bias") in weights:
+            size = reduction_buffer_bytes(
+                rows, each.elements, value_bytes=max(4, low.value_bytes), resident_threads=device.resident_threads
+            )
+            found += [Event(each.born.position, sign * float(size), "temporaries") for sign in (1, -1) if size]
+    return found
 
 
 def _measured(
