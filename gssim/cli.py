@@ -215,25 +215,26 @@ def search_command(
     shared = Shared()
     loaded = load_scenario(scenario, given, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)
+    run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:
         search.prepare()
         with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as told:
             search.run(workers, told)
     except KeyboardInterrupt:
-        _print_found(search, loaded.scenario.question, as_json=as_json)
+        _print_found(search, loaded.scenario.question, run, as_json=as_json)
         print("gssim: search: interrupted; these are the best so far", file=sys.stderr)
         raise
-    _print_found(search, loaded.scenario.question, as_json=as_json)
+    _print_found(search, loaded.scenario.question, run, as_json=as_json)
 
 
-def _print_found(search: Search, question: str, *, as_json: bool) -> None:
+def _print_found(search: Search, question: str, run: Sequence[str], *, as_json: bool) -> None:
     found = search.found()
     if as_json:
         if not found.best:
             print("\n".join(["gssim: search: " + line for line in nothing_fits(found)]), file=sys.stderr)
         print(json.dumps([json.loads(result.to_json()) for result in found.results()], indent=2, allow_nan=False))
     else:
-        print_found(found, question)
+        print_found(found, question, run)
 
 
 def main() -> None:

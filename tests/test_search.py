@@ -1,6 +1,7 @@
 """Search: what it finds is what simulating every plan finds; its bounds are bounds; limits, objectives, interrupts."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -233,6 +234,16 @@ def test_the_command_tells_people_why(tmp_path):
     assert ended.returncode == 0, ended.stderr
     for words in ("computes for", "memory:", "front of time and memory", "best with even shares", "gssim run"):
         assert words in ended.stdout, ended.stdout
+
+
+def test_the_command_that_it_names_predicts_the_first_as_it_was_asked_about(tmp_path):
+    path = write_files(tmp_path / "a", scenario=SCENARIO_TOML + SEARCH)
+    asked = ("--set", "workload.learning_rate=0.25", "--top", 1)
+    shown = run("gssim", "search", path, *asked)
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("the first: ")]
+    again = run(*shlex.split(line.removeprefix("the first: ")), "--json")
+    (result, *_) = json.loads(run("gssim", "search", path, *asked, "--json").stdout)
+    assert json.loads(again.stdout)["scenario_id"] == result["scenario_id"]
 
 
 def test_what_is_searched_makes_no_other_question(tmp_path):

@@ -1,5 +1,6 @@
 """What a search found, for people, on the console."""
 
+import shlex
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,11 @@ UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
 """What else is shown of each plan, by objective, and the factor to that unit."""
 
 
-def print_found(found: Found, question: str) -> None:
-    """Print the best plans and why, the front of time and memory, and what the best is compared with."""
+def print_found(found: Found, question: str, run: Sequence[str]) -> None:
+    """Print the best plans and why, the front of time and memory, and what the best is compared with.
+
+    `run`: the words of the command that predicts the scenario as it was asked about.
+    """
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
     if question:
         console.print(question, style="bold", highlight=False)
@@ -38,9 +42,8 @@ def print_found(found: Found, question: str) -> None:
     if found.space.study is not None:
         said = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
         console.print(said, highlight=False, markup=False)
-    console.print(
-        f"the first: gssim run SCENARIO --set '{found.best[0].candidate.override}'", highlight=False, markup=False
-    )
+    first = shlex.join([*run, "--set", found.best[0].candidate.override])
+    console.print(f"the first: {first}", highlight=False, markup=False, soft_wrap=True)
 
 
 def nothing_fits(found: Found) -> list[str]:
