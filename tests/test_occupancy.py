@@ -118,7 +118,7 @@ def replayed_as(measured: Result) -> Reservation:
     }  # later calibrations tell
     stored = measured.scenario | {"cluster": measured.scenario["cluster"] | {"device_types": threads}}
     scenario = validated(Scenario, stored, file="stored")
-    if scenario.push.selects:  # its sketch of gradients is not stored with it; what is reserved is as without threshold
+    if scenario.push.selects:  # that run is older than the scratch of thresholds, which it held no memory for: as dense
         dense = replace(scenario.plan.push, threshold=None)
         scenario = replace(scenario, plan=replace(scenario.plan, push=dense))
     model = load_model(ROOT / "scenarios" / "models" / f"{scenario.workload.model.name}.toml")

@@ -121,7 +121,7 @@ class DeviceType:
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
-        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting")
+        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting", "resident_threads")
         for key in [key for key in optional if data[key] is None]:
             del data[key]
         return data

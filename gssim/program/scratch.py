@@ -9,6 +9,7 @@ from gssim.recompute import last_saved
 from gssim.reductions import reduction_buffer_bytes
 from gssim.scenario import layer_profile
 from gssim.slices import units_held
+from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance
 
 
@@ -41,12 +42,13 @@ def _summed(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> 
         return []
     of_tokens = any(power for _, _, power in layer.forward_flop.terms)
     rows = samples * (workload.sequence_length or 1) if of_tokens else samples
+    summed_bytes = max(PRECISION_BYTES["fp32"], low.value_bytes)
     weights = {each.name.removesuffix("weight") for each in layer.parameters if len(each.shape) == 2}
     found = []
     for each in layer.parameters:
         if each.name.endswith("bias") and each.name.removesuffix("bias") in weights:
             size = reduction_buffer_bytes(
-                rows, each.elements, value_bytes=max(4, low.value_bytes), resident_threads=device.resident_threads
+                rows, each.elements, value_bytes=summed_bytes, resident_threads=device.resident_threads
             )
             found += [Event(each.born.position, sign * float(size), "temporaries") for sign in (1, -1) if size]
     return found

@@ -84,20 +84,12 @@ def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, share
 
     def found() -> str:
         parts = {
-            "cluster": shared.once("calibrated cluster", Same(cluster), lambda: _text(_calibrated(cluster))),
+            "cluster": shared.once("calibrated cluster", Same(cluster), lambda: _text(_plain(cluster))),
             "gradients": shared.once("gradients as text", Same(gradients), lambda: _text(_plain(gradients) or None)),
         }
         return _digest(_joined(parts))
 
     return shared.once("calibration", (Same(cluster), Same(gradients)), found)
-
-
-def _calibrated(cluster: Cluster) -> dict[str, Any]:
-    data: dict[str, Any] = _plain(cluster)
-    for each in data["device_types"].values():
-        if each["resident_threads"] is None:
-            del each["resident_threads"]  # what earlier calibrations mean by saying nothing
-    return data
 
 
 def _workload(workload: Workload, shared: Shared) -> str:
