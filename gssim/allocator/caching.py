@@ -7,9 +7,14 @@ over; where there is none, a new segment of the device. What is given back is jo
 Nothing goes back to the device until it has no memory left: then all free blocks that are whole segments do (of
 expandable segments, all whole pages of free blocks), and the request is tried once more.
 
-Assumed: the device hands out segments at rising addresses, which decide between free blocks of equal size alone, and
-has as much memory for them as it has bytes. Blocks that several streams use (`record_stream`) are not modelled: of what
-is simulated, none is given back before all streams are done with it.
+Assumed: the device has as much memory for segments as it has bytes. Blocks that several streams use (`record_stream`)
+are not modelled: of what is simulated, none is given back before all streams are done with it.
+
+[Note: addresses] Between free blocks of equal size, the one with the lowest address is taken. Where the device puts
+segments is told nowhere; they are taken to be at falling addresses, as Linux hands them out. It seldom matters. Of
+eleven runs measured on an H200, one reserved 1612 MiB: so say falling addresses and 16 of 20 random orders; rising
+ones, the order in which the fewest blocks that stay lie among those that go, say 1516 MiB. The other ten are the same
+in every order.
 """
 
 from collections.abc import Iterator

@@ -19,8 +19,9 @@ Reserve = Callable[[int], bool]
 class Pool:
     """Free blocks of one stream, small ones or large ones, by size and then address.
 
-    Addresses are the pool's own. No segment begins where another ends, so that their blocks are never joined. To take
-    and to give back are written out, without `add` and `remove`: calls would be a sixth of what they take.
+    Addresses are the pool's own; they fall, see [Note: addresses] of the allocator. No segment begins where another
+    ends, so that their blocks are never joined. To take and to give back are written out, without `add` and `remove`:
+    calls would be a sixth of what they take.
     """
 
     __slots__ = (
@@ -130,9 +131,9 @@ class Pool:
         taken = segment_bytes(size_bytes)
         if not reserve(taken):
             return False
+        self._next_address -= taken + MIN_BLOCK_BYTES
         self._segments[self._next_address] = taken
         self.add(self._next_address, taken)
-        self._next_address += taken + MIN_BLOCK_BYTES
         return True
 
     def release(self) -> int:

@@ -85,22 +85,25 @@ def message_s(cluster: Cluster) -> float:
     return cluster.backend_cost.message_s if cluster.backend_cost else 0.0
 
 
-def staging_bytes(communication: Communication, backend: str) -> float:
-    """Return what an even gather or reduce-scatter takes from the allocator for the length of one call.
+def staging_bytes(communication: Communication, backend: str, *, kind: str = "cpu") -> float:
+    """Return what an even gather or reduce-scatter takes from a device's allocator for the length of one call.
 
-    gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13, ProcessGroupGloo.cpp,
-    newLikeFlat); nccl works in place. So do rings of point-to-point messages, but for a reduce-scatter among more than
-    two ranks: what is passed on comes into a buffer of one part.
+    `kind`: of the device. gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13,
+    ProcessGroupGloo.cpp, newLikeFlat, reduce_scatter_tensor_coalesced); a GPU's gathers have theirs in the host's
+    pinned memory (AsyncAllgatherCUDAWork). nccl works in place. So do rings of point-to-point messages, but for a
+    reduce-scatter among more than two ranks: what is passed on comes into a buffer of one part.
 
-    >>> staging_bytes(Communication("all-gather", (0, 1), 8), "gloo")
-    8
+    >>> gather = Communication("all-gather", (0, 1), 8)
+    >>> staging_bytes(gather, "gloo"), staging_bytes(gather, "gloo", kind="cuda")
+    (8, 0)
     >>> staging_bytes(Communication("reduce-scatter", (0, 1, 2, 3), 8, carried_as="reduce-scatter-v"), "gloo")
     2.0
     """
     size, members = communication.size_bytes, len(communication.group)
     if communication.carried_as:
         return size / members if communication.kind == "reduce-scatter" and members > 2 else 0
-    return size if backend == "gloo" and communication.kind in ("all-gather", "reduce-scatter") else 0
+    staged = ("reduce-scatter",) if kind == "cuda" else ("all-gather", "reduce-scatter")
+    return size if backend == "gloo" and communication.kind in staged else 0
 
 
 def overhead_s(cluster: Cluster, kind: str) -> float:

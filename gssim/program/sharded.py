@@ -37,6 +37,8 @@ from gssim.program.units import Unit, units
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 """The streams on which FSDP2 takes the memory that a unit is gathered into, and that of its reduced gradients.
 (foreach_all_gather, foreach_reduce; all else is taken on the stream that computes.)"""
+STAGED = 1
+"""What a collective copies, told by this number from its tensors, which may be as large."""
 
 Places = Mapping[str, Sequence[Task]]
 """Tasks to insert, by the label of the task that they stand beside."""
@@ -64,10 +66,12 @@ def _exchange(low: Lowering, kind: str, size_bytes: float) -> Communication:
     return low.communication(kind, "dp_shard", size_bytes, carried_as=carried_as)
 
 
-def _staging(low: Lowering, communication: Communication, position: int) -> list[Event]:
-    """Return what is held beside its tensors while a collective runs, from `position` on."""
-    size = collectives.staging_bytes(communication, low.scenario.cluster.backend)
-    return [Event(position, size, "communication"), Event(position + 1, -size, "communication")]
+def _staging(low: Lowering, rank: int, communication: Communication, position: int) -> list[Event]:
+    """Return what is held beside its tensors while a collective runs, on its stream, from `position` on."""
+    kind, stream = low.device(rank).kind, communication.kind
+    size = collectives.staging_bytes(communication, low.scenario.cluster.backend, kind=kind)
+    changes = enumerate((size, -size), start=position)
+    return [Event(place, each, "communication", number=STAGED, stream=stream) for place, each in changes]
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ def _reduce_scatter(low: Lowering, rank: int, unit: Unit, before: Unit | None, m
     tasks = [copy]
     if unit.ranks > 1:
         communication = low.communications[name] = _exchange(low, "reduce-scatter", unit.padded_bytes)
-        need = NOTHING if overlaps else _need(*_staging(low, communication, 0), *([] if unit.casts else [added]))
+        need = NOTHING if overlaps else _need(*_staging(low, rank, communication, 0), *([] if unit.casts else [added]))
         tasks.append(_beside(name, copy.label, "communication", need) if overlaps else _blocking(name, need))
     if low.replicates:
         all_reduce, before_it = _all_reduce_name(unit), tasks[-1].label
@@ -265,7 +269,7 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, 
         cast = [Task(f"cast {name}", phase, "communication", duration_s=cast_s, after=after)] if unit.casts else []
         gather = Task(name, "exposed_communication", "communication", communication=name, after=after)
         return [Task(f"issue {name}", phase, need=issued), *cast, gather]
-    need = _need(*flat, *_staging(low, communication, 2), Event(3, -copy_bytes, "communication"))
+    need = _need(*flat, *_staging(low, rank, communication, 2), Event(3, -copy_bytes, "communication"))
     tasks = [Task(f"cast {name}", phase, duration_s=cast_s)] if unit.casts else []
     return [*tasks, Task(name, "exposed_communication", communication=name, need=need)]
 
