@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.build import build_module
-from gsreal.machine import unsettled
+from gsreal.machine import starting_threads
 from gssim.mesh import Mesh
 from gssim.scenario import Scenario
 from gssim.units import UserError
@@ -92,7 +92,7 @@ def process_group(mesh: Mesh, rank: int, *axes: str) -> dist.ProcessGroup:
     """Return the group of ranks that differ from `rank` on these axes alone (a collective over all ranks)."""
     mine = None
     for group in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
-        with unsettled():
+        with starting_threads():
             made = dist.new_group(list(group))
         mine = made if rank in group else mine
     assert mine is not None

@@ -1,4 +1,4 @@
-"""Runs on every rank of a test: rank 0 writes how the kernel schedules its threads, by name, once it is settled.
+"""Runs on every rank of a test: rank 0 writes how and where its threads are scheduled, once it is settled.
 
 Arguments: a scenario, the cluster that it is to have, and the file to write.
 """
@@ -8,10 +8,11 @@ import os
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from gsreal.machine import settle, unsettled
+from gsreal.machine import settle, starting_threads
 from gsreal.rank import run_on_rank
 from gssim.scenario import load_scenario
 
@@ -19,19 +20,21 @@ from gssim.scenario import load_scenario
 def main(scenario: str, cluster: str, out: str) -> None:
     dist.init_process_group("gloo")
     settle(load_scenario(Path(scenario), [cluster], gradients_needed=False).scenario.cluster, dist.get_rank())
-    with unsettled():
+    with starting_threads():
         dist.new_group()
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(policies()), encoding="utf-8")
+        Path(out).write_text(json.dumps(threads()), encoding="utf-8")
     dist.barrier()
 
 
-def policies() -> dict[str, list[int]]:
+def threads() -> dict[str, list[Any]]:
+    """Return the policy and cores of each thread, by its name."""
     found = defaultdict(list)
     for name in Path("/proc/self/task").glob("*/comm"):
-        found[name.read_text(encoding="utf-8").strip()].append(os.sched_getscheduler(int(name.parent.name)))
-    main_thread = os.sched_getscheduler(os.getpid())
-    return found | {"main": [main_thread]}
+        thread = int(name.parent.name)
+        kind = "main" if thread == os.getpid() else name.read_text(encoding="utf-8").strip()
+        found[kind].append([os.sched_getscheduler(thread), sorted(os.sched_getaffinity(thread))])
+    return found
 
 
 if __name__ == "__main__":

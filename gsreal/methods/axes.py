@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gsreal.machine import unsettled
+from gsreal.machine import starting_threads
 from gssim.mesh import AXES, Mesh
 from gssim.policies import Policies
 
@@ -18,14 +18,14 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 @cache
 def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    with unsettled():
+    with starting_threads():
         return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
 
 
 def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
     """Return the ranks along a data axis with which this one shares its part of the model, as a mesh of one axis."""
     if policies.data_ranks == policies.ranks:
-        with unsettled():
+        with starting_threads():
             return init_device_mesh(device.type, (policies.ranks,))
     return device_mesh(policies.mesh, device)[axis]
 
