@@ -8,7 +8,8 @@ Nothing goes back to the device until it has no memory left: then all free block
 expandable segments, all whole pages of free blocks), and the request is tried once more.
 
 Assumed: the device has as much memory for segments as it has bytes. Blocks that several streams use (`record_stream`)
-are not modelled: of what is simulated, none is given back before all streams are done with it.
+are not modelled: of what is simulated, none is given back before all streams are done with it, but what gloo's own
+collectives exchange on a GPU (initializeStreamsEvents).
 
 [Note: addresses] Between free blocks of equal size, the one with the lowest address is taken. Where the device puts
 segments is told nowhere; they are taken to be at falling addresses, as Linux hands them out. It seldom matters. Of
