@@ -246,7 +246,7 @@ class Cluster:
     algorithms: dict[str, str] = field(default_factory=dict)
     """Algorithm by kind of collective, where it is not the backend's own; `best`: what is predicted to be fastest."""
     cores_per_rank: Count = 0
-    """CPU cores that each rank is pinned to in a real run; 0: not pinned."""
+    """CPU cores that each rank, with the threads of gloo, is pinned to in a real run; 0: not pinned."""
     source: str
     """Where the numbers are from."""
 
