@@ -10,8 +10,8 @@ wait there for a tick while their own is idle; so they stay on their rank's.
 
 Measured between two ranks on two cores, means of an exchange of 1.2 MB, for threads as they come, loops that take the
 core from nobody, and these on their rank's core: rings 0.4 to 3.8 ms (of which loops asked for a lock for up to 3.7),
-0.3 to 2.4, 0.25 to 0.6; all-reduces whose ranks come apart 2.2 to 4.5, 0.9 to 3.4, 0.45 to 0.6; a step of tensor
-parallelism 155, 143, 132. In the lab, where ranks pause many times a tick and links are slower, the first of the two
+0.3 to 2.4, 0.25 to 0.6; all-reduces whose ranks come apart 2.3 to 4.5, 0.9 to 3.4, 0.45 to 0.6; a step of tensor
+parallelism 156, 144, 132. In the lab, where ranks pause many times a tick and links are slower, the first of the two
 changed no step by more than noise: all is left as it comes.
 """
 
@@ -104,24 +104,25 @@ class Freedom:
             os.setpriority(os.PRIO_PROCESS, 0, self.niceness)
 
 
-_free: list[Freedom] = []
-"""What this rank's main thread had before it took its place in the lab."""
+_before: list[Freedom] = []
+"""What this rank's main thread had before it was settled; empty in a process that is not."""
 
 
 @contextmanager
 def starting_threads() -> Iterator[None]:
-    """Make process groups inside: their threads run where those of the first group do.
+    """Make process groups inside: their threads run where those of a settled rank's first group do.
 
     These are the lab's free cores (gloo's threads stand for a network card), or else the rank's own.
     """
-    mine = Freedom.now()
-    for before in _free:
+    in_lab, mine = own_place() is not None, Freedom.now()
+    for before in _before if in_lab else ():
         before.take()
     try:
         yield
     finally:
-        mine.take()
-        if own_place() is None:
+        if in_lab:
+            mine.take()
+        elif _before:
             _settle_gloo()
 
 
@@ -146,11 +147,11 @@ def settle(cluster: Cluster, local_rank: int) -> torch.device:
     To be called after the process group is made: in the lab, gloo's own threads then stay free to run on any core.
     Groups that are made later are made while `starting_threads`.
     """
+    _before[:] = [Freedom.now()]
     die_with_parent()
     torch.set_num_threads(1)
     place = own_place()
     if place is not None:
-        _free[:] = [Freedom.now()]
         take(place)
         return torch.device("cpu")
     cores, each = usable_cores(), cluster.cores_per_rank

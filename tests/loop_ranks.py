@@ -1,4 +1,4 @@
-"""Runs on every rank of a test: rank 0 writes how and where its threads are scheduled, once it is settled.
+"""Runs on every rank of a test: rank 0 writes how and where its threads are scheduled, before it is settled and after.
 
 Arguments: a scenario, the cluster that it is to have, and the file to write.
 """
@@ -19,12 +19,19 @@ from gssim.scenario import load_scenario
 
 def main(scenario: str, cluster: str, out: str) -> None:
     dist.init_process_group("gloo")
+    found = {"unsettled": a_group_more()}
     settle(load_scenario(Path(scenario), [cluster], gradients_needed=False).scenario.cluster, dist.get_rank())
+    found["settled"] = a_group_more()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def a_group_more() -> dict[str, list[Any]]:
+    """Make a process group, and return the threads."""
     with starting_threads():
         dist.new_group()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(threads()), encoding="utf-8")
-    dist.barrier()
+    return threads()
 
 
 def threads() -> dict[str, list[Any]]:

@@ -110,7 +110,8 @@ def _line(sizes: Sequence[int], times: Sequence[float]) -> Line:
 def _mean(times: Sequence[float]) -> float:
     """Return the mean of all but the outliers.
 
-    Not the median: whether a thread of the backend's finds a free core makes two kinds of times, and a step meets both.
+    Not the median: in the lab, whether a thread of the backend's finds a free core makes two kinds of times, and a step
+    meets both.
     """
     cut = round(OUTLIERS * len(times))
     return statistics.fmean(sorted(times)[cut : len(times) - cut])
@@ -120,10 +121,10 @@ def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
     """Return the mean time of a collective from its last rank's arrival to its last rank's end.
 
     As in training, ranks compute before it, and go on at once when they are done, with nothing between that would bring
-    them together: caches are cold for the message; and where a rank is done before another, its compute holds a core
-    that the threads need which still carry the other's bytes, until the scheduler's next tick. Where all wait for each
-    other afterwards, cores are free for them, and a collective takes about half the time. Times are of one host's
-    clock.
+    them together: caches are cold for the message; and in the lab, where a rank is done before another, its compute
+    holds a core that the threads need which still carry the other's bytes, until the scheduler's next tick. Where all
+    wait for each other afterwards, cores are free for them, and a collective takes about half the time. Times are of
+    one host's clock.
     """
     moments = torch.zeros(2, REPEATS + WARMUPS, dtype=torch.float64)
     dist.barrier()

@@ -15,7 +15,7 @@ collectives exchange on a GPU (initializeStreamsEvents).
 segments is told nowhere; they are taken to be at falling addresses, as Linux hands them out. It seldom matters. Of
 eleven runs measured on an H200, one reserved 1612 MiB: so say falling addresses and 16 of 20 random orders; rising
 ones, the order in which the fewest blocks that stay lie among those that go, say 1516 MiB. The other ten are the same
-in every order.
+in every order tried.
 """
 
 from collections.abc import Iterator
