@@ -63,6 +63,7 @@ class Unit(Bucket):
         self.has_master = True
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=True))
+        self.join()
         self.free()
 
     def gather(self, when: str = "") -> None:
@@ -124,7 +125,7 @@ class Unit(Bucket):
             self._complete(leaves=leaves)
 
     def _complete(self, *, leaves: bool) -> None:
-        """Free the parameters; collect all gradients, zeros for parameters that got none, where they leave."""
+        """Free the parameters; collect all gradients that there are where they leave."""
         self.free()
         if leaves:
             for parameter in self.parameters:

@@ -90,15 +90,15 @@ def shard_gradients(
     if parameters == "replicated":
         found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
         buckets = [_bucket(i, each.parameters, levels, shares) for i, each in enumerate(found)]
-        group_of = [each.group for each in found]
+        for bucket, each in zip(buckets, found, strict=True):
+            bucket.group_index = each.group
     else:
         buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
-        group_of = [0] * len(buckets)
     _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
     device = buckets[0].flat.device
     beside = runs_beside(levels.across, device) if overlap is None else overlap
     gather_just_in_time(model, kept=parameters == "gathered", prefetch=beside)
-    optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
+    optimizer = optimizer_factory(shards_in_groups(buckets, param_groups))
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
     waits = overlap is False
     pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=not waits)
