@@ -136,6 +136,13 @@ class Unit(Bucket):
         """Leave it to the next gather to bring what was updated to the parameters."""
         super().write_back() if self._is_alone else self.free()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse to be copied or saved: a copied model would gather into the first one's parameters."""
+        raise RuntimeError(
+            "a model whose parameters are sharded can be neither copied nor saved as a whole: take model.state_dict() "
+            "on all ranks"
+        )
+
     def adopt(self) -> None:
         """Make the parameters' present values the shard's."""
         self.shard.data.copy_(self.flat[self.own])
