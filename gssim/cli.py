@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gssim.console import print_result, print_results, print_table, progress_bar
+from gssim.console import idle_list, print_result, print_results, print_table, progress_bar
 from gssim.ending import run_command_line
 from gssim.files import write_text
 from gssim.parts import parts_folder
@@ -47,7 +47,9 @@ def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
     """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
     for path in scenarios:
         loaded = load_scenario(path, overrides or [])
-        print(f"{path}: {loaded.scenario.plan.method} on {loaded.scenario.ranks} ranks, {loaded.scenario.scenario_id}")
+        found = loaded.scenario
+        idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
+        print(f"{path}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
 
 
 @app.command("run")

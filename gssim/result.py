@@ -250,6 +250,8 @@ class Result:
     collectives: tuple[Collective, ...]
     links: tuple[LinkUse, ...] = ()
     ranks: tuple[RankClass, ...]
+    idle_devices: tuple[str, ...] = ()
+    """Names of the cluster's devices that no rank runs on."""
     loss: tuple[float, ...] = ()
     """Mean over each timed step's batch, before its update (measured)."""
     evaluation: tuple[Evaluation, ...] = ()

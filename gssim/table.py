@@ -39,6 +39,7 @@ RESULT_COLUMNS: dict[str, Kind] = {
     "cluster": str,  # its name
     "model": str,
     "ranks": int,
+    "idle_devices": int,  # devices of the cluster that no rank runs on
     "step_time_s": float,
     "throughput_samples_per_s": float,
     **{f"{phase}_s": float for phase in PHASES},  # mean over ranks; their sum is step_time_s
@@ -84,6 +85,7 @@ def outcome(result: Result) -> Row:
         "cluster": result.scenario["cluster"]["name"],
         "model": result.scenario["workload"]["model"]["name"],
         "ranks": sum(each.count for each in result.ranks),
+        "idle_devices": len(result.idle_devices),
         "step_time_s": result.step_time_s,
         "throughput_samples_per_s": result.throughput_samples_per_s,
         **{f"{phase}_s": result.phases_s[phase] for phase in PHASES},
