@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -301,11 +301,18 @@ def calibrate_command(
     _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
-    before = measured_before(out, device_name(torch.device(kind))) if again else None
     settings = Settings(names, sizes, sequence_length, precision, kind, "layers" if again else "")
-    measured = measure(settings, ranks=count)
-    data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
-    write_cluster(out, data)
+    if not again:
+        write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
+        return
+    with _only_writer(out):
+        before = measured_before(out, device_name(torch.device(kind)))
+        write_cluster(out, averaged(before, measure(settings, ranks=count), where=str(out)))
+
+
+def _only_writer(file: Path) -> AbstractContextManager[int]:
+    """Hold the lock of a file that is written more than once, or read before it is written."""
+    return locked(file.with_name(f"{file.name}.lock"), place=str(file))
 
 
 def _check_sequence_length(length: int, models: list[Path]) -> None:
@@ -325,8 +332,9 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     from gssim.scenario import load_cluster
 
     cluster = load_cluster(file)
-    for types, backend in calibrate_types(cluster, settings, where=str(file)):
-        write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
+    with _only_writer(out):
+        for types, backend in calibrate_types(cluster, settings, where=str(file)):
+            write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
 
 
 def _check_places(*files: Path | None) -> None:
