@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import INTERRUPTED, run_command_line
@@ -250,10 +249,10 @@ def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, study_cells(row)))
+        table.add_row(*study_cells(row))
     out.print(table)
     for sentence in findings:
-        out.print(f"{sentence}.", markup=False)
+        out.print(f"{sentence}.")
 
 
 def study_cells(row: "Row") -> tuple[str, ...]:

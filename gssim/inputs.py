@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.files import scratch_folder
+from gssim.reading import read_text
 from gssim.scenario import parsed_override
 from gssim.shared import Shared
 from gssim.sweep import Point
@@ -88,7 +89,7 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
     if file.suffix != ".toml" or not file.is_file():
         return
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_text(file))
     except (ValueError, RecursionError):  # whoever loads it is told
         return
     for text in set(_texts(data)):
