@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gsreal.watch import DEFAULT_TIMEOUT_S
-from gssim.ending import run_command_line
+from gssim.ending import run_command_line, unwinding
 from gssim.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
 from gssim.units import UserError
@@ -418,4 +418,20 @@ def trace_command(
 
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
-    run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+    with unwinding(), _torch_caches():
+        run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+
+
+@contextmanager
+def _torch_caches() -> Iterator[None]:
+    """Let the folder for compiled kernels, which torch makes as it is imported, be one that goes with this process."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    with scratch_folder("gsreal-") as folder:
+        os.environ[name] = str(folder / "torchinductor")
+        try:
+            yield
+        finally:
+            del os.environ[name]
