@@ -218,7 +218,7 @@ def search_command(
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
     shared = Shared()
-    loaded = load_scenario(scenario, given, shared=shared)
+    loaded = load_scenario(scenario, given, searched=True, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:

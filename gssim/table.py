@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gssim.reading import as_text_cell
 from gssim.result import CATEGORIES, PHASES, RankClass, Result, check_place, write_bytes
 from gssim.units import UserError, human_bytes
 
@@ -166,9 +167,19 @@ def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str,
     content = io.BytesIO()
     table.write_parquet(content, metadata={"schema": SCHEMA, **metadata})
     write_bytes(parquet, content.getvalue())
-    content = io.BytesIO()
-    table.write_csv(content)
-    write_bytes(csv, content.getvalue())
+    write_bytes(csv, csv_of(table).encode())
+
+
+def csv_of(table: "polars.DataFrame") -> str:
+    """Return a table as CSV, no cell of which is a formula; see `gssim.reading`."""
+    pl = _polars()
+    cells = {
+        name: [each and as_text_cell(each) for each in table[name]]
+        for name, kind in table.schema.items()
+        if kind == pl.String
+    }
+    text: str = table.with_columns(pl.Series(name, texts, dtype=pl.String) for name, texts in cells.items()).write_csv()
+    return text
 
 
 def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":
