@@ -154,8 +154,9 @@ def _sweeps(folder: Path) -> Iterable[SweepTable]:
             yield read_table(path)
 
 
-NUMBERS_OF_STUDIES = ("push_density", "loss_mean", "step_time_mean_s") + tuple(
-    f"{name}{end}" for name in ("loss_change", "speed_up") for end in ("", "_low", "_high", "_mean")
+NUMBERS_OF_STUDIES = (
+    *("push_density", "loss_mean", "step_time_mean_s"),
+    *(f"{name}{end}" for name in ("loss_change", "speed_up") for end in ("", "_low", "_high", "_mean")),
 )
 
 
