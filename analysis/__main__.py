@@ -41,6 +41,7 @@ def compare_command(
     from analysis.report import print_comparison
     from analysis.rivals import rival_table
     from analysis.table import find_results
+    from gssim.table import csv_of
 
     found = find_results(results)
     joined = join(found.files)
@@ -59,7 +60,7 @@ def compare_command(
     if not rivals.is_empty():
         tables["gs_against_dense.csv"] = rivals
     for name, table in tables.items():
-        write_text(out / name, table.write_csv())
+        write_text(out / name, csv_of(table))
     pictures = charts.save_all(drawn, out)
     print_comparison(comparison, groups)
     for path in (*(out / name for name in tables), *pictures):

@@ -69,7 +69,7 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
     `interrupted`: what is said after the user's interrupt, if anything. Every command has the option `--no-limits`.
     """
     try:
-        with restored(), unwinding():
+        with unwinding(), restored():
             code = _with_limits(app)(standalone_mode=False)
         sys.stdout.flush()
     except UserError as error:

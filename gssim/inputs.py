@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tomllib
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.files import scratch_folder
-from gssim.reading import read_text
-from gssim.scenario import parsed_override
+from gssim.scenario import parsed_override, read_toml
 from gssim.shared import Shared
 from gssim.sweep import Point
 
@@ -89,7 +87,7 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
     if file.suffix != ".toml" or not file.is_file():
         return
     try:
-        data = tomllib.loads(read_text(file))
+        data = read_toml(file)[1]
     except (ValueError, RecursionError):  # whoever loads it is told
         return
     for text in set(_texts(data)):
@@ -168,7 +166,7 @@ def _gather_references(data: dict[str, Any], under: str, folders: Sequence[Path]
 def _content(file: Path) -> dict[str, Any]:
     """Return what a TOML file holds; nothing where it is none, of which whoever loads it is told."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return read_toml(file)[1]
     except (OSError, ValueError, RecursionError):
         return {}
 

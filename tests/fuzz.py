@@ -206,7 +206,7 @@ def _no_ranks() -> None:
 # Judgement -----------------------------------------------------------------------------------------------------------
 
 NO_NUMBER = re.compile(r"(?<![\w./\"'-])[+-]?(?:nan|inf)(?![\w./\"'-])", re.IGNORECASE)
-PROGRESS = re.compile(r"^(predicting|searching)\b.*$")
+PROGRESS = re.compile(r"^(?:predicting|searching|analysis: (?:takes|trains)|gsreal: \S+: \d|\w+: run: \w+ing )\b.*$")
 
 
 def judged(code: int, folder: Path) -> tuple[str, str]:
