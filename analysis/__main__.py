@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import INTERRUPTED, run_command_line
-from gssim.result import check_place, write_text
+from gssim.files import check_place, write_text
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:

@@ -49,6 +49,8 @@ def print_result(result: Result) -> None:
             f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}",
             highlight=False,
         )
+    if result.idle_devices:
+        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
     for each in result.provenance.get("uncounted", ()):
         console.print(f"counted as nothing: {each}", highlight=False)
     if result.divisions:
@@ -70,7 +72,7 @@ def print_results(results: Sequence[Result], question: str) -> None:
         densities = (result.density.push, result.density.publish)
         table.add_row(
             result.scenario["name"],
-            str(sum(entry.count for entry in result.ranks)),
+            _of_all(sum(entry.count for entry in result.ranks), len(result.idle_devices)),
             human_seconds(result.step_time_s),
             f"{waits:.0%}",
             f"{result.throughput_samples_per_s:.4g}",
@@ -107,13 +109,18 @@ def _row_words(row: dict[str, Any]) -> list[str]:
     if row["step_time_s"] is None:
         return [""] * 6
     return [
-        str(row["ranks"]),
+        _of_all(row["ranks"], row["idle_devices"]),
         human_seconds(row["step_time_s"]),
         f"{row['exposed_communication_s'] / row['step_time_s'] if row['step_time_s'] else 0.0:.0%}",
         f"{row['throughput_samples_per_s']:.4g}",
         human_bytes(row["peak_allocated_bytes"]),
         "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
     ]
+
+
+def _of_all(ranks: int, idle: int) -> str:
+    """Return the number of ranks, and of how many devices where some are idle."""
+    return f"{ranks} of {ranks + idle}" if idle else str(ranks)
 
 
 @contextmanager
@@ -185,6 +192,21 @@ def _link_table(result: Result) -> Table:
     for link in shown:
         table.add_row(link.name, str(link.count), human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}")
     return table
+
+
+SHOWN_IDLE = 6
+"""Names of idle devices, beside the last one's."""
+
+
+def idle_list(names: Sequence[str]) -> str:
+    """Return the devices that take no part in short, with their number.
+
+    >>> idle_list(["c", "d"]), idle_list([str(i) for i in range(2, 100)])
+    ('c, d (2 devices take no part)', '2, 3, 4, 5, 6, 7, ..., 99 (98 devices take no part)')
+    """
+    shown = [*names[:SHOWN_IDLE], "...", names[-1]] if len(names) > SHOWN_IDLE + 1 else names
+    takes = "device takes" if len(names) == 1 else "devices take"
+    return f"{', '.join(shown)} ({len(names):,} {takes} no part)"
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -1,8 +1,6 @@
 """What happened: spans, collectives, and the one Result that a simulation and a real run both write."""
 
 import json
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
@@ -252,6 +250,8 @@ class Result:
     collectives: tuple[Collective, ...]
     links: tuple[LinkUse, ...] = ()
     ranks: tuple[RankClass, ...]
+    idle_devices: tuple[str, ...] = ()
+    """Names of the cluster's devices that no rank runs on."""
     loss: tuple[float, ...] = ()
     """Mean over each timed step's batch, before its update (measured)."""
     evaluation: tuple[Evaluation, ...] = ()
@@ -293,44 +293,6 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not JSON, or not in UTF-8
         raise UserError(f"{path}: not a JSON file: {error}") from None
-
-
-def check_place(path: Path) -> None:
-    """Raise UserError where no file can be written at `path`: said before the work whose outcome would have no place.
-
-    A folder that is not there yet is made by whoever writes.
-    """
-    if path.is_dir():
-        raise UserError(f"{path}: cannot be written: it is a folder")
-    above = next((parent for parent in path.parents if parent.exists()), None)
-    if above is not None and not above.is_dir():
-        raise UserError(f"{path}: cannot be written: {above} is no folder")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; raise UserError where it cannot be."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: to a temporary file beside it, then renamed.
-
-    Raises UserError where it cannot be written.
-    """
-    check_place(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -154,6 +154,13 @@ class Unit(Bucket):
         first = [start + size * place.start for place in self.places.values()]
         return [(at if shape.numel() else 0, shape) for at, shape in zip(first, self._shapes, strict=True)]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse to be copied or saved: a copied model would gather into the first one's parameters."""
+        raise RuntimeError(
+            "a model whose parameters are sharded can be neither copied nor saved as a whole: take model.state_dict() "
+            "on all ranks"
+        )
+
 
 UNITS = "_gradient_sharding_units"
 """The attribute in which a sharded model keeps its units."""

@@ -270,7 +270,8 @@ class GradientSharding(torch.optim.Optimizer):
     def finish(self) -> None:
         """Wait until this replica has all that was published, which may still be under way when `step` returns.
 
-        A forward and `state_dict` do so themselves: only what reads parameters directly need call this.
+        With `publish_overlaps` alone. A forward and `state_dict` do so themselves, but what reads parameters directly
+        must call this first.
         """
         self.publisher.finish()
 

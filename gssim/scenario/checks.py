@@ -87,9 +87,6 @@ def _check_exchange(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
-    devices = len(scenario.cluster.devices)
-    if policies.ranks > devices:
-        raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
     divided = policies.partition == "weight-gradient" or policies.pp > 1

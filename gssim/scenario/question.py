@@ -112,6 +112,11 @@ class Scenario:
         return self.policies.ranks
 
     @cached_property
+    def idle_devices(self) -> tuple[str, ...]:
+        """Names of the cluster's devices that no rank runs on."""
+        return tuple(device.name for device in self.cluster.devices[self.ranks :])
+
+    @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
         """Samples of each rank in one step; the ranks that share a replica, or its gradients, take the same ones."""
         policies, parts = self.policies, self.data_batch_sizes
@@ -131,7 +136,12 @@ class Scenario:
         return shares.split(total, shares.even(policies.data_ranks) if isinstance(wanted, str) else wanted)
 
     def with_shares(self, samples: Sequence[int], shards: Sequence[float]) -> "Scenario":
-        """Return the same with the batch divided so, sample by sample, and shards of these shares."""
+        """Return the same with the batch divided so, and shards of these shares: both by rank.
+
+        Ranks that differ in them from what the plan says have parts of the batch of their own, as replanning needs it.
+        """
+        if (tuple(samples), tuple(shards)) == (self.batch_sizes, self.shard_shares):
+            return self  # shares by rank are none by part of the batch where ranks have slices or layers of a model
         total, rules = self.workload.global_batch_size, self.plan.shares
         kept = rules.shards if rules.shards == "even" else tuple(shards)
         rules = replace(rules, batch=tuple(n / total for n in samples), shards=kept)
@@ -209,7 +219,7 @@ class Scenario:
         if isinstance(wanted, str):
             return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
         found = shares.proportional(wanted)
-        return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
+        return tuple(found[mesh.data_rank(rank)] for rank in range(mesh.ranks))
 
     def _by_part(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Return shares in proportion to weights by rank, among those that hold the same part of the model."""
