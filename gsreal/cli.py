@@ -100,6 +100,7 @@ def lab_command(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also the points that --out has already.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
 ) -> None:
     """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
@@ -109,11 +110,13 @@ def lab_command(
         raise UserError("lab: give one of these: a scenario, --sweep, --clean")
     if only and sweep is None:
         raise UserError("lab: --only chooses points of a --sweep")
+    if again and sweep is None:
+        raise UserError("lab: --again is for a --sweep; a scenario is always measured")
     check_tools()
     if sweep is not None:
         if out is None or trace is not None:
             raise UserError("lab: --sweep needs --out, and writes no --trace")
-        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json)
+        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json, again=again)
     elif scenario is not None:
         from gsreal.lab.lab import run_lab, warn_of_other_processors
 
@@ -127,7 +130,7 @@ def lab_command(
         _clean()
 
 
-def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool) -> None:
+def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool, again: bool) -> None:
     from gsreal.lab.lab import run_lab, warn_of_other_processors
     from gsreal.lab.sweep import cells_of, checked_points, measure_cells, middle_ones
     from gssim.console import print_results
@@ -139,7 +142,7 @@ def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, 
     loaded = checked_points(points, sweep=file)
     warn_of_other_processors(each.scenario.cluster for each in loaded)
     cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
-    results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides))
+    results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides), again=again)
     if as_json:
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:

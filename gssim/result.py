@@ -286,13 +286,20 @@ def read_result(path: Path) -> Result:
 def read_json(path: Path) -> Any:
     """Return what is in the JSON file `path`; raise UserError where there is none or it is broken."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return parsed_json(content, file=str(path))
+
+
+def parsed_json(content: bytes, *, file: str) -> Any:
+    """Return what the content of a JSON file says; raise UserError where it is broken."""
+    try:
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:  # not JSON, or not in UTF-8
-        raise UserError(f"{path}: not a JSON file: {error}") from None
+        raise UserError(f"{file}: not a JSON file: {error}") from None
 
 
 def check_place(path: Path) -> None:
