@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import INTERRUPTED, run_command_line
-from gssim.result import check_place, write_text
+from gssim.files import check_place, write_text
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -254,10 +253,10 @@ def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, study_cells(row)))
+        table.add_row(*study_cells(row))
     out.print(table)
     for sentence in findings:
-        out.print(f"{sentence}.", markup=False)
+        out.print(f"{sentence}.")
 
 
 def study_cells(row: "Row") -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Results as a table: found on disk, then one row per result."""
 
-import json
 import lzma
 import tarfile
 import zlib
@@ -12,7 +11,9 @@ from typing import Any
 
 import polars as pl
 
-from gssim.result import PHASES, SCHEMA, Result, parsed_json, read_result
+from gssim.limits import excess
+from gssim.reading import parsed_json, read_json
+from gssim.result import PHASES, SCHEMA, Result, read_result
 from gssim.sweep import SEPARATOR
 from gssim.units import UserError, validated
 
@@ -94,9 +95,14 @@ def _unpacked(archive: Path) -> Iterator[tuple[str, int, bytes]]:
 
     Raises UserError where it is no archive, or is cut off.
     """
+    expanded_bytes = 0
     try:
         with tarfile.open(archive) as opened:
             for member in opened:
+                expanded_bytes += member.size
+                for limit, size in (("file_bytes", member.size), ("expanded_bytes", expanded_bytes)):
+                    if (why := excess(limit, size)) is not None:
+                        raise UserError(f"{archive}: {member.name!r}: {why}")
                 stream = opened.extractfile(member) if member.isfile() and member.name.endswith(".json") else None
                 if stream is not None:
                     yield member.name, int(member.mtime * 1e9), stream.read()
@@ -117,26 +123,26 @@ def _add(
     """Add what an archive holds to the Results, or to what is none."""
     if place in files:
         return
-    if not _is_result(content):
+    try:
+        data = parsed_json(content, file=str(path))
+    except UserError:  # no JSON: not ours
+        data = None
+    if not _is_result(data):
         skipped.add(place)
         return
-    result = validated(Result, parsed_json(content, file=str(path)), file=str(path))
+    result = validated(Result, data, file=str(path))
     _check(result, path)
     files[place] = ResultFile(path, modified_ns, result)
 
 
 def _says_result(path: Path) -> bool:
     try:
-        return _is_result(path.read_bytes())
-    except OSError:  # unreadable: not ours
+        return _is_result(read_json(path))
+    except UserError:  # unreadable or no JSON: not ours
         return False
 
 
-def _is_result(content: bytes) -> bool:
-    try:
-        data = json.loads(content.decode())
-    except (ValueError, RecursionError):  # no JSON: not ours
-        return False
+def _is_result(data: Any) -> bool:
     return isinstance(data, dict) and data.get("schema") == SCHEMA
 
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from gsreal.build import DTYPES
 from gsreal.trace import trace, trace_at
-from gssim.result import write_text
+from gssim.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, UserError, validated
 from gssim.workload import Model, TokenInput

@@ -193,17 +193,145 @@ def what_one_backward_does_not_reach_is_not_lost():
 
 
 def freezing_for_a_while():
-    model, reference = mlp(), mlp()
-    optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, **SGD))
-    plain = torch.optim.SGD(reference.parameters(), **SGD)
-    for frozen in (False, True, False):
-        for each in (model, reference):
-            each[3].requires_grad_(not frozen)
-        before = model[3].weight.detach().clone()
+    for kind, settings in ((torch.optim.SGD, SGD), (torch.optim.AdamW, {"lr": 1e-2})):
+        model, reference = mlp(), mlp()
+        optimizer = sharded(model, partial(kind, **settings))
+        plain = kind(reference.parameters(), **settings)
+        for frozen in (False, True, False):
+            for each in (model, reference):
+                each[3].requires_grad_(not frozen)
+            before = model[3].weight.detach().clone()
+            train(model, optimizer, batches(3))
+            train(reference, plain, batches(3), mine=False)
+            assert torch.equal(before, model[3].weight) == frozen
+            check_equal(model, reference)
+
+
+class Routed(nn.Module):
+    """Experts of which a row of tokens takes one, so that some get no gradient in some steps, or on some ranks."""
+
+    def __init__(self, experts=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 8)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(experts))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.last = nn.Linear(8, 5)
+        self.spare = nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, inputs, route):
+        hidden = torch.tanh(self.first(inputs))
+        parts = [self.experts[expert](hidden[route == expert]) for expert in sorted(set(route.tolist()))]
+        if 0 in route:
+            parts[0] = parts[0] * self.scale
+        return self.last(torch.cat(parts))
+
+
+ROUTES = ([0, 0], [1, 2], [2, 1], [0, 3], [3, 3], [1, 0], [2, 2])
+"""By step, the expert of the first ranks, and that of the last one."""
+
+
+def routed_steps():
+    """Yield the inputs, the expert of each row and the targets of every step."""
+    rest = rows()[-1]
+    for (inputs, targets), (first, last) in zip(batches(len(ROUTES)), ROUTES, strict=True):
+        yield inputs, torch.tensor([first] * (ROWS - rest) + [last] * rest), targets
+
+
+def routed_loss(model, inputs, route, targets):
+    order = torch.argsort(route, stable=True)  # as the model puts them
+    return F.cross_entropy(model(inputs, route), targets[order])
+
+
+def train_routed(model, optimizer, steps, mine=True, set_to_none=True):
+    for inputs, route, targets in steps:
+        inputs, route, targets = own(inputs, route, targets) if mine else (inputs, route, targets)
+        routed_loss(model, inputs, route, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def parameters_without_a_gradient_in_some_steps():
+    """As on one device they are passed over: neither momentum nor decay goes on, and no step is counted."""
+    forms = (
+        {},
+        {"push": Push(threshold=0.0)},
+        {"push": Push(threshold=0.0, encoding="dense")},
+        {"parameters": "sharded", "units": lambda model: [model.first, model.last]},
+        {"parameters": "gathered", "units": lambda model: [model.last]},
+        {"mesh": init_device_mesh("cpu", (1, dist.get_world_size()))},
+    )
+    kinds = (
+        (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.3}),
+        (torch.optim.SGD, SGD),
+        (torch.optim.NAdam, {"lr": 1e-2, "foreach": True}),
+    )
+    for form in forms:
+        for number, (kind, settings) in enumerate(kinds[:1] if form else kinds):
+            model, reference = Routed(), Routed()
+            options = {**form, "units": form["units"](model)} if "units" in form else form
+            optimizer = sharded(model, partial(kind, **settings), **options)
+            plain = kind(reference.parameters(), **settings)
+            train_routed(model, optimizer, routed_steps(), set_to_none=number != 1)
+            train_routed(reference, plain, routed_steps(), mine=False, set_to_none=number != 1)
+            trained = model.state_dict()
+            for name, p in reference.state_dict().items():
+                assert float((trained[name] - p).abs().max()) <= EXACT, (form, kind, name)
+            whole = {name: each for name, each in optimizer.state_dict()["state"].items() if set(each) != {"master"}}
+            states = {name: plain.state[p] for name, p in reference.named_parameters() if plain.state.get(p)}
+            assert set(whole) == set(states), (form, kind, set(whole) ^ set(states))
+            for name, state in states.items():
+                for key, value in state.items():
+                    assert float((whole[name][key] - value).abs().max()) <= EXACT, (form, kind, name, key)
+
+
+def histories_are_saved_by_parameter():
+    """Whole and in torch's checkpoints, taken up in another division."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    steps = list(routed_steps())
+    for way in ("whole", "sharded"):
+        model, other, reference = Routed(), Routed(), Routed()
+        factory = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
+        optimizer, again = sharded(model, factory), sharded(other, factory, **other_division())
+        train_routed(model, optimizer, steps[:3])
+        if way == "whole":
+            other.load_state_dict(model.state_dict())
+            again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=folder[0])
+            dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=folder[0])
+        train_routed(other, again, steps[3:])
+        train_routed(reference, factory(reference.parameters()), steps, mine=False)
+        check_equal(other, reference)
+    dist.barrier()
+
+
+def state_before_the_first_step():
+    """What `sharded` hands out changes nothing, and begins as the optimizer's own state does."""
+    kinds = (
+        (torch.optim.NAdam, {"lr": 1e-2}),
+        (torch.optim.Rprop, {"lr": 1e-2}),
+        (torch.optim.ASGD, {"lr": 1e-2, "lambd": 0.1}),
+        (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
+        (torch.optim.SGD, {**SGD, "dampening": 0.5}),
+    )
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    for kind, settings in kinds:
+        model, other, reference = mlp(), mlp(seed=5), mlp()
+        optimizer, again = (sharded(each, partial(kind, **settings)) for each in (model, other))
+        path = Path(folder[0], kind.__name__)
+        dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=path)
+        train(reference, kind(reference.parameters(), **settings), batches(3), mine=False)
         train(model, optimizer, batches(3))
-        train(reference, plain, batches(3), mine=False)
-        assert torch.equal(before, model[3].weight) == frozen
         check_equal(model, reference)
+        if kind is not torch.optim.SGD:  # an empty buffer and none are told apart by dampening alone
+            dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=path)
+            train(other, again, batches(3))
+            check_equal(other, reference)
+    dist.barrier()
 
 
 def frozen_from_the_start():
@@ -574,6 +702,9 @@ CHECKS = {
         accumulation,
         what_one_backward_does_not_reach_is_not_lost,
         freezing_for_a_while,
+        parameters_without_a_gradient_in_some_steps,
+        histories_are_saved_by_parameter,
+        state_before_the_first_step,
         frozen_from_the_start,
         tied_parameters,
         a_sparse_embedding,
@@ -600,6 +731,7 @@ ON_THREE = (
     "a_scaled_loss",
     "steps_that_are_not_made",
     "two_runs_are_bit_identical",
+    "parameters_without_a_gradient_in_some_steps",
     "state_by_name",
     "torchs_checkpoints",
     "other_forms",

@@ -1,7 +1,6 @@
 """What a folder holds that a report can show: Results, a comparison's tables, sweeps' tables, studies, traces."""
 
 import csv
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from analysis.rivals import rival_table
 from analysis.sweeps.table import SweepTable, is_table, read_table, table_from
 from analysis.table import ResultFile, find_results
 from analysis.timeline import Step, read_step
+from gssim.reading import read_json
 from gssim.result import Result
 from gssim.units import UserError
 
@@ -182,8 +182,8 @@ def _overlays(folder: Path) -> Iterable[Overlay]:
 def _trace_of(path: Path) -> tuple[str, str] | None:
     """Return (scenario_id, source) of a trace; None of any other file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(path)
+    except UserError:
         return None
     if not isinstance(data, dict) or "traceEvents" not in data or not isinstance(data.get("otherData"), dict):
         return None

@@ -63,6 +63,7 @@ class Unit(Bucket):
         self.has_master = True
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=True))
+        self.join()
         self.free()
 
     def gather(self, when: str = "") -> None:
@@ -124,7 +125,7 @@ class Unit(Bucket):
             self._complete(leaves=leaves)
 
     def _complete(self, *, leaves: bool) -> None:
-        """Free the parameters; collect all gradients, zeros for parameters that got none, where they leave."""
+        """Free the parameters; collect all gradients that there are where they leave."""
         self.free()
         if leaves:
             for parameter in self.parameters:
@@ -134,6 +135,13 @@ class Unit(Bucket):
     def write_back(self) -> None:
         """Leave it to the next gather to bring what was updated to the parameters."""
         super().write_back() if self._is_alone else self.free()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse to be copied or saved: a copied model would gather into the first one's parameters."""
+        raise RuntimeError(
+            "a model whose parameters are sharded can be neither copied nor saved as a whole: take model.state_dict() "
+            "on all ranks"
+        )
 
     def adopt(self) -> None:
         """Make the parameters' present values the shard's."""

@@ -43,7 +43,7 @@ def shard_gradients(
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
-    publish_overlaps: bool | None = None,
+    publish_overlaps: bool = False,
     overlap: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
@@ -76,8 +76,9 @@ def shard_gradients(
     `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own. `parameter_order`: the
     order in which gradients become ready (reversed registration by default). `overlap`: whether gathers and reductions
     inside nodes begin early, to go on beside the compute: by default where they can (nccl). False: pushes, too, are
-    waited for where they begin. `publish_overlaps`: whether the next forward begins while published parameters are
-    under way, each module waiting for its own (by default on GPUs only).
+    waited for where they begin. `publish_overlaps`: let the next forward begin while published parameters are under
+    way, each module waiting for its own. Whatever else reads parameters between `step` and the forward (a moving
+    average, a norm, `torch.save`) must then call `optimizer.finish()` first, or it finds old values.
 
     Raises ValueError where parameters, units and options do not fit one another.
     """
@@ -90,22 +91,21 @@ def shard_gradients(
     if parameters == "replicated":
         found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
         buckets = [_bucket(i, each.parameters, levels, shares) for i, each in enumerate(found)]
-        group_of = [each.group for each in found]
+        for bucket, each in zip(buckets, found, strict=True):
+            bucket.group_index = each.group
     else:
         buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
-        group_of = [0] * len(buckets)
     _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
     device = buckets[0].flat.device
     beside = runs_beside(levels.across, device) if overlap is None else overlap
     gather_just_in_time(model, kept=parameters == "gathered", prefetch=beside)
-    optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
+    optimizer = optimizer_factory(shards_in_groups(buckets, param_groups))
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
     waits = overlap is False
     pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=not waits)
-    publish_overlaps = device.type == "cuda" if publish_overlaps is None else publish_overlaps
     publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, inside=levels.inside)
     if publish_overlaps and parameters == "replicated":
-        ForwardWaits(model, list(buckets), publisher.wait, publisher.finish)
+        ForwardWaits(model, list(buckets), publisher)
     in_node = InNode(levels.inside, device, overlap=beside, observe=observe)
     names = {parameter: name for name, parameter in trained.items()}
     parts = (buckets, optimizer, pusher, publisher, levels, in_node)

@@ -81,6 +81,16 @@ class Levels:
             if group is not None:
                 dist.all_reduce(tensor, op, group=group)
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        found = [value]
+        for group in (self.across, self.inside):
+            if group is not None:
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, found, group=group)
+                found = [each for part in parts for each in part]
+        return found
+
 
 def levels_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Levels:
     """Return the ranks of a mesh, or of a group: all ranks where neither is given.

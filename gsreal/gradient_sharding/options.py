@@ -45,13 +45,11 @@ def unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Te
     return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
 
 
-def shards_in_groups(
-    buckets: Sequence[Bucket], group_of: Sequence[int], groups: Sequence[Mapping[str, Any]] | None
-) -> list[Any]:
+def shards_in_groups(buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]] | None) -> list[Any]:
     """Return what the optimizer is made of: this rank's shards, in groups where the user has groups."""
     if groups is None:
-        return [bucket.shard for bucket in buckets]
+        return [piece.tensor for bucket in buckets for piece in bucket.pieces]
     return [
-        {**group, "params": [b.shard for b, at in zip(buckets, group_of, strict=True) if at == number]}
+        {**group, "params": [piece.tensor for b in buckets if b.group_index == number for piece in b.pieces]}
         for number, group in enumerate(groups)
     ]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding import state
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
-from gsreal.gradient_sharding.frozen import frozen_kept
 from gsreal.gradient_sharding.hierarchy import InNode, Levels
 from gsreal.gradient_sharding.migration import migrate
+from gsreal.gradient_sharding.pieces import pass_over_absent
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gssim import shares as share_solver
@@ -128,7 +128,7 @@ class GradientSharding(torch.optim.Optimizer):
     def _push_complete(self) -> None:
         """Push buckets in order, as far as they are complete, so that all ranks push in the same order."""
         while self._next < len(self.buckets) and self.buckets[self._next].complete:
-            self.buckets[self._next].end_backward(leaves=True)  # zeros for those that are frozen
+            self.buckets[self._next].end_backward(leaves=True)  # those that are frozen have no gradient
             self._push_reduced()
             self.in_node.begin(self.buckets[self._next])
             if not self.in_node.overlaps:
@@ -142,7 +142,7 @@ class GradientSharding(torch.optim.Optimizer):
             self.pusher.push(bucket)
 
     def _end_backward(self) -> None:
-        """Finish a backward's pushes, with zeros for parameters that got no gradient."""
+        """Finish a backward's pushes, without the gradients of parameters that got none."""
         self._in_backward = False
         for bucket in self.buckets[self._next :]:
             bucket.end_backward(leaves=self._collecting)
@@ -153,6 +153,7 @@ class GradientSharding(torch.optim.Optimizer):
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
+            bucket.show_gradients()
         if self.scaler is not None and self._collecting:
             self._tell_scaler()
 
@@ -251,8 +252,9 @@ class GradientSharding(torch.optim.Optimizer):
 
     def _update(self) -> None:
         with self.pusher.observe("optimizer", "optimizer"):
-            with frozen_kept(self.buckets, self.optimizer):
-                self.optimizer.step()
+            for bucket in self.buckets:
+                pass_over_absent(bucket, self.optimizer)
+            self.optimizer.step()
             self._forget_shard_gradients(set_to_none=True)
             self.publisher.write_back(self.buckets)
         self.pusher.end_step()
@@ -261,7 +263,8 @@ class GradientSharding(torch.optim.Optimizer):
     def finish(self) -> None:
         """Wait until this replica has all that was published, which may still be under way when `step` returns.
 
-        A forward and `state_dict` do so themselves: only what reads parameters directly need call this.
+        With `publish_overlaps` alone. A forward and `state_dict` do so themselves, but what reads parameters directly
+        must call this first.
         """
         self.publisher.finish()
 
@@ -281,14 +284,21 @@ class GradientSharding(torch.optim.Optimizer):
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`."""
+        """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`.
+
+        Not `set_to_none`: parameters that had gradients have zero ones in the next step, so that momentum and decay go
+        on where a backward does not reach them.
+        """
+        for bucket in self.buckets:
+            bucket.zeroed = set() if set_to_none else bucket.zeroed | bucket.updated | bucket.reached
         self._forget_shard_gradients(set_to_none=set_to_none)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
     def _forget_shard_gradients(self, *, set_to_none: bool) -> None:
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for bucket in self.buckets:
+            bucket.forget_gradients(set_to_none=set_to_none)
         self._norm, self._spoilt = None, False
 
     # State ------------------------------------------------------------------------------------------------------------

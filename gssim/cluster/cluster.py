@@ -23,7 +23,7 @@ from gssim.cluster.costs import (
 )
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
-from gssim.topology import Topology, Wiring, build, wiring_of_links
+from gssim.topology import Topology, Wiring, build, check_size, wiring_of_links
 from gssim.units import (
     Bytes,
     BytesPerSecond,
@@ -34,6 +34,7 @@ from gssim.units import (
     PositiveInt,
     Precision,
     Seconds,
+    Variation,
     Watts,
     spec,
 )
@@ -89,9 +90,9 @@ class DeviceType:
     neighbour_slowdown_ratio: Slowdown = 1.0
     """Compute time while every other device of the host computes, over compute time alone. In the lab, where each
     device is a host: while one as fast computes on the same core."""
-    step_jitter_ratio: NonNegativeFloat = 0.0
+    step_jitter_ratio: Variation = 0.0
     """Random variation of a whole step's compute (standard deviation over median): what makes peers late."""
-    task_jitter_ratio: NonNegativeFloat = 0.0
+    task_jitter_ratio: Variation = 0.0
     """Random variation of a single layer's compute, on top of the step's."""
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
     """Measured, by optimizer; without, an update goes by memory bandwidth."""
@@ -276,6 +277,7 @@ class Cluster:
                 raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
 
     def _fill(self, topology: Topology) -> None:
+        check_size(topology)
         found = build(topology)
         devices, switches = _devices(found.devices), found.switches
         # `dataclasses.replace` hands over what was filled in before

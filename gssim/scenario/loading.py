@@ -9,6 +9,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.data import PATHS
 from gssim.gradients import GradientStatistics, read_gradients
+from gssim.reading import read_text
 from gssim.scenario.checks import check
 from gssim.scenario.overrides import parsed_override, put
 from gssim.scenario.question import Loaded, Scenario
@@ -120,14 +121,7 @@ def _copied(value: Any) -> Any:
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text and the parsed content of a TOML file; raise UserError where there is none or it is broken."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: cannot be read: it is no text in UTF-8: {error.reason}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    text = read_text(path)
     try:
         return text, tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets without end
