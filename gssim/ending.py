@@ -82,6 +82,8 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
         _end(program, f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
     except RunFailedError as error:
         _end(program, str(error), 1)
+    except KeyboardInterrupt:  # before typer listens, or after
+        code = INTERRUPTED
     except MemoryError:
         _end(program, "needs more memory than there is", 1)
     except OSError as error:
