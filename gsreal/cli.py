@@ -75,13 +75,13 @@ def run_command(
     ours = loaded.scenario
     name = file_name(ours.name, ours.scenario_id, "measured")
     _check_places(trace, out and out / name)
-    if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        from gsreal.checkpoint import check_checkpoints
-
-        check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
     with scratch_folder("gsreal-") as folder, _only_saver(checkpoint) as locks:
+        if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            from gsreal.checkpoint import check_checkpoints
+
+            check_checkpoints(ours, checkpoint, every, where=loaded.file)
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
@@ -114,6 +114,8 @@ def _only_saver(folder: Path | None) -> Iterator[tuple[int, ...]]:
         return
     from gsreal.checkpoint import LOCK, remove_unfinished
 
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--checkpoint {folder}: is no folder")
     with locked(folder / LOCK, place=f"--checkpoint {folder}") as handle:
         try:
             yield (handle,)
