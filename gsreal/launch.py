@@ -122,7 +122,7 @@ def run_ranks(
     `check` is called now and then, to raise where what the ranks stand on has failed; `explain` says why ranks wait for
     one another, if it knows. No process outlives the call, whatever ends it.
     """
-    with scratch_folder("gsreal-") as reports:
+    with scratch_folder("gsreal-run-") as reports:
         ranks: list[Rank] = []
         told = {REPORTS: str(reports), STORE: str(reports / "store"), LAUNCHER: str(os.getpid())}
         told[TIMEOUT] = str(guard.timeout_s)
