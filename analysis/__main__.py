@@ -31,7 +31,7 @@ def about() -> None:
 
 @app.command("compare")
 def compare_command(
-    results: Annotated[list[Path], typer.Argument(help="Result files, or folders to search for them.")],
+    results: Annotated[list[Path], typer.Argument(help="Result files; folders, archives (.tar.xz) to search.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for comparison.csv and the charts.")],
 ) -> None:
     """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts."""
@@ -41,11 +41,14 @@ def compare_command(
     from analysis.report import print_comparison
     from analysis.rivals import rival_table
     from analysis.table import find_results
+    from analysis.versions import differences
     from gssim.table import csv_of
 
     found = find_results(results)
     joined = join(found.files)
     _tell(joined, found.skipped)
+    for difference in differences(joined.pairs):
+        _say(difference)
     if not joined.pairs:
         raise UserError(
             f"{', '.join(map(str, results))}: nothing to compare: {_sides(joined)}; "
@@ -169,6 +172,7 @@ def convergence_command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every variant.")
     ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", help="Only the first of the study's seeds.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Train also what is in --out already.")] = False,
 ) -> None:
     """Train a study's variants for real, seed by seed: quality against threshold, bytes and time."""
     from analysis import charts
@@ -179,7 +183,7 @@ def convergence_command(
 
     check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
-    rows = rows_of(loaded.study, train(loaded, out))
+    rows = rows_of(loaded.study, train(loaded, out, again=again))
     found = findings_of(loaded.study, rows)
     drawn = charts.study_charts(loaded.study, rows, found)
     write_text(out / "convergence.csv", write_csv(rows))

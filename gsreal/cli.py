@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gsreal.watch import DEFAULT_TIMEOUT_S
-from gssim.ending import run_command_line
+from gssim.ending import run_command_line, unwinding
 from gssim.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
 from gssim.units import UserError
@@ -140,6 +140,7 @@ def lab_command(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also the points that --out has already.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
     timeout_s: Timeout = DEFAULT_TIMEOUT_S,
 ) -> None:
@@ -150,12 +151,14 @@ def lab_command(
         raise UserError("lab: give one of these: a scenario, --sweep, --clean")
     if only and sweep is None:
         raise UserError("lab: --only chooses points of a --sweep")
+    if again and sweep is None:
+        raise UserError("lab: --again is for a --sweep; a scenario is always measured")
     _check_timeout(timeout_s)
     check_tools()
     if sweep is not None:
         if out is None or trace is not None:
             raise UserError("lab: --sweep needs --out, and writes no --trace")
-        _lab_sweep(sweep, overrides or [], only or [], out, timeout_s, as_json=as_json)
+        _lab_sweep(sweep, overrides or [], only or [], out, timeout_s, as_json=as_json, again=again)
     elif scenario is not None:
         from gsreal.lab.lab import run_lab, warn_of_other_processors
 
@@ -170,7 +173,7 @@ def lab_command(
 
 
 def _lab_sweep(
-    file: Path, overrides: list[str], only: list[str], out: Path, timeout_s: float, *, as_json: bool
+    file: Path, overrides: list[str], only: list[str], out: Path, timeout_s: float, *, as_json: bool, again: bool
 ) -> None:
     from gsreal.lab.lab import run_lab, warn_of_other_processors
     from gsreal.lab.sweep import LOCK, cells_of, checked_points, measure_cells, middle_ones
@@ -184,7 +187,9 @@ def _lab_sweep(
     warn_of_other_processors(each.scenario.cluster for each in loaded)
     cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
     with locked(out / LOCK, place=str(out)):
-        results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides, timeout_s=timeout_s))
+        results = measure_cells(
+            cells, lambda cell: run_lab(cell.loaded, cell.point.overrides, timeout_s=timeout_s), again=again
+        )
     if as_json:
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
@@ -418,4 +423,20 @@ def trace_command(
 
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
-    run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+    with unwinding(), _torch_caches():
+        run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+
+
+@contextmanager
+def _torch_caches() -> Iterator[None]:
+    """Let the folder for compiled kernels, which torch makes as it is imported, be one that goes with this process."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    with scratch_folder("gsreal-") as folder:
+        os.environ[name] = str(folder / "torchinductor")
+        try:
+            yield
+        finally:
+            del os.environ[name]

@@ -8,11 +8,10 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from gssim.digests import code_digest
 from gssim.files import scratch_folder
 from gssim.scenario import parsed_override, read_toml
 from gssim.shared import Shared
@@ -62,17 +61,6 @@ def _names(override: str) -> bool:
 def digest_of(data: object) -> str:
     """Return the digest of plain data."""
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
-
-
-@cache
-def code_digest() -> str:
-    """Return the digest of this package: its code and presets."""
-    found = hashlib.sha256()
-    root = Path(str(files("gssim")))
-    for file in sorted(root.rglob("*")):
-        if file.suffix in (".py", ".toml"):
-            found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    return found.hexdigest()
 
 
 def named_by(value: Any, *folders: Path) -> Path | None:

@@ -36,11 +36,15 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """Return what is in the JSON file `path`; raise UserError where there is none or it is broken."""
-    text = read_text(path)
+    return parsed_json(read_text(path), file=str(path))
+
+
+def parsed_json(content: str | bytes, *, file: str) -> Any:
+    """Return what the content of a JSON file says; raise UserError where it is broken."""
     try:
-        return json.loads(text)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, brackets without end
-        raise UserError(f"{path}: not a JSON file: {error}") from None
+        raise UserError(f"{file}: not a JSON file: {error}") from None
 
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")

@@ -217,8 +217,8 @@ def _threshold(value: float) -> float:
 Threshold = Annotated[float, Field(ge=0), AfterValidator(_threshold), PlainSerializer(_json_number, when_used="json")]
 """What magnitudes are compared with; `inf`, which JSON has as a text alone: nothing reaches it."""
 
-Precision = Literal["fp32", "bf16", "fp64"]
-PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

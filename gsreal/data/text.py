@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gsreal.compiled import cache_folder
 from gsreal.data.tokenisers import Tokeniser
+from gsreal.watch import note_progress
 from gssim.data import TextFolder
 from gssim.files import writing
 from gssim.limits import excess
@@ -83,6 +84,7 @@ def _write(made: Path, files: list[Path], chosen: Tokeniser, dtype: Any) -> None
                 raise FileExistsError
             for path in files:
                 for piece in _pieces(path):
+                    note_progress("it makes tokens")
                     out.write((end if piece is None else chosen.ids(piece).astype(dtype)).tobytes())
     except OSError as error:
         raise UserError(f"workload.data.cache = '{made.parent}': cannot be written: {error}") from None

@@ -57,15 +57,18 @@ class DeviceType:
     """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
     kind: Literal["cpu", "cuda", "tpu"]
-    """What computes there; it decides on the backend that serves it and on how memory is counted."""
+    """What computes there; it decides on the backend that serves it and on how memory is counted. On a `tpu`, XLA
+    compiles the step: operations that stream are fused with the products beside them, and so is an update."""
     memory_bytes: PositiveBytes
     """Capacity: what needs more does not fit."""
     peak_flop_per_s: dict[Precision, FlopPerSecond]
     """Dense matrix rate by precision."""
     efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the peak that large matrix products reach."""
+    """Share of the peak that a training's matrix products reach."""
+    fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The same of products in fp32, which no tensor cores do; absent: `efficiency_ratio`."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
-    """Rate at which operations without much arithmetic read and write."""
+    """Rate at which operations without much arithmetic read and write, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
     """Host time to issue one operation; a step is never faster than its operations are issued."""
     workspace_bytes: Bytes = 0.0
@@ -122,7 +125,14 @@ class DeviceType:
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
-        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting", "resident_threads")
+        optional = (
+            "busy_power_w",
+            "idle_power_w",
+            "communicating_excess_ratio",
+            "posting",
+            "resident_threads",
+            "fp32_efficiency_ratio",
+        )
         for key in [key for key in optional if data[key] is None]:
             del data[key]
         return data
@@ -242,8 +252,9 @@ class Cluster:
     backend_cost: BackendCost | None = None
     """Fixed costs of messages and collectives; absent: only what links take. Or the name of a file of this table."""
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
-    """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), or a table, in which the key
-    `generation` says where it starts from; ampere's if absent."""
+    """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), a machine that they were fitted to
+    (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table, in which the key `generation` says which of these it starts
+    from; ampere's if absent."""
     algorithms: dict[str, str] = field(default_factory=dict)
     """Algorithm by kind of collective, where it is not the backend's own; `best`: what is predicted to be fastest."""
     cores_per_rank: Count = 0

@@ -22,11 +22,13 @@ class Workload:
     sequence_length: Annotated[PositiveInt, limited("sequence_length")] | None = None
     """Tokens of a sample; models of tokens need it, others have none."""
     precision: Precision = "fp32"
-    """`bf16`: parameters, activations and gradients in bf16, and an fp32 master copy that the optimizer updates."""
+    """`bf16`, `fp16`: parameters, activations and gradients in it, and an fp32 master copy that the optimizer updates.
+    `fp16` is predicted only: a real run would have to scale its loss."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
     """As torch has them."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
-    """Which of torch's: `default` is foreach on CUDA and for-loop on a CPU; they differ in memory and time."""
+    """Which of torch's: `default` is foreach on CUDA, for-loop on a CPU and fused on a TPU, where XLA compiles the
+    update; they differ in memory and time."""
     learning_rate: PositiveFloat = 1e-3
     """Constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
