@@ -77,9 +77,17 @@ class Run:
         return found
 
 
+LONGEST_NAME = 200
+"""Bytes of a scenario's name: file systems take 255, and a Result's file says its question and source too."""
+
+
 def _for_files(name: str) -> str:
     if not name or "/" in name or not name.isprintable():
         raise ValueError("files are named after it: at least one character, all printable, none of them '/'")
+    if len(name.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"files are named after it: at most {LONGEST_NAME} bytes are allowed, it has {len(name.encode())}"
+        )
     return name
 
 
