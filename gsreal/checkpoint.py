@@ -234,7 +234,9 @@ def _share_as_before(training: Training, progress: Progress, step: int) -> None:
 def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    load(_state_of(training), checkpoint_id=path)
+    from gsreal.checkpoint_reader import Planner, Reader
+
+    load(_state_of(training), storage_reader=Reader(path), planner=Planner())
     if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
         torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
 
