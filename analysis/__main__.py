@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import INTERRUPTED, run_command_line
-from gssim.result import check_place, write_text
+from gssim.files import check_place, write_text
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ def compare_command(
     from analysis.report import print_comparison
     from analysis.rivals import rival_table
     from analysis.table import find_results
+    from gssim.table import csv_of
 
     found = find_results(results)
     joined = join(found.files)
@@ -60,7 +60,7 @@ def compare_command(
     if not rivals.is_empty():
         tables["gs_against_dense.csv"] = rivals
     for name, table in tables.items():
-        write_text(out / name, table.write_csv())
+        write_text(out / name, csv_of(table))
     pictures = charts.save_all(drawn, out)
     print_comparison(comparison, groups)
     for path in (*(out / name for name in tables), *pictures):
@@ -250,10 +250,10 @@ def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, study_cells(row)))
+        table.add_row(*study_cells(row))
     out.print(table)
     for sentence in findings:
-        out.print(f"{sentence}.", markup=False)
+        out.print(f"{sentence}.")
 
 
 def study_cells(row: "Row") -> tuple[str, ...]:

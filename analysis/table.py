@@ -1,6 +1,5 @@
 """Results as a table: found on disk, then one row per result."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -9,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from gssim.reading import read_json
 from gssim.result import PHASES, SCHEMA, Result, read_result
 from gssim.sweep import SEPARATOR
 from gssim.units import UserError
@@ -73,8 +73,8 @@ def find_results(paths: Sequence[Path]) -> Found:
 
 def _says_result(path: Path) -> bool:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # unreadable or no JSON: not ours
+        data = read_json(path)
+    except UserError:  # unreadable or no JSON: not ours
         return False
     return isinstance(data, dict) and data.get("schema") == SCHEMA
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from gsreal.build import DTYPES
 from gsreal.trace import Counted, trace, trace_at
 from gsreal.trace.recorder import Work
-from gssim.result import write_text
+from gssim.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, UserError, validated
 from gssim.workload import Model, TokenInput

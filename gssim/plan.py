@@ -94,9 +94,10 @@ class Publish:
     encoding: Literal["auto", "coo", "bitmap", "dense"] = "auto"
     """As of a push; of parameters, a dense message holds the whole range, those that did not change as well."""
     overlap: bool | None = None
-    """Let the next forward begin while published parameters are under way, each layer waiting for its own. Absent: on
-    nccl, where the plan lets communication overlap at all. On gloo it gains nothing where every rank has but one core,
-    which its threads share with the compute (measured on loopback: 1.02 times the step without, median of 20 pairs)."""
+    """Let the next forward begin while published parameters are under way, each layer waiting for its own. Absent:
+    false, for whatever else reads parameters after a step (a moving average, say) would find old values: it has to
+    wait first. On gloo it gains nothing where every rank has but one core, which its threads share with the compute
+    (measured on loopback: 1.02 times the step without, median of 20 pairs)."""
 
     @property
     def selects(self) -> bool:
@@ -152,15 +153,18 @@ class Plan:
 
     method: Method
     """A preset of the policies below; what is set beside it counts."""
+    ranks: PositiveInt | None = None
+    """How many of the cluster's devices take part: the first so many. Absent: all of them (`single`: one). Those that
+    are left out are named in the Result, as `idle_devices`."""
     dp_replicate: PositiveInt | None = None
-    """Replicas of what is sharded, or of the whole model. Absent: what the other axes leave, for methods that
-    replicate."""
+    """Replicas of what is sharded, or of the whole model. Absent: what the other axes leave of the ranks, for methods
+    that replicate; else 1. The sizes of all axes multiply to the number of ranks."""
     dp_shard: PositiveInt | None = None
-    """Ranks among which state is sharded. Absent: what the other axes leave, for methods that shard."""
+    """Ranks among which state is sharded. Absent: what the other axes leave, for methods that shard; else 1."""
     tp: PositiveInt = 1
-    """Ranks that share each block's tensors."""
+    """Ranks that share each block's tensors; of `tensor` and `gs_tp`, 1 means what the other axes leave."""
     pp: PositiveInt = 1
-    """Ranks in a pipeline of stages."""
+    """Ranks in a pipeline of stages; of `pipeline`, 1 means what the other axes leave."""
     partition: Partition | None = None
     """What ranks divide: the samples, or the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None

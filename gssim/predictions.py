@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from gssim.chunks import Fault, answers, by_likeness
-from gssim.result import Result, file_name, read_result, write_text
+from gssim.files import locked, remove_partial, write_text
+from gssim.result import Result, file_name, read_result
 from gssim.shared import Shared
 from gssim.simulate import simulate
 from gssim.sweep import Point
@@ -34,8 +36,27 @@ def predict(
     """Return a prediction of every point, in their order; with `out`, each is a file there as soon as it ends.
 
     A file of the same question and calibration stays as it is, unless `again`. All points are checked before the first
-    is simulated: UserError names the sweep and the point. `told` hears (done, of how many).
+    is simulated: UserError names the sweep and the point, or the process that writes there. `told` hears (done, of how
+    many).
     """
+    with locked(out / LOCK, place=str(out)) if out is not None else nullcontext():
+        return _predicted(points, sweep, out, jobs, again=again, told=told)
+
+
+LOCK = ".gssim-sweep.lock"
+"""In a folder of predictions; whoever writes them holds it."""
+
+
+def _predicted(
+    points: Sequence[Point],
+    sweep: Path,
+    out: Path | None,
+    jobs: int,
+    *,
+    again: bool,
+    told: Callable[[int, int], None],
+) -> tuple[Result, ...]:
+    """Return the predictions, after they are written; see `predict`."""
     order = by_likeness(points)
     with processes(min(jobs, len(points))) as workers:
         asked = dict(answers(points, order, question_of, workers))
@@ -65,8 +86,10 @@ def prediction_name(point: Point, scenario_id: str) -> str:
 
 def kept_prediction(out: Path, point: Point, question: Question) -> Result | None:
     """Return the prediction that is in `out` already, if it is of this question and calibration."""
+    file = out / prediction_name(point, question.scenario_id)
+    remove_partial(file)
     try:
-        found = read_result(out / prediction_name(point, question.scenario_id))
+        found = read_result(file)
     except UserError:  # none, or a damaged one
         return None
     return found if found.calibration_id == question.calibration_id else None

@@ -298,6 +298,7 @@ def _result(
         collectives=collectives_of(machine.program, sent),
         links=links_of(machine, typical.time_s),
         ranks=ranks,
+        idle_devices=scenario.idle_devices,
         cost_usd_per_step=cost_usd(scenario, typical.time_s),
         energy_j_per_step=energy_j(scenario, typical.time_s, ranks),
         provenance={

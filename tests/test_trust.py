@@ -1,5 +1,6 @@
 """Files that hold data run no code: model files, Hugging Face configs, tokenisers and checkpoints of others."""
 
+import json
 import os
 import pickle
 import textwrap
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from gsreal.build import build_module
+from gsreal.checkpoint import _digest
 from gsreal.checkpoint_reader import Planner, Reader
 from gsreal.hugging_face import training_config
 from gsreal.trust import check_factory, set_trust
@@ -276,6 +278,9 @@ def test_a_run_that_goes_on_from_a_malicious_checkpoint_is_refused(tmp_path, mar
     assert commands.run(*line, "run.steps=1").returncode == 0
     for folder in (tmp_path / "saved").glob("step-*"):
         (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+        progress = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+        progress["files"][".metadata"] = _digest(folder / ".metadata")  # its author would do that too
+        (folder / "progress.json").write_text(json.dumps(progress), encoding="utf-8")
     ended = commands.run(*line, "run.steps=3")
     assert (ended.returncode, marker.exists()) == (2, False), ended.stderr
     assert "names posix.system, which is no part of a checkpoint" in ended.stderr

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.convergence.study import LoadedStudy, Variant, on_network, slug
-from gssim.result import Result, read_result, write_text
+from gssim.files import write_text
+from gssim.result import Result, read_result
 from gssim.scenario import Loaded, as_overrides, read_toml
 from gssim.simulate import simulate
 from gssim.units import RunFailedError, UserError, human_seconds

@@ -11,10 +11,14 @@ from gsreal.lab.lab import lab_of
 from gsreal.lab.network import Network, network_of
 from gsreal.lab.throttle import share_of
 from gssim.cluster import Cluster
-from gssim.result import Result, file_name, read_result, write_text
+from gssim.files import remove_partial, write_text
+from gssim.result import Result, file_name, read_result
 from gssim.scenario import Loaded
 from gssim.sweep import Point, loaded_point
 from gssim.units import RunFailedError, UserError, human_seconds, validated
+
+LOCK = ".gsreal-lab.lock"
+"""In a folder of measurements; whoever measures there holds it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int,
 
 def kept(cell: Cell) -> Result | None:
     """Return the measurement, if it is there already: of the same question on the same emulated cluster."""
+    remove_partial(cell.file)
     try:
         found = read_result(cell.file)
         cluster = validated(Cluster, found.scenario["cluster"], file=str(cell.file))

@@ -42,7 +42,7 @@ def fake_module(model: Model, where: str) -> nn.Module:
 
 
 class _GroupedProductsOfAnyType(TorchDispatchMode):
-    """Gives fake tensors grouped products in all types that kernels take: torch's shape function has bf16 alone."""
+    """Gives fake tensors grouped products in the types that kernels take; torch's shape function takes bf16 alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

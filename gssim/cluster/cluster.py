@@ -23,7 +23,7 @@ from gssim.cluster.costs import (
 )
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
-from gssim.topology import Topology, Wiring, build, wiring_of_links
+from gssim.topology import Topology, Wiring, build, check_size, wiring_of_links
 from gssim.units import (
     Bytes,
     BytesPerSecond,
@@ -34,6 +34,7 @@ from gssim.units import (
     PositiveInt,
     Precision,
     Seconds,
+    Variation,
     Watts,
     spec,
 )
@@ -86,9 +87,9 @@ class DeviceType:
     neighbour_slowdown_ratio: Slowdown = 1.0
     """Compute time while every other device of the host computes, over compute time alone. In the lab, where each
     device is a host: while one as fast computes on the same core."""
-    step_jitter_ratio: NonNegativeFloat = 0.0
+    step_jitter_ratio: Variation = 0.0
     """Random variation of a whole step's compute (standard deviation over median): what makes peers late."""
-    task_jitter_ratio: NonNegativeFloat = 0.0
+    task_jitter_ratio: Variation = 0.0
     """Random variation of a single layer's compute, on top of the step's."""
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
     """Measured, by optimizer; without, an update goes by memory bandwidth."""
@@ -256,6 +257,8 @@ class Cluster:
             self._fill(self.topology)
         else:
             self._check_names()
+        if not self.devices:
+            raise ValueError("devices: at least one is needed, or a topology that has one")
         for device in self.devices:
             if device.type not in self.device_types:
                 allowed = ", ".join(sorted(self.device_types))
@@ -265,6 +268,7 @@ class Cluster:
                 raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
 
     def _fill(self, topology: Topology) -> None:
+        check_size(topology)
         found = build(topology)
         devices, switches = _devices(found.devices), found.switches
         # `dataclasses.replace` hands over what was filled in before
@@ -277,8 +281,6 @@ class Cluster:
         object.__setattr__(self, "switches", switches)
 
     def _check_names(self) -> None:
-        if not self.devices:
-            raise ValueError("devices: at least one is needed, or a topology")
         names = Counter([*(device.name for device in self.devices), *self.switches])
         repeated = sorted(name for name, count in names.items() if count > 1)
         if repeated:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gssim.data import Data, Glue, ImageFolder, TextFolder
-from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, spec
+from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, limited, spec
 from gssim.workload.model import ImageInput, Model, TokenInput
 
 
@@ -17,9 +17,9 @@ class Workload:
     """A model file (`gsreal trace`), or its table."""
     gradients: str | None = None
     """Gradient statistics file: needed where a threshold is set."""
-    global_batch_size: PositiveInt
+    global_batch_size: Annotated[PositiveInt, limited("samples")]
     """Samples of one step, of all ranks together."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Annotated[PositiveInt, limited("sequence_length")] | None = None
     """Tokens of a sample; models of tokens need it, others have none."""
     precision: Precision = "fp32"
     """`bf16`: parameters, activations and gradients in bf16, and an fp32 master copy that the optimizer updates."""
