@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from gssim.units import UserError
@@ -55,9 +56,9 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_settings: Any) -> Metadata:
         """Return the description of the checkpoint."""
-        if getattr(self._metadata, "storage_meta", None) is None:
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
+        described = getattr(self._metadata, "storage_meta", None) or StorageMeta()
+        described.load_id = self.load_id
+        self._metadata.storage_meta = described
         return self._metadata
 
 

@@ -71,6 +71,6 @@ def _parts(path: str) -> tuple[str, str, str]:
 
 def _refusal(path: str, where: str) -> UserError:
     return UserError(
-        f"{where}: module.factory = '{path}': names code that is neither a factory of {OURS} nor a module of "
-        f"{TRANSFORMERS}; if you trust it, let it run with --trust-code"
+        f"{where}: module.factory = '{path}': neither a factory of {OURS} nor a module of {TRANSFORMERS}; if you trust "
+        "its code, give --trust-code"
     )

@@ -36,7 +36,8 @@ def fake_module(model: Model, where: str) -> nn.Module:
     if others:
         raise UserError(
             f"{where}: the module has parameters in {', '.join(sorted(others))}, but is traced in "
-            f"{model.traced_precision}, to which a run casts all: make them in torch's default type, or give --precision"
+            f"{model.traced_precision}, to which a run casts all: make them in torch's default type, or give "
+            "--precision"
         )
     return module
 
