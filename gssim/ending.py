@@ -96,7 +96,7 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
 
 def _end(program: str, message: str, code: int) -> None:
     with contextlib.suppress(OSError):
-        print(one_line(f"{program}: {message}", LONGEST_LINE), file=sys.stderr)
+        print(one_line(f"{program}: {message}", LONGEST_LINE + _length_of_paths(message)), file=sys.stderr)
     raise SystemExit(code) from None
 
 
@@ -107,6 +107,13 @@ def _end_with_usage(program: str, error: Any) -> None:
         raise SystemExit(2) from None
     path = error.ctx.command_path if error.ctx is not None else program
     _end(program, f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
+
+
+def _length_of_paths(message: str) -> int:
+    """Return how much of a message are paths that the user named and that are there: a line may be so much longer."""
+    words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
+    paths = [word for word in words if os.sep in word and word in message and os.path.exists(word)]
+    return sum(len(path) * message.count(path) for path in paths)
 
 
 def _leave_stdout() -> None:
