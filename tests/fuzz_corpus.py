@@ -197,5 +197,5 @@ def _write_checkpoint(folder: Path) -> None:
 
 
 def _write_gpt(folder: Path) -> None:
-    sizes = ("--vocabulary", "16", "--maximum-sequence-length", "16")
+    sizes = ("--vocabulary", "256", "--maximum-sequence-length", "16")
     _run(folder, "gsreal", "trace", *GPT, *sizes, "--out", "gpt.toml")
