@@ -98,6 +98,8 @@ def shard_gradients(
     publish = publish or Publish()
     check_options(parameters, units, publish, param_groups)
     shares = checked_shares(shard_shares, len(levels.ranks), scaler)
+    if parameters != "replicated":
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     check_parameters(trained, thresholded=thresholded)

@@ -205,7 +205,7 @@ class Scenario:
         if mesh.tp == mesh.ranks > 1:
             return self.slice_shares
         if policies.slices == "shares":  # they say how blocks are cut
-            return shares.even(mesh.data_ranks) * mesh.tp
+            return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
         return self._wanted_shards
 
     @cached_property
@@ -272,7 +272,8 @@ class Scenario:
         if policies.slices != "shares" or wanted == "even":
             return shares.even(policies.tp)
         if isinstance(wanted, str):
-            return shares.proportional([1 / each for _, each in self._sample_costs()[: policies.tp]])
+            costs = [each for _, each in self._sample_costs()]  # the slowest rank of each position counts
+            return shares.proportional([1 / max(costs[place :: policies.tp]) for place in range(policies.tp)])
         return shares.proportional(wanted)
 
     def _sample_costs(self) -> list[tuple[float, float]]:
