@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.console import idle_list, print_result, print_results, print_table, progress_bar
-from gssim.ending import run_command_line
+from gssim.ending import activity, run_command_line
 from gssim.files import write_text
 from gssim.parts import parts_folder
 from gssim.predictions import predict
@@ -26,7 +26,7 @@ from gssim.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.table import TABLES, check_table_place, points_in
 from gssim.tabulation import tabulate
 from gssim.trace import chrome_trace
-from gssim.units import RunFailedError, UserError
+from gssim.units import RunFailedError, UserError, one_line
 from gssim.workers import dask_workers, processes, usable_cores
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
         loaded = load_scenario(path, overrides or [])
         found = loaded.scenario
         idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
-        print(f"{path}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
+        print(f"{one_line(str(path))}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
 
 
 @app.command("run")
@@ -63,15 +63,19 @@ def run_command(
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
 ) -> None:
     """Predict one scenario."""
-    began_s = time.perf_counter()
-    loaded = load_scenario(scenario, overrides or [])
-    loaded_s = time.perf_counter()
-    simulated = simulate(loaded, unfolded=unfold)
-    ended_s = time.perf_counter()
-    result = with_remedies(loaded, simulated.result)
-    advised_s = time.perf_counter()
-    if trace is not None:
-        write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
+    with activity("gssim: run") as doing:
+        began_s = time.perf_counter()
+        loaded = load_scenario(scenario, overrides or [])
+        loaded_s = time.perf_counter()
+        doing(f"simulating {loaded.scenario.ranks:,} ranks")
+        simulated = simulate(loaded, unfolded=unfold)
+        ended_s = time.perf_counter()
+        doing("looking for what would fit")
+        result = with_remedies(loaded, simulated.result)
+        advised_s = time.perf_counter()
+        if trace is not None:
+            doing(f"writing {trace}")
+            write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
     if out is not None:
         write_text(out / file_name(loaded.scenario.name, result.scenario_id, "simulated"), result.to_json())
     if as_json:
@@ -238,7 +242,7 @@ def search_command(
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
     shared = Shared()
-    loaded = load_scenario(scenario, given, shared=shared)
+    loaded = load_scenario(scenario, given, searched=True, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:

@@ -3,19 +3,17 @@
 import hashlib
 import json
 import os
-import tomllib
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from gssim.digests import code_digest
 from gssim.files import scratch_folder
-from gssim.scenario import parsed_override
+from gssim.scenario import parsed_override, read_toml
 from gssim.shared import Shared
 from gssim.sweep import Point
 
@@ -65,17 +63,6 @@ def digest_of(data: object) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
-@cache
-def code_digest() -> str:
-    """Return the digest of this package: its code and presets."""
-    found = hashlib.sha256()
-    root = Path(str(files("gssim")))
-    for file in sorted(root.rglob("*")):
-        if file.suffix in (".py", ".toml"):
-            found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    return found.hexdigest()
-
-
 def named_by(value: Any, *folders: Path) -> Path | None:
     """Return the file that a value names, looked up in these folders, if it names one."""
     if not isinstance(value, str) or not value.endswith(SUFFIXES):
@@ -88,7 +75,7 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
     if file.suffix != ".toml" or not file.is_file():
         return
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = read_toml(file)[1]
     except (ValueError, RecursionError):  # whoever loads it is told
         return
     for text in set(_texts(data)):
@@ -167,7 +154,7 @@ def _gather_references(data: dict[str, Any], under: str, folders: Sequence[Path]
 def _content(file: Path) -> dict[str, Any]:
     """Return what a TOML file holds; nothing where it is none, of which whoever loads it is told."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return read_toml(file)[1]
     except (OSError, ValueError, RecursionError):
         return {}
 

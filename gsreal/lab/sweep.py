@@ -83,12 +83,14 @@ def emulated(cluster: Cluster) -> tuple[Network, tuple[tuple[str, float], ...], 
     return network_of(cluster, "", where="cluster"), tuple(devices), cluster.algorithms
 
 
-def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result]) -> list[Result]:
+def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again: bool = False) -> list[Result]:
     """Return the Results of all cells; `run` measures what is not there, and each is written as soon as it ends.
+
+    What is there stays, whatever code measured it (its provenance says which), unless `again`.
 
     Raises RunFailedError at the end where some failed; they are not there, so that the next call tries them again.
     """
-    found = {cell.file: result for cell in cells if (result := kept(cell)) is not None}
+    found = {} if again else {cell.file: result for cell in cells if (result := kept(cell)) is not None}
     missing = [cell for cell in cells if cell.file not in found]
     if found:
         _say(f"{len(found)} of {len(cells)} are there already")
