@@ -229,6 +229,23 @@ def test_a_master_copy_is_what_fp32_training_on_the_same_gradients_gives(kind: t
         assert master.grad is None
 
 
+def test_a_master_copy_takes_what_is_written_into_its_parameter_and_else_keeps_its_own_precision():
+    written, replaced, kept = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3))
+    optimizer = MasterCopy([written, replaced, kept], torch.optim.SGD, lr=1e-3)
+    for step in range(4):
+        if step == 3:
+            with torch.no_grad():
+                written[0] = 5.0
+            replaced.data = torch.full((3,), 7.0, dtype=torch.bfloat16)
+        for parameter in (written, replaced, kept):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    masters = [master.tolist() for _, master in optimizer.pairs()]
+    assert masters[0] == pytest.approx([4.999, 0.996, 0.996])
+    assert masters[1] == pytest.approx([6.999] * 3)
+    assert masters[2] == pytest.approx([0.996] * 3)
+
+
 def test_what_is_updated_has_at_least_the_precision_of_fp32():
     found = [master_type(each) for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
     assert found == [torch.float32, torch.float32, torch.float32, torch.float64]
