@@ -47,9 +47,9 @@ def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
     """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
     for path in scenarios:
         loaded = load_scenario(path, overrides or [])
-        asked = loaded.scenario
-        idle = f" (idle: {idle_list(asked.idle_devices)})" if asked.idle_devices else ""
-        print(f"{one_line(str(path))}: {asked.plan.method} on {asked.ranks} ranks{idle}, {asked.scenario_id}")
+        found = loaded.scenario
+        idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
+        print(f"{one_line(str(path))}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
 
 
 @app.command("run")
@@ -242,7 +242,7 @@ def search_command(
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
     shared = Shared()
-    loaded = load_scenario(scenario, given, shared=shared)
+    loaded = load_scenario(scenario, given, searched=True, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tomllib
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +13,7 @@ from typing import Any
 
 from gssim.digests import code_digest
 from gssim.files import scratch_folder
-from gssim.reading import read_text
-from gssim.scenario import parsed_override
+from gssim.scenario import parsed_override, read_toml
 from gssim.shared import Shared
 from gssim.sweep import Point
 
@@ -77,7 +75,7 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
     if file.suffix != ".toml" or not file.is_file():
         return
     try:
-        data = tomllib.loads(read_text(file))
+        data = read_toml(file)[1]
     except (ValueError, RecursionError):  # whoever loads it is told
         return
     for text in set(_texts(data)):
@@ -156,7 +154,7 @@ def _gather_references(data: dict[str, Any], under: str, folders: Sequence[Path]
 def _content(file: Path) -> dict[str, Any]:
     """Return what a TOML file holds; nothing where it is none, of which whoever loads it is told."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return read_toml(file)[1]
     except (OSError, ValueError, RecursionError):
         return {}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gssim.files import check_place, write_files
+from gssim.reading import as_text_cell
 from gssim.result import CATEGORIES, PHASES, RankClass, Result
 from gssim.units import UserError, human_bytes
 
@@ -224,11 +225,22 @@ def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str,
 def _contents(table: "polars.DataFrame", file: Path, metadata: Mapping[str, str]) -> dict[Path, bytes]:
     """Return the bytes of a table's two files."""
     parquet, csv = files_of(file)
-    text, content = io.BytesIO(), io.BytesIO()
-    table.write_csv(text)
-    twin = hashlib.sha256(text.getvalue()).hexdigest()
+    text, content = csv_of(table).encode(), io.BytesIO()
+    twin = hashlib.sha256(text).hexdigest()
     table.write_parquet(content, metadata={"schema": SCHEMA, **metadata, TWIN: twin})
-    return {parquet: content.getvalue(), csv: text.getvalue()}
+    return {parquet: content.getvalue(), csv: text}
+
+
+def csv_of(table: "polars.DataFrame") -> str:
+    """Return a table as CSV, no cell of which is a formula; see `gssim.reading`."""
+    pl = _polars()
+    cells = {
+        name: [each and as_text_cell(each) for each in table[name]]
+        for name, kind in table.schema.items()
+        if kind == pl.String
+    }
+    text: str = table.with_columns(pl.Series(name, texts, dtype=pl.String) for name, texts in cells.items()).write_csv()
+    return text
 
 
 def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":

@@ -5,7 +5,6 @@ filled with negative zeros. Sums keep them only where all ranks are absent, and 
 them, so that owners see in what comes anyway whether a parameter has a gradient at all.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,12 +70,13 @@ class Bucket:
         self.zeroed: set[nn.Parameter] = set()
         """Parameters whose gradients were set to zero, not to None: they have one in the next step."""
         self.has_master = False
-        """Whether the shard is a copy, not a part of the replica."""
+        """Whether the shard has values that the model's parameters do not have: finer ones, or unpublished ones."""
         self.weight = 1.0
         """What gradients are multiplied by as they are collected: this rank's part of its node's loss terms."""
         self.gradient: Tensor | None = None
         """Of all places; once it is reduced in the node, of this rank's."""
         self.missing = set(parameters)
+        self._addresses = [(p.data_ptr(), p.shape) for p in parameters]
 
     def take_shard(self, *, master: bool = False) -> None:
         """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32.
@@ -92,10 +92,18 @@ class Bucket:
         """Let the optimizer have the shard in one piece."""
         self.pieces = [Piece(self.shard, slice(0, self.shard.numel()))]
 
-    def cut(self, places: Sequence[slice]) -> None:
-        """Let the optimizer have the shard in pieces."""
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether the optimizer has the shard itself."""
+        return len(self.pieces) == 1 and self.pieces[0].tensor is self.shard
+
+    def cut_by_parameter(self) -> None:
+        """Let the optimizer have every parameter of the shard for itself, in its shape."""
         values = self.shard.detach()
-        self.pieces = [Piece(nn.Parameter(values[place]), place) for place in places]
+        parts = [(parameter.shape or (1,), self.owned(parameter)[1]) for parameter in self.parameters]
+        self.pieces = [
+            Piece(nn.Parameter(values[part].view(shape)), part) for shape, part in parts if part.stop > part.start
+        ]
 
     def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
         """Take a parameter's gradient out of the backward, unless it stays there to add up."""
@@ -146,7 +154,7 @@ class Bucket:
 
     def show_gradients(self) -> None:
         """Let every piece see its part of the shard's gradient."""
-        if self.shard.grad is not None and self.pieces[0].tensor is not self.shard:
+        if self.shard.grad is not None and not self.is_one_piece:
             for piece in self.pieces:
                 piece.tensor.grad = self.shard.grad[piece.place].view(piece.tensor.shape)
 
@@ -181,6 +189,25 @@ class Bucket:
             self.shard.grad = gradient.to(self.shard.dtype, copy=True).mul_(weight)
         else:
             self.shard.grad.add_(gradient.to(self.shard.dtype), alpha=weight)
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether parameters have their values between steps."""
+        return True
+
+    def addresses(self) -> list[tuple[int, torch.Size]]:
+        """Return where the values of every parameter must be, and in which shape."""
+        return self._addresses
+
+    def adopt(self, part: slice, *, rounded: bool = True) -> None:
+        """Make a part of the replica the master copy's, after it was written to from outside.
+
+        `rounded`: the replica has what the master has, but in its own precision; where that is so still, it is kept.
+        """
+        master, replica = self.shard.detach()[part], self.flat[self.own][part]
+        if rounded:
+            replica = torch.where(master.to(replica.dtype) == replica, master, replica.to(master.dtype))
+        master.copy_(replica)
 
     def write_back(self) -> None:
         """Bring what was updated to the replica."""

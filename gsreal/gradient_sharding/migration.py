@@ -32,7 +32,7 @@ def migrate(
     would be lost. Assumes that what has a shard's shape in the optimizer's state is elementwise. Raises RuntimeError
     where a shard is in pieces: its parameters have had unequal numbers of updates, which new owners would not know.
     """
-    if any(len(bucket.pieces) != 1 or bucket.pieces[0].tensor is not bucket.shard for bucket in buckets):
+    if not all(bucket.is_one_piece for bucket in buckets):
         raise RuntimeError(
             "shards cannot change their owners: the optimizer has parameters of them apart (whole_tensors, or some got "
             "no gradient in some steps); save state_dict() and load it into a new shard_gradients with other shares"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding import state
+from gsreal.gradient_sharding.at_rest import Unit
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
 from gsreal.gradient_sharding.hierarchy import InNode, Levels
@@ -15,6 +16,7 @@ from gsreal.gradient_sharding.migration import migrate
 from gsreal.gradient_sharding.pieces import pass_over_absent
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
+from gsreal.gradient_sharding.watch import Watch
 from gssim import shares as share_solver
 
 
@@ -47,6 +49,10 @@ class GradientSharding(torch.optim.Optimizer):
         self.scaler, self.skip_nonfinite = scaler, skip_nonfinite
         self.skipped_steps = 0
         """Steps that were not made because a gradient was NaN or infinite, the same on every rank."""
+        self.watch = Watch(model, buckets, names)
+        for bucket in buckets:
+            if isinstance(bucket, Unit):
+                bucket.check = self.watch.check_places
         self._others = [p for p in model.parameters() if p not in names]
         self._norm: Tensor | None = None
         self._spoilt = False
@@ -243,6 +249,7 @@ class GradientSharding(torch.optim.Optimizer):
                 loss = closure()
         self.finish()
         self._check_parameters()
+        self.watch.adopt_writes()
         if self._is_spoilt():
             self._forget_shard_gradients(set_to_none=True)
             self.pusher.drop_broken()
@@ -275,13 +282,7 @@ class GradientSharding(torch.optim.Optimizer):
                 "a parameter that was frozen when shard_gradients was called requires gradients now, but has no owner; "
                 "call shard_gradients with all that will ever be trained, and freeze after that"
             )
-        for bucket in self.buckets:
-            first = bucket.parameters[0]
-            if bucket.is_replica and first.data_ptr() != bucket.whole[bucket.slots[first]].data_ptr():
-                raise RuntimeError(
-                    f"{self.names[first]} is no longer in its bucket: move and cast a model (.to, .half, assign=True) "
-                    "before shard_gradients"
-                )
+        self.watch.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`.
@@ -318,6 +319,7 @@ class GradientSharding(torch.optim.Optimizer):
         After `model.load_state_dict`: where owners keep no master copy, the model's parameters are what they update.
         """
         self.finish()
+        self.watch.adopt_writes()
         state.load_whole(self, state_dict)
 
     def sharded(self) -> "state.Sharded":
@@ -332,11 +334,16 @@ class GradientSharding(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Take the model's parameters into the owners' master copies: after they were written to from outside."""
+        """Take the model's parameters into the owners' master copies.
+
+        After they were written to in ways that torch's version counters do not see (`parameter.data.clamp_()`); of
+        others (`load_state_dict`, in place under `no_grad`) the next step knows by itself.
+        """
         self.finish()
         for bucket in self.buckets:
-            if bucket.is_replica and bucket.has_master:  # units do so as the model's state is loaded
-                bucket.shard.copy_(bucket.flat[bucket.own])
+            if bucket.has_master and bucket.holds_values:  # units do so as the model's state is loaded
+                bucket.adopt(slice(None), rounded=False)
+        self.watch.note_versions()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: what is not in a bucket from the start has no owner."""

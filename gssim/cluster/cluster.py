@@ -268,6 +268,8 @@ class Cluster:
             self._fill(self.topology)
         else:
             self._check_names()
+        if not self.devices:
+            raise ValueError("devices: at least one is needed, or a topology that has one")
         for device in self.devices:
             if device.type not in self.device_types:
                 allowed = ", ".join(sorted(self.device_types))
@@ -290,8 +292,6 @@ class Cluster:
         object.__setattr__(self, "switches", switches)
 
     def _check_names(self) -> None:
-        if not self.devices:
-            raise ValueError("devices: at least one is needed, or a topology")
         names = Counter([*(device.name for device in self.devices), *self.switches])
         repeated = sorted(name for name, count in names.items() if count > 1)
         if repeated:
