@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,12 @@ from real_runs import predicted, run_cases, scenario_file
 from real_runs import star as real_star
 from strategies import device_type, loaded_of, machine_of, scenario_of, scenarios, star
 
+from gsreal.checks import check_precision
 from gssim import costs
 from gssim.cluster import DeviceType
 from gssim.program import lower
 from gssim.result import CATEGORIES
-from gssim.scenario import Scenario, has_master_copy, master_bytes, value_bytes
+from gssim.scenario import Scenario, has_master_copy, load_scenario, master_bytes, value_bytes
 from gssim.simulate import simulate
 from gssim.units import UserError
 
@@ -316,3 +318,18 @@ def test_a_real_run_in_bf16_does_and_holds_what_is_predicted(runs: dict, name: s
 @pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("sgd")])
 def test_training_in_bf16_comes_to_where_one_device_comes(runs: dict, name: str):
     assert 0 < runs[name]["difference_ratio"] <= TRAINED_RATIO
+
+
+TABLE1 = Path(__file__).resolve().parents[1] / "scenarios" / "table1-bert.toml"
+
+
+def test_fp16_is_predicted_as_bf16_is_but_not_run():
+    changes = ["cluster=clusters/dgx-a100.toml", "plan.method=ddp", "workload.global_batch_size=64"]
+    steps = [
+        simulate(load_scenario(TABLE1, [*changes, f"workload.precision={precision}"])).result.step_time_s
+        for precision in ("fp16", "bf16")
+    ]
+    assert steps[0] == steps[1]
+    asked = load_scenario(TABLE1, [*changes, "workload.precision=fp16"])
+    with pytest.raises(UserError, match=r"workload.precision = 'fp16': can be predicted, but not run"):
+        check_precision(asked.scenario, where=asked.file)
