@@ -21,6 +21,7 @@ from gsreal.gradient_sharding.beside import Lane
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.hierarchy import Levels
 from gsreal.gradient_sharding.observer import Observer
+from gsreal.gradient_sharding.protocol import Kind
 from gsreal.master import master_type
 from gssim.division import Division
 
@@ -47,6 +48,7 @@ class Unit(Bucket):
     ) -> None:
         super().__init__(index, parameters, division, node=levels.node)
         self.name, self.module, self.group, self.observe = name, module, levels.across, observe
+        self._protocol = levels.protocol
         self._lane = lane
         self.is_whole = True
         """Whether the parameters have their values now."""
@@ -92,7 +94,9 @@ class Unit(Bucket):
             self.flat[self.own].copy_(self.shard.detach())
 
         def gather() -> None:
-            all_gather_v(self.flat, self.ranges, group=self.group)
+            tag = self._protocol.tag(Kind.GATHER, self.index)
+            with self._protocol.exchange(label):
+                all_gather_v(self.flat, self.ranges, group=self.group, tag=tag)
 
         if beside:
             self._wait = self._lane.begin(gather)

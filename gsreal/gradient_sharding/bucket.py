@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from gsreal.gradient_sharding.pushed_gradient import PushedGradient
 from gsreal.master import master_type
 from gssim.division import Division
 
@@ -44,6 +45,10 @@ class Bucket:
         self.gradient: Tensor | None = None
         """Of all places; once it is reduced in the node, of this rank's."""
         self.missing = set(parameters)
+        self._stand_ins: dict[nn.Parameter, PushedGradient] = {}
+        """What takes the place of each parameter's gradient once it has been pushed."""
+        self.pushed: set[nn.Parameter] = set()
+        """Parameters whose gradients were pushed since the last step."""
 
     def take_shard(self, *, master: bool = False) -> None:
         """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32.
@@ -62,10 +67,35 @@ class Bucket:
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Move a parameter's gradient, zeros where it has none, into the bucket."""
+        if isinstance(parameter.grad, PushedGradient):
+            parameter.grad = parameter.grad.added()
+            if parameter.grad is not None:
+                del self._stand_ins[parameter]  # what was added is in it
+        if parameter.grad is not None:
+            self.pushed.add(parameter)
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
         _copy_gradient(parameter, self.gradient[self.slots[parameter]], self.weight)
-        parameter.grad = None
+        parameter.grad = self._stand_in(parameter) if parameter in self.pushed else None
+
+    def _stand_in(self, parameter: nn.Parameter) -> PushedGradient:
+        """Return what takes the place of a gradient."""
+        found = self._stand_ins.get(parameter)
+        if found is None:
+            found = self._stand_ins[parameter] = PushedGradient.of(parameter)
+        found.is_zeroed = False
+        return found
+
+    def clear_stand_ins(self) -> None:
+        """Leave parameters whose gradients were pushed without any, so that autograd has nothing to add the next to."""
+        for parameter in self.pushed:
+            if isinstance(parameter.grad, PushedGradient):
+                parameter.grad = None
+
+    def forget_pushed(self) -> None:
+        """Leave parameters without gradients: those that were pushed have been used, or discarded."""
+        self.clear_stand_ins()
+        self.pushed.clear()
 
     @property
     def complete(self) -> bool:

@@ -8,13 +8,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gsreal.exchanges import backend_of, runs_on_device
 from gsreal.gradient_sharding.at_rest import gather_just_in_time, make_units
-from gsreal.gradient_sharding.beside import runs_beside
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
 from gsreal.gradient_sharding.observer import Observer, unobserved
-from gsreal.gradient_sharding.options import check_options, checked_shares, shards_in_groups, unowned
+from gsreal.gradient_sharding.options import (
+    check_options,
+    checked_shares,
+    described_model,
+    described_optimizer,
+    shards_in_groups,
+    unowned,
+)
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher
 from gsreal.gradient_sharding.sharding import GradientSharding
@@ -80,13 +87,15 @@ def shard_gradients(
     way, each module waiting for its own. Whatever else reads parameters between `step` and the forward (a moving
     average, a norm, `torch.save`) must then call `optimizer.finish()` first, or it finds old values.
 
-    Raises ValueError where parameters, units and options do not fit one another.
+    Raises ValueError where parameters, units and options do not fit one another, or differ between ranks.
     """
     levels = levels_of(mesh, group)
     publish = publish or Publish()
     check_options(parameters, units, publish, param_groups)
     shares = checked_shares(shard_shares, len(levels.ranks), scaler)
     trained = trained_parameters(model, parameter_order)
+    for parameter in trained.values():
+        backend_of(levels.across, parameter.device)
     buckets: Sequence[Bucket]
     if parameters == "replicated":
         found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
@@ -95,19 +104,42 @@ def shard_gradients(
     else:
         buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
         group_of = [0] * len(buckets)
-    _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
+    names = {parameter: name for name, parameter in trained.items()}
     device = buckets[0].flat.device
-    beside = runs_beside(levels.across, device) if overlap is None else overlap
+    asked = {
+        "ranks": levels.ranks,
+        "parameters": parameters,
+        "shard_shares": shares,
+        "push": push or Push(),
+        "publish": publish,
+        "scaler": scaler is not None,
+        "skip_nonfinite": skip_nonfinite,
+        "point_to_point": point_to_point,
+        "overlap": overlap,
+        "publish_overlaps": publish_overlaps,
+    }
+    said = {name: repr(value) for name, value in asked.items()}
+    levels.check_alike(said | described_model(model, buckets, group_of, names), device)
+    _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
+    beside = runs_on_device(levels.across, device) if overlap is None else overlap
     gather_just_in_time(model, kept=parameters == "gathered", prefetch=beside)
     optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
+    levels.check_alike(described_optimizer(optimizer), device)
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
     waits = overlap is False
-    pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=not waits)
+    pusher = Pusher(
+        rules,
+        levels.across,
+        buckets,
+        protocol=levels.protocol,
+        point_to_point=point_to_point,
+        observe=observe,
+        overlaps=not waits,
+    )
     publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, inside=levels.inside)
     if publish_overlaps and parameters == "replicated":
         ForwardWaits(model, list(buckets), publisher)
-    in_node = InNode(levels.inside, device, overlap=beside, observe=observe)
-    names = {parameter: name for name, parameter in trained.items()}
+    in_node = InNode(levels, device, overlap=beside, observe=observe)
     parts = (buckets, optimizer, pusher, publisher, levels, in_node)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
 
