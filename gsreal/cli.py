@@ -5,13 +5,16 @@ import json
 import math
 import os
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gssim.ending import run_command_line
+from gsreal.watch import DEFAULT_TIMEOUT_S
+from gssim.ending import run_command_line, unwinding
+from gssim.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
 from gssim.units import UserError
 
@@ -22,6 +25,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        help="End the run, and name the rank that holds it up, where no rank has finished a step for so long.",
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 
 
@@ -46,13 +57,20 @@ def run_command(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", help="How often to start all ranks again, where one dies.")
     ] = 0,
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S,
+    interface: Annotated[
+        str | None,
+        typer.Option("--interface", help="Network interface on which ranks listen; the loopback's by default."),
+    ] = None,
 ) -> None:
-    """Execute one scenario on this machine: one process a rank, started by torchrun."""
-    from gsreal.launch import launch
-    from gsreal.rank import leave
+    """Execute one scenario on this machine: one process a rank."""
+    from gsreal.launch import Guard, launch, listening_on
+    from gsreal.rank import TIMEOUT, leave
     from gssim.result import read_result
 
     _check_positive("--every", every)
+    _check_timeout(timeout_s)
+    alone = listening_on(interface)
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
     name = file_name(ours.name, ours.scenario_id, "measured")
@@ -63,22 +81,44 @@ def run_command(
         check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+    with scratch_folder("gsreal-") as folder, _only_saver(checkpoint) as locks:
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
             from gsreal import worker  # here alone: all that trains takes seconds to import
 
+            os.environ[TIMEOUT] = str(timeout_s)
+            if interface or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+                os.environ.update(alone)
             worker.main(*arguments)
             leave()
             if os.environ["RANK"] != "0":
                 return
         else:
-            launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts)
+            guard = Guard(timeout_s, interface, locks)
+            launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts, guard=guard)
         result = read_result(made)
         text = made.read_text(encoding="utf-8")
     _hand_over(result, text, out / name if out else None, as_json=as_json)
+
+
+@contextmanager
+def _only_saver(folder: Path | None) -> Iterator[tuple[int, ...]]:
+    """Hold the lock of a folder of checkpoints, and leave nothing there that is not complete; give the lock's handle.
+
+    Raises UserError where another run saves there. Of torchrun's ranks the first one does so.
+    """
+    if folder is None or os.environ.get("RANK", "0") != "0":
+        yield ()
+        return
+    from gsreal.checkpoint import LOCK, remove_unfinished
+
+    with locked(folder / LOCK, place=f"--checkpoint {folder}") as handle:
+        try:
+            yield (handle,)
+        finally:
+            remove_unfinished(folder)
 
 
 @app.command("lab")
@@ -100,7 +140,9 @@ def lab_command(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also the points that --out has already.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
     from gsreal.lab.check import check_tools
@@ -109,11 +151,14 @@ def lab_command(
         raise UserError("lab: give one of these: a scenario, --sweep, --clean")
     if only and sweep is None:
         raise UserError("lab: --only chooses points of a --sweep")
+    if again and sweep is None:
+        raise UserError("lab: --again is for a --sweep; a scenario is always measured")
+    _check_timeout(timeout_s)
     check_tools()
     if sweep is not None:
         if out is None or trace is not None:
             raise UserError("lab: --sweep needs --out, and writes no --trace")
-        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json)
+        _lab_sweep(sweep, overrides or [], only or [], out, timeout_s, as_json=as_json, again=again)
     elif scenario is not None:
         from gsreal.lab.lab import run_lab, warn_of_other_processors
 
@@ -121,15 +166,17 @@ def lab_command(
         name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
         _check_places(trace, out and out / name)
         warn_of_other_processors([loaded.scenario.cluster])
-        result = run_lab(loaded, overrides or [], trace=trace)
+        result = run_lab(loaded, overrides or [], trace=trace, timeout_s=timeout_s)
         _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
     else:
         _clean()
 
 
-def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool) -> None:
+def _lab_sweep(
+    file: Path, overrides: list[str], only: list[str], out: Path, timeout_s: float, *, as_json: bool, again: bool
+) -> None:
     from gsreal.lab.lab import run_lab, warn_of_other_processors
-    from gsreal.lab.sweep import cells_of, checked_points, measure_cells, middle_ones
+    from gsreal.lab.sweep import LOCK, cells_of, checked_points, measure_cells, middle_ones
     from gssim.console import print_results
     from gssim.sweep import chosen, load_sweep, points_of
 
@@ -139,7 +186,10 @@ def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, 
     loaded = checked_points(points, sweep=file)
     warn_of_other_processors(each.scenario.cluster for each in loaded)
     cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
-    results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides))
+    with locked(out / LOCK, place=str(out)):
+        results = measure_cells(
+            cells, lambda cell: run_lab(cell.loaded, cell.point.overrides, timeout_s=timeout_s), again=again
+        )
     if as_json:
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
@@ -150,7 +200,9 @@ def _clean() -> None:
     from gsreal.lab.cleaning import clean
 
     removed, alive = clean()
-    print(f"gsreal: lab: dead runs removed: {len(removed)}; running, left alone: {len(alive)}", file=sys.stderr)
+    folders = remove_abandoned()
+    said = f"dead runs removed: {len(removed)}; running, left alone: {len(alive)}"
+    print(f"gsreal: lab: {said}; temporary folders removed: {len(folders)}", file=sys.stderr)
 
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
@@ -165,7 +217,7 @@ def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
 
 def _hand_over(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
     """Write a Result to a file, if one is named, and print it."""
-    from gssim.result import write_text
+    from gssim.files import write_text
 
     if file is not None:
         write_text(file, text)
@@ -284,7 +336,7 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
 
 def _check_places(*files: Path | None) -> None:
     """Raise UserError where one of the files that are named cannot be written: after the work it would be too late."""
-    from gssim.result import check_place
+    from gssim.files import check_place
 
     for file in files:
         if file is not None:
@@ -294,6 +346,11 @@ def _check_places(*files: Path | None) -> None:
 def _check_positive(option: str, value: int) -> None:
     if value < 1:
         raise UserError(f"{option} {value}: must be at least 1")
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s < math.inf:
+        raise UserError(f"--timeout {timeout_s:g}: must be seconds, more than 0")
 
 
 def _numbers(text: str, option: str) -> list[float]:
@@ -366,4 +423,20 @@ def trace_command(
 
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
-    run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+    with unwinding(), _torch_caches():
+        run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+
+
+@contextmanager
+def _torch_caches() -> Iterator[None]:
+    """Let the folder for compiled kernels, which torch makes as it is imported, be one that goes with this process."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    with scratch_folder("gsreal-") as folder:
+        os.environ[name] = str(folder / "torchinductor")
+        try:
+            yield
+        finally:
+            del os.environ[name]

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from gsreal.build import DTYPES
 from gsreal.trace import trace, trace_at
-from gssim.result import write_text
+from gssim.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, UserError, validated
 from gssim.workload import Model, TokenInput
@@ -55,6 +55,8 @@ def traced_model(request: Request) -> Model:
         if request.precision not in DTYPES:
             raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
         model = replace(model, traced_precision=cast(Precision, request.precision))
+    if model.traced_precision not in DTYPES:
+        raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if request.sequence_length is not None:
         _check_length(model, request.sequence_length, where)
         return trace_at(model, request.sequence_length, where=where)

@@ -98,6 +98,7 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
         ),
         collectives=collectives_of([report.seen for report in reports]),
         ranks=ranks,
+        idle_devices=scenario.idle_devices,
         loss=loss,
         evaluation=tuple(reports[0].evaluations),
         divisions=divisions,

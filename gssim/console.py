@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from gssim.result import Result
-from gssim.units import human_bytes, human_seconds
+from gssim.units import human_bytes, human_seconds, one_line
 
 if TYPE_CHECKING:
     import polars
@@ -22,11 +23,26 @@ PIPE_WIDTH = 140
 SHOWN_LINKS = 5
 
 
+class PlainConsole(Console):
+    """A console that prints texts as they are: no markup or emoji of theirs, control characters escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text as it is shown."""
+        options |= {"markup": False, "emoji": False}
+        return super().render_str("\n".join(map(one_line, text.split("\n"))), **options)
+
+
+def plain_console(width: int, **options: Any) -> Console:
+    """Return where texts of users are printed: as wide as the terminal, or so many columns."""
+    return PlainConsole(**options) if sys.stdout.isatty() else PlainConsole(width=width, **options)
+
+
 def print_result(result: Result) -> None:
     """Print a Result for people."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH)
     scenario = result.scenario
-    console.print(f"[bold]{scenario['name']}[/bold]: {scenario['question']}", highlight=False)
+    name, question = one_line(str(scenario["name"])), one_line(str(scenario["question"]))
+    console.print(Text.assemble((name, "bold"), f": {question}"))
     word = "predicted" if result.source == "simulated" else "measured"
     density = f", push density {result.density.push:.3%}" if result.density.push is not None else ""
     console.print(
@@ -49,6 +65,8 @@ def print_result(result: Result) -> None:
             f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}",
             highlight=False,
         )
+    if result.idle_devices:
+        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
     for each in result.provenance.get("uncounted", ()):
         console.print(f"counted as nothing: {each}", highlight=False)
     if result.divisions:
@@ -61,16 +79,16 @@ def print_result(result: Result) -> None:
 
 def print_results(results: Sequence[Result], question: str) -> None:
     """Print a sweep's Results for people, a line each."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(question, style="bold", highlight=False)
+        console.print(one_line(question), style="bold", highlight=False)
     table = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
     for result in results:
         waits = result.phases_s["exposed_communication"] / result.step_time_s if result.step_time_s else 0.0
         densities = (result.density.push, result.density.publish)
         table.add_row(
             result.scenario["name"],
-            str(sum(entry.count for entry in result.ranks)),
+            _of_all(sum(entry.count for entry in result.ranks), len(result.idle_devices)),
             human_seconds(result.step_time_s),
             f"{waits:.0%}",
             f"{result.throughput_samples_per_s:.4g}",
@@ -87,9 +105,9 @@ FASTEST = 12
 
 def print_table(table: "polars.DataFrame", question: str) -> None:
     """Print for people what a sweep's table says: all of a small one, the fastest points that fit of a large one."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(question, style="bold", highlight=False)
+        console.print(one_line(question), style="bold", highlight=False)
     counts = {status: sum(each == status for each in table["status"]) for status in dict.fromkeys(table["status"])}
     shown = table
     if table.height > 4 * FASTEST:
@@ -107,13 +125,18 @@ def _row_words(row: dict[str, Any]) -> list[str]:
     if row["step_time_s"] is None:
         return [""] * 6
     return [
-        str(row["ranks"]),
+        _of_all(row["ranks"], row["idle_devices"]),
         human_seconds(row["step_time_s"]),
         f"{row['exposed_communication_s'] / row['step_time_s'] if row['step_time_s'] else 0.0:.0%}",
         f"{row['throughput_samples_per_s']:.4g}",
         human_bytes(row["peak_allocated_bytes"]),
         "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
     ]
+
+
+def _of_all(ranks: int, idle: int) -> str:
+    """Return the number of ranks, and of how many devices where some are idle."""
+    return f"{ranks} of {ranks + idle}" if idle else str(ranks)
 
 
 @contextmanager
@@ -185,6 +208,21 @@ def _link_table(result: Result) -> Table:
     for link in shown:
         table.add_row(link.name, str(link.count), human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}")
     return table
+
+
+SHOWN_IDLE = 6
+"""Names of idle devices, beside the last one's."""
+
+
+def idle_list(names: Sequence[str]) -> str:
+    """Return the devices that take no part in short, with their number.
+
+    >>> idle_list(["c", "d"]), idle_list([str(i) for i in range(2, 100)])
+    ('c, d (2 devices take no part)', '2, 3, 4, 5, 6, 7, ..., 99 (98 devices take no part)')
+    """
+    shown = [*names[:SHOWN_IDLE], "...", names[-1]] if len(names) > SHOWN_IDLE + 1 else names
+    takes = "device takes" if len(names) == 1 else "devices take"
+    return f"{', '.join(shown)} ({len(names):,} {takes} no part)"
 
 
 def rank_list(ranks: Sequence[int]) -> str:

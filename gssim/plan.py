@@ -153,15 +153,18 @@ class Plan:
 
     method: Method
     """A preset of the policies below; what is set beside it counts."""
+    ranks: PositiveInt | None = None
+    """How many of the cluster's devices take part: the first so many. Absent: all of them (`single`: one). Those that
+    are left out are named in the Result, as `idle_devices`."""
     dp_replicate: PositiveInt | None = None
-    """Replicas of what is sharded, or of the whole model. Absent: what the other axes leave, for methods that
-    replicate."""
+    """Replicas of what is sharded, or of the whole model. Absent: what the other axes leave of the ranks, for methods
+    that replicate; else 1. The sizes of all axes multiply to the number of ranks."""
     dp_shard: PositiveInt | None = None
-    """Ranks among which state is sharded. Absent: what the other axes leave, for methods that shard."""
+    """Ranks among which state is sharded. Absent: what the other axes leave, for methods that shard; else 1."""
     tp: PositiveInt = 1
-    """Ranks that share each block's tensors."""
+    """Ranks that share each block's tensors; of `tensor` and `gs_tp`, 1 means what the other axes leave."""
     pp: PositiveInt = 1
-    """Ranks in a pipeline of stages."""
+    """Ranks in a pipeline of stages; of `pipeline`, 1 means what the other axes leave."""
     partition: Partition | None = None
     """What ranks divide: the samples, or the weight gradients of the same samples. Absent: the method's."""
     parameters: ParameterPolicy | None = None

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import prod
 from typing import Any
 
-from gssim.mesh import Mesh
+from gssim.mesh import AXES, DATA_AXES, Mesh
 from gssim.plan import Plan
 from gssim.units import UserError
 
@@ -57,7 +58,7 @@ PRESETS["fsdp"] = PRESETS["zero3"]
 PRESETS["hsdp"] = PRESETS["zero3"]
 
 DATA_AXIS = {"ddp": "dp_replicate", "zero1": "dp_replicate", "pipeline": "pp", "tensor": "tp", "gs_tp": "tp"}
-"""The mesh axis that takes all devices where the user sizes none; `dp_shard` for every method that is not here."""
+"""A method's own axis, which takes what the others leave where the user does not size it; else `dp_shard`."""
 
 TWO_LEVELS = ("hsdp", "gs_hier")
 """Methods that, where the user sizes no axis, shard inside hosts and replicate across them."""
@@ -150,9 +151,9 @@ def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
 def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str = "gloo") -> Policies:
     """Return the plan's policies on a cluster: the method's presets, overridden by what the user set.
 
-    Axes that the user does not size take all `devices` on the method's own axis; `single` takes one. Methods of two
-    levels take the devices of a host on one axis and the hosts on the other; `hosts` names each device's. Raises
-    UserError where these are not equal.
+    The axes together take `plan.ranks` ranks, or all `devices`; `single` takes one. The method's own axis, where the
+    user does not size it, takes what the others leave. Methods of two levels take the devices of a host on one axis and
+    the hosts on the other; `hosts` names each device's. Raises UserError where the axes do not make that number.
     """
     preset = {"partition": "data", "gradient_sync": "step"} | PRESETS[plan.method]
     policies: dict[str, Any] = {
@@ -160,23 +161,78 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
     }
     policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
-    axes = {
-        "dp_replicate": plan.dp_replicate or 1,
-        "dp_shard": plan.dp_shard or 1,
-        "tp": plan.tp,
-        "pp": plan.pp,
-    }
-    sized = (plan.dp_replicate or plan.dp_shard) is not None or plan.tp > 1 or plan.pp > 1
-    if plan.method in TWO_LEVELS:
-        axes |= _levels(plan, hosts)
-    elif not sized and plan.method != "single":
-        axes[DATA_AXIS.get(plan.method, "dp_shard")] = devices
     return Policies(
-        **policies | axes,
+        **policies | _axes(plan, devices, hosts),
         push_axis=preset.get("push_axis", "dp_shard"),
         slices=preset.get("slices", "even"),
         publish_overlaps=_publish_overlaps(plan, policies),
     )
+
+
+def _axes(plan: Plan, devices: int, hosts: Sequence[str]) -> dict[str, int]:
+    """Return the sizes of all axes: those that the plan has, and of its method's own axis what these leave."""
+    if plan.ranks is not None and plan.ranks > devices:
+        raise UserError(f"plan.ranks = {plan.ranks}: the cluster has {devices} devices; allowed: at most {devices}")
+    axes = {"dp_replicate": plan.dp_replicate or 1, "dp_shard": plan.dp_shard or 1, "tp": plan.tp, "pp": plan.pp}
+    if plan.method == "single":
+        if plan.ranks not in (None, 1):
+            raise UserError(f"plan.ranks = {plan.ranks}: method 'single' takes one; allowed: 1, or leave it out")
+        return axes
+    ranks, sized = plan.ranks or devices, prod(axes.values())
+    if sized > ranks:
+        has = f"the cluster has {devices} devices" if plan.ranks is None else f"plan.ranks = {ranks}"
+        raise UserError(f"plan: needs {sized} ranks, but {has}")
+    absent = _absent_axes(plan)
+    if len(absent) > 1:
+        return axes | _levels(plan, hosts[:ranks] or [""] * ranks)
+    if sized == ranks:
+        return axes
+    if not absent or ranks % sized:
+        raise _unfilled(plan, axes, ranks, absent)
+    return axes | {absent[0]: ranks // sized}
+
+
+def _absent_axes(plan: Plan) -> list[str]:
+    """Return the axes that take what the others leave, where the plan does not size them: two where hosts tell both."""
+    sized = _sized_axes(plan)
+    if plan.method in TWO_LEVELS:
+        return [name for name in DATA_AXES if name not in sized]
+    own = DATA_AXIS.get(plan.method, "dp_shard")
+    replicates = plan.gradients == "all-reduce"  # what cuts the model into slices or stages can have replicas then
+    return [name for name in (own, *(["dp_replicate"] if replicates else [])) if name not in sized][:1]
+
+
+def _sized_axes(plan: Plan) -> list[str]:
+    unsized = Plan(method=plan.method)
+    return [name for name in AXES if getattr(plan, name) != getattr(unsized, name)]
+
+
+def _unfilled(plan: Plan, axes: dict[str, int], ranks: int, absent: Sequence[str]) -> UserError:
+    """Return what to tell where the sizes of axes neither make nor divide the number of ranks."""
+    made = prod(axes.values())
+    given = " * ".join(f"plan.{name} = {axes[name]}" for name in _sized_axes(plan))
+    of = f"the {ranks} devices of the cluster" if plan.ranks is None else f"plan.ranks = {ranks}"
+    fewer = f"plan.ranks = {ranks - ranks % made if absent else made}, which leaves the other devices out"
+    if absent:
+        return UserError(
+            f"{given}: does not divide {of}, the rest of which plan.{absent[0]} takes; allowed: a product that divides "
+            f"{ranks}, or {fewer}"
+        )
+    return UserError(f"{given}: makes {made} of {of}; allowed: {_fuller(plan, axes, ranks)}, or {fewer}")
+
+
+def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
+    """Return how else axes could be sized, so that no device is left out."""
+    times, rest = divmod(ranks, prod(axes.values()))
+    if rest:
+        return f"a product of {ranks}"
+    own = DATA_AXIS.get(plan.method, "dp_shard")
+    found = [f"plan.{own} = {times * axes[own]}"]
+    if PRESETS[plan.method]["gradients"] == "reduce-scatter":
+        found.append(f"plan.dp_replicate = {times * axes['dp_replicate']}")
+    if own in ("tp", "pp"):
+        found.append("method 'ddp' or 'zero1' for replicas")
+    return ", ".join(found)
 
 
 def _publish_overlaps(plan: Plan, policies: dict[str, Any]) -> bool:
@@ -186,22 +242,22 @@ def _publish_overlaps(plan: Plan, policies: dict[str, Any]) -> bool:
 
 
 def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of the axes inside hosts and across them."""
-    if (plan.dp_replicate is None) != (plan.dp_shard is None):
-        given, missing = ("dp_shard", "dp_replicate") if plan.dp_shard else ("dp_replicate", "dp_shard")
-        raise UserError(
-            f"plan.{missing}: missing; beside plan.{given} = {plan.dp_shard or plan.dp_replicate}, method "
-            f"'{plan.method}' needs it too, or neither: then a host's devices are dp_shard, and hosts dp_replicate"
-        )
-    if plan.dp_replicate and plan.dp_shard:
-        return {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
+    """Return the sizes of the axes inside hosts and across them; `hosts`: of every rank."""
     runs = [len(list(devices)) for _, devices in groupby(hosts)]
     if len(set(runs)) > 1 or len(runs) > len(set(hosts)):
         raise UserError(
             f"plan.method = '{plan.method}': hosts have {', '.join(map(str, runs))} devices one after another; "
-            "set plan.dp_replicate and plan.dp_shard"
+            "set plan.dp_replicate or plan.dp_shard"
         )
-    return {"dp_replicate": len(runs), "dp_shard": runs[0]} if runs else {}
+    inside, rest = divmod(runs[0], plan.tp)
+    if rest or len(runs) % plan.pp:
+        axis = f"plan.tp = {plan.tp}" if rest else f"plan.pp = {plan.pp}"
+        of = f"the {runs[0]} devices of a host" if rest else f"the {len(runs)} hosts"
+        raise UserError(
+            f"{axis}: does not divide {of}, on which method '{plan.method}' has its axes; allowed: a divisor, or set "
+            "plan.dp_replicate or plan.dp_shard"
+        )
+    return {"dp_replicate": len(runs) // plan.pp, "dp_shard": inside}
 
 
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:

@@ -139,12 +139,12 @@ def _without_feedback(scenario: Scenario) -> Scenario:
 
 
 def _with_ranks(scenario: Scenario, times: int) -> Scenario:
-    """Return the scenario on so many times the devices, without wiring: memory does not ask for it."""
-    cluster = scenario.cluster
+    """Return the scenario on so many times the devices it uses, without wiring: memory does not ask for it."""
+    cluster, used = scenario.cluster, scenario.cluster.devices[: scenario.ranks]
     more = [
         replace(device, name=f"{device.name} ({again})", host=f"{device.host} ({again})")
         for again in range(2, times + 1)
-        for device in cluster.devices
+        for device in used
     ]
-    bare = replace(cluster, topology=None, devices=(*cluster.devices, *more), switches=(), links=())
-    return replace(scenario, cluster=bare)
+    bare = replace(cluster, topology=None, devices=(*used, *more), switches=(), links=())
+    return replace(scenario, cluster=bare, plan=replace(scenario.plan, ranks=None))

@@ -22,7 +22,8 @@ class SearchSpace:
     methods: Annotated[tuple[Method, ...], Field(min_length=1)] = SEARCHED_METHODS
     """Those that cannot run on the cluster are left out."""
     devices: Choice | None = None
-    """How many devices, always the cluster's first. Absent: all, and those up to the end of each host."""
+    """How many devices, always the cluster's first. Absent: all (or `plan.ranks`), and those up to the end
+    of each host."""
     tp: Choice | None = None
     """Absent: divisors of the number of devices, up to those of the largest host."""
     pp: Choice | None = None

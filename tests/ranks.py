@@ -46,6 +46,7 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     counter._base += counter.alive()  # what earlier cases left (caches) is not this one's
     timeline = Timeline(rank, device)
     training = build(scenario, timeline, device)
+    training.slow_down(scenario.run.slowed(0).get(rank, 1.0))
     feed = Feed(scenario, rank, device)
 
     def peak_of(step: int) -> int:

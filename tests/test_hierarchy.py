@@ -45,7 +45,7 @@ def grid(
     method: str, nodes: int, devices: int, *, cluster: Cluster | None = None, global_batch_size: int = 8, **plan: Any
 ) -> Scenario:
     """Return a scenario on nodes of so many devices each."""
-    plan |= {"method": method, "dp_replicate": nodes, "dp_shard": devices}
+    plan |= {"method": method, "ranks": nodes * devices, "dp_replicate": nodes, "dp_shard": devices}
     return scenario_of(cluster or servers(nodes, devices), plan, optimizer="sgd", global_batch_size=global_batch_size)
 
 
@@ -86,13 +86,13 @@ def test_axes_that_nobody_sizes_are_the_devices_of_a_host_and_the_hosts(method):
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b", "a", "b"]])
 def test_hosts_that_are_not_alike_need_sizes(hosts):
-    with pytest.raises(UserError, match=r"hosts have .* set plan\.dp_replicate and plan\.dp_shard"):
+    with pytest.raises(UserError, match=r"hosts have .* set plan\.dp_replicate or plan\.dp_shard"):
         resolve(Plan(method="hsdp"), devices=len(hosts), hosts=hosts)
 
 
-def test_one_size_alone_is_not_enough():
-    with pytest.raises(UserError, match=r"plan\.dp_replicate: missing; beside plan\.dp_shard = 2"):
-        resolve(Plan(method="gs_hier", dp_shard=2), devices=4, hosts=["a", "a", "b", "b"])
+def test_of_one_size_alone_the_other_follows_whatever_the_hosts_are():
+    policies = resolve(Plan(method="gs_hier", dp_shard=2), devices=4, hosts=["a", "b", "a", "b"])
+    assert (policies.dp_replicate, policies.dp_shard) == (2, 2)
 
 
 # Groups that are alike -----------------------------------------------------------------------------------------------
@@ -126,6 +126,7 @@ def grids(draw: st.DrawFn, *, methods: tuple[str, ...]) -> Scenario:
         "gradient_sync": draw(st.sampled_from(["step", "micro-batch"])),
         "parameters": draw(st.sampled_from(["gathered", "sharded"])) if method in ("hsdp", "gs_z3") else None,
     }
+    plan |= {"ranks": ranks}
     plan |= {"dp_shard": ranks} if method == "gs_z3" else {"dp_replicate": nodes, "dp_shard": devices}
     samples = draw(compositions(total=3 * ranks, parts=ranks, least=2)) if draw(st.booleans()) else (3,) * ranks
     plan["shares"] = {"batch": tuple(each / (3 * ranks) for each in samples)}
@@ -213,8 +214,9 @@ def test_on_gloo_every_collective_blocks_the_compute():
 
 @pytest.mark.parametrize(("method", "beside_it"), [("hsdp", 2), ("zero3", 1)])
 def test_all_reduced_gradients_of_later_micro_batches_stay_beside_the_sum_until_the_end(method, beside_it):
-    sizes = {"dp_replicate": 2 if method == "hsdp" else 1, "dp_shard": 2}
-    scenario = scenario_of(star(4), {"method": method, "micro_batches": 2} | sizes, optimizer="sgd")
+    nodes = 2 if method == "hsdp" else 1
+    sizes = {"dp_replicate": nodes, "dp_shard": 2}
+    scenario = scenario_of(star(2 * nodes), {"method": method, "micro_batches": 2} | sizes, optimizer="sgd")
     tasks = lower(scenario).tasks[0]
     end = next(i for i, task in enumerate(tasks) if task.label == "backward callback micro-batch 1")
     assert held_after(tasks[:end])["gradients"] == beside_it * PARAMETER_BYTES / 2

@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 import torch
 
 from gsreal import cli
-from gsreal.launch import _dead_rank, reason_of
+from gsreal.launch import reason_of
 from gsreal.machine import device_name, usable_cores
 from gsreal.modelfile import Request, traced_model, write_model
 from gssim.result import PHASES, Result, read_result
@@ -328,28 +328,6 @@ DENSE = ("plan.method=ddp", "plan.push={}", "plan.shares={}")
 # Ranks that die ------------------------------------------------------------------------------------------------------
 
 
-TORCHRUN_SAYS = """
-Failures:
-[1]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : {other} (pid: 12)
---------
-Root Cause (first observed failure):
-[0]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : {root} (pid: 11)
-"""
-
-
-@pytest.mark.parametrize(
-    ("other", "root", "dead"),
-    [(-9, 1, (1, -9)), (1, -6, (0, -6)), (1, 1, (0, 1)), (-15, 1, (0, 1))],
-)
-def test_of_ranks_that_ended_together_the_one_that_a_signal_ended_is_named(other, root, dead):
-    assert _dead_rank(TORCHRUN_SAYS.format(other=other, root=root)) == dead
-    assert _dead_rank("no more is known") is None
-
-
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -408,15 +386,15 @@ def test_an_interrupt_stops_every_rank(files, tmp_path):
     line, environment, marker = command(
         files, "gsreal", "run", files / "scenario.toml", "--out", tmp_path / "out", *overrides(changes)
     )
-    process = subprocess.Popen(
-        line, env={**environment, "STARTED": str(started)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    (tmp_path / "temporary").mkdir()
+    environment |= {"STARTED": str(started), "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + LIMIT_S
         while not started.exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
         assert started.exists()
-        assert len(marked(marker)) >= 4  # itself, torchrun and two ranks
+        assert len(marked(marker)) >= 3  # itself and two ranks
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=LIMIT_S)
     finally:
@@ -426,7 +404,67 @@ def test_an_interrupt_stops_every_rank(files, tmp_path):
     assert stdout == ""
     assert without_progress(stderr) == ["gsreal: interrupted; all ranks are stopped"]
     assert left_over(marker) == []
+    assert list((tmp_path / "temporary").iterdir()) == []
     assert not (tmp_path / "out").exists()
+
+
+def listening(marker):
+    """Return the addresses, as the kernel writes them, on which processes with the marker listen."""
+    inodes = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                inodes |= {os.readlink(handle) for handle in (process / "fd").iterdir()}
+        except OSError:
+            continue
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
+    return [words[1].rpartition(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in inodes]
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+STOPPED_AFTER_S = 30
+
+
+def test_a_run_listens_on_the_loopback_alone_and_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
+    if not Path("/proc/net/tcp").exists():
+        pytest.skip("sockets can only be looked up where there is /proc")
+    (tmp_path / "temporary").mkdir()
+    changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=1000000", *DENSE]
+    options = ("--timeout", STOPPED_AFTER_S, *overrides(changes))
+    line, environment, marker = command(files, "gsreal", "run", files / "scenario.toml", *options)
+    started = tmp_path / "started"
+    environment |= {"STARTED": str(started), "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not started.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        found = listening(marker)
+        assert found  # gloo's
+        assert set(found) <= LOOPBACK
+        (second,) = (int(each.name) for each in Path("/proc").glob("[0-9]*") if is_rank(each, 1, marker))
+        os.kill(second, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1, stderr
+    assert time.monotonic() - stopped_s < STOPPED_AFTER_S + 10
+    (told,) = without_progress(stderr)
+    assert told.startswith(
+        f"gsreal: no rank has come any further for {STOPPED_AFTER_S} s (--timeout): rank 1 is stopped (step "
+    )
+    assert left_over(marker) == []
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def is_rank(process, rank, marker):
+    try:
+        environment = (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"RANK={rank}".encode() in environment and f"MARKER={marker}".encode() in environment
 
 
 # What the user can mend ----------------------------------------------------------------------------------------------
@@ -481,6 +519,18 @@ def refusal(monkeypatch, capsys, tmp_path):
         return stderr.removeprefix("gsreal: ").rstrip("\n")
 
     return refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--timeout", "0"), "--timeout 0: must be seconds, more than 0"),
+        (("--timeout", "nan"), "--timeout nan: must be seconds, more than 0"),
+        (("--interface", "nowhere0"), "--interface nowhere0: this machine has "),
+    ],
+)
+def test_bad_options_of_run(refusal, files, options, message):
+    assert refusal("run", files / "scenario.toml", *options).startswith(message)
 
 
 def test_more_ranks_than_devices(refusal, files):

@@ -65,9 +65,64 @@ def test_axes_that_nobody_sizes_take_all_devices(method, axes):
     assert (policies.dp_replicate, policies.dp_shard, policies.tp, policies.pp) == axes
 
 
-def test_axes_that_are_sized_are_kept():
-    policies = resolve(Plan(method="zero2", dp_shard=2), devices=4)
-    assert (policies.ranks, policies.data_ranks) == (2, 2)
+@pytest.mark.parametrize(
+    ("plan", "axes"),
+    [
+        ({"method": "ddp", "tp": 2}, (4, 1, 2, 1)),
+        ({"method": "ddp", "tp": 2, "pp": 2}, (2, 1, 2, 2)),
+        ({"method": "ddp", "dp_shard": 1, "pp": 8}, (1, 1, 1, 8)),
+        ({"method": "zero1", "pp": 2}, (4, 1, 1, 2)),
+        ({"method": "zero2", "tp": 4}, (1, 2, 4, 1)),
+        ({"method": "zero3", "dp_replicate": 2}, (2, 4, 1, 1)),
+        ({"method": "fsdp", "dp_replicate": 2, "tp": 2}, (2, 2, 2, 1)),
+        ({"method": "gs", "tp": 2}, (1, 4, 2, 1)),
+        ({"method": "gs_z3", "ranks": 6, "tp": 2}, (1, 3, 2, 1)),
+        ({"method": "gs_wgrad", "ranks": 3}, (1, 3, 1, 1)),
+        ({"method": "tensor", "ranks": 2}, (1, 1, 2, 1)),
+        ({"method": "tensor", "pp": 2}, (1, 1, 4, 2)),
+        ({"method": "gs_tp", "tp": 2, "gradients": "all-reduce"}, (4, 1, 2, 1)),
+        ({"method": "gs_tp", "gradients": "all-reduce"}, (1, 1, 8, 1)),
+        ({"method": "pipeline", "tp": 2}, (1, 1, 2, 4)),
+        ({"method": "hsdp"}, (2, 4, 1, 1)),
+        ({"method": "hsdp", "tp": 2}, (2, 2, 2, 1)),
+        ({"method": "hsdp", "dp_shard": 2}, (4, 2, 1, 1)),
+        ({"method": "hsdp", "dp_replicate": 2, "tp": 2}, (2, 2, 2, 1)),
+        ({"method": "hsdp", "ranks": 4}, (1, 4, 1, 1)),
+        ({"method": "gs_hier", "dp_shard": 2, "tp": 4}, (1, 2, 4, 1)),
+        ({"method": "single"}, (1, 1, 1, 1)),
+        ({"method": "single", "ranks": 1}, (1, 1, 1, 1)),
+        ({"method": "zero2", "ranks": 2, "dp_shard": 2}, (1, 2, 1, 1)),
+    ],
+)
+def test_the_methods_own_axis_takes_what_the_sized_axes_leave(plan, axes):
+    policies = resolve(Plan(**plan), devices=8, hosts=["a"] * 4 + ["b"] * 4)
+    assert (policies.dp_replicate, policies.dp_shard, policies.tp, policies.pp) == axes
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"method": "ddp", "tp": 3}, "plan.tp = 3: does not divide the 8 devices of the cluster, the rest of which "
+         "plan.dp_replicate takes; allowed: a product that divides 8, or plan.ranks = 6, which leaves"),
+        ({"method": "gs", "tp": 2, "ranks": 5}, "plan.tp = 2: does not divide plan.ranks = 5, .* or plan.ranks = 4,"),
+        ({"method": "zero2", "dp_shard": 2}, "plan.dp_shard = 2: makes 2 of the 8 devices of the cluster; "
+         "allowed: plan.dp_shard = 8, plan.dp_replicate = 4, or plan.ranks = 2, which leaves the other devices out"),
+        ({"method": "ddp", "dp_replicate": 3}, "plan.dp_replicate = 3: .*; allowed: a product of 8, or plan.ranks = 3"),
+        ({"method": "ddp", "dp_replicate": 2, "tp": 2}, "plan.dp_replicate = 2 . plan.tp = 2: makes 4 of"),
+        ({"method": "tensor", "tp": 2}, "plan.tp = 2: makes 2 .* plan.tp = 8, method 'ddp' or 'zero1' for replicas"),
+        ({"method": "pipeline", "pp": 2, "tp": 2}, "allowed: plan.pp = 4, method 'ddp' or 'zero1' for replicas, or"),
+        ({"method": "hsdp", "tp": 8}, "plan.tp = 8: does not divide the 4 devices of a host, on which method 'hsdp'"),
+        ({"method": "hsdp", "ranks": 6}, "hosts have 4, 2 devices one after another"),
+        ({"method": "gs", "dp_shard": 9}, "plan: needs 9 ranks, but the cluster has 8 devices"),
+        ({"method": "gs", "dp_shard": 4, "ranks": 2}, "plan: needs 4 ranks, but plan.ranks = 2"),
+        ({"method": "gs", "ranks": 9}, "plan.ranks = 9: the cluster has 8 devices; allowed: at most 8"),
+        ({"method": "single", "ranks": 2}, "plan.ranks = 2: method 'single' takes one; allowed: 1, or leave it out"),
+    ],
+)  # fmt: skip
+def test_sizes_that_leave_devices_idle_unasked_are_refused(plan, message):
+    with pytest.raises(UserError, match=message) as told:
+        resolve(Plan(**plan), devices=8, hosts=["a"] * 4 + ["b"] * 4)
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(

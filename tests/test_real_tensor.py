@@ -21,6 +21,7 @@ SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "worklo
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
 BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
 UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
+SLOWED = "run.slowdowns=[{rank=1, first_step=0, compute_ratio=2}]"
 
 
 TINY = {
@@ -70,6 +71,8 @@ def on_two_ranks(folder: Path) -> dict[str, list[str]]:
         "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
         "bert-uneven-selective-sgd": [*GPT, *SGD, *UNEVEN, "plan.recompute=selective"],
         "resnet-even-sgd": [*IMAGES, *SGD, *tensor],
+        "gpt-even-slowed-sgd": [*GPT, *SGD, *tensor, SLOWED],
+        "gpt-uneven-slowed-sgd": [*GPT, *SGD, *UNEVEN, SLOWED],
         "gpt-hugging-face-adamw": [gpt2, *GPT, *ADAMW64, *UNEVEN],
         "gpt-llama-sgd": [llama, *GPT, *SGD, *tensor],  # it norms in fp32 whatever the precision
     }
@@ -82,6 +85,7 @@ def on_four_ranks() -> dict[str, list[str]]:
         "gpt-ddp-sgd": [*GPT, *SGD, "plan.method=ddp", *replicas, "plan.shares.batch=[0.75,0.25]"],
         "gpt-zero3-adamw": [*GPT, *ADAMW64, "plan.method=zero3", *shards],
         "gpt-gs-sgd": [*GPT, *SGD, "plan.method=gs", *shards, "plan.shares.shards=[0.7,0.3]"],
+        "gpt-gs-slowed-sgd": [*GPT, *SGD, "plan.method=gs", "plan.tp=2", "plan.shares.shards=[0.7,0.3]", SLOWED],
     }
 
 

@@ -100,11 +100,13 @@ def test_layers_put_together_from_their_roles_do_what_a_step_with_the_others_fro
 
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+SLOWED = "run.slowdowns=[{rank=1, first_step=0, compute_ratio=2}]"
 SMALL = ["workload.sequence_length=24", "workload.global_batch_size=11"]  # no batch need be divided
 
 CASES = {
     2: {
         "gpt-sgd": ("demo.toml", [*SMALL, *SGD]),
+        "gpt-slowed-sgd": ("demo.toml", [*SMALL, *SGD, SLOWED]),
         "bert-adamw": ("bert-byte.toml", [*SMALL, *ADAMW64, "plan.shares.shards=[0.7, 0.3]"]),
     },
     3: {

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -10,11 +11,12 @@ from strategies import cluster_of, device_type, scenario_of
 from gssim.console import print_result
 from gssim.plan import Replanning, ShareRules
 from gssim.result import Result
-from gssim.scenario import Loaded, Scenario
+from gssim.scenario import Loaded, Scenario, load_model
 from gssim.scenario.ownership import USABLE_RATIO, held_bytes, owned_bytes
 from gssim.simulate import simulate
 from gssim.units import validated
 
+MODELS = Path(__file__).resolve().parents[1] / "scenarios" / "models"
 FAST_NETWORK = {"bandwidth": 1e9, "latency_s": 1e-6}
 
 
@@ -78,6 +80,40 @@ def test_with_replanning_the_slow_down_is_answered_within_three_steps_and_so_is_
     compute_s = sum(result_of(method).phases_s[name] for name in ("forward", "backward"))
     assert during == pytest.approx(before + compute_s / 3, rel=0.05)  # 2/3 of the work on the fast rank, not 1/2
     assert [entry.batch_share for entry in mended.ranks] == [0.5]
+
+
+TWICE = {"batch": (0.75, 0.25)}
+CUT = [
+    *({"method": method, "tp": 2} for method in ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3")),
+    {"method": "gs_hier", "tp": 2, "dp_shard": 1},
+    *({"method": method} for method in ("tensor", "gs_tp", "gs_wgrad")),
+    {"method": "gs_tp", "ranks": 2, "shares": {"shards": (0.7, 0.3)}},
+    {"method": "gs_wgrad", "shares": {"shards": (0.4, 0.2, 0.2, 0.2)}},
+    {"method": "gs", "tp": 2, "shares": {"shards": (0.7, 0.3)}},
+    {"method": "ddp", "tp": 2, "shares": TWICE},
+    {"method": "zero3", "tp": 2, "micro_batches": 2, "recompute": "full", "shares": TWICE},
+    {"method": "hsdp", "dp_shard": 2},
+]
+
+
+@pytest.mark.parametrize("plan", CUT, ids=str)
+def test_a_slow_rank_changes_nothing_but_times_where_ranks_share_samples(plan):
+    def found(*slowdowns):
+        model = load_model(MODELS / "gpt-byte-1m.toml")
+        run = {"steps": 4, "warmup_steps": 1, "slowdowns": slowdowns}
+        workload = {"model": model, "global_batch_size": 8, "sequence_length": 16}
+        return simulate(Loaded(file="test", scenario=scenario_of(star(4), plan, run=run, **workload))).result
+
+    plain, slowed = found(), found({"rank": 1, "first_step": 1, "steps": 2, "compute_ratio": 3.0})
+    assert slowed.collectives == plain.collectives
+    held = [
+        {rank: (e.peak_allocated_bytes, e.batch_share, e.shard_share) for e in each.ranks for rank in e.ranks}
+        for each in (plain, slowed)
+    ]
+    assert held[0] == held[1]
+    first, *during, last = slowed.step_times_s
+    assert (first, last) == pytest.approx((plain.step_time_s,) * 2)
+    assert min(during) > 1.1 * plain.step_time_s
 
 
 def test_all_ranks_tell_their_times_at_the_end_of_each_step():

@@ -376,7 +376,7 @@ def test_a_topology_stands_for_devices_switches_and_links(key, value):
 
 def scenario_id(topology, **changes):
     cluster = cluster_with(topology, **changes)
-    return scenario_of(cluster, {"method": "ddp", "dp_replicate": 2}).scenario_id
+    return scenario_of(cluster, {"method": "ddp", "ranks": 2, "dp_replicate": 2}).scenario_id
 
 
 def test_the_identity_knows_wiring_but_no_rates_or_names():

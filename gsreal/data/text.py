@@ -3,19 +3,21 @@
 import gzip
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gsreal.compiled import cache_folder
 from gsreal.data.tokenisers import Tokeniser
+from gsreal.watch import note_progress
 from gssim.data import TextFolder
+from gssim.files import writing
 from gssim.units import UserError
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
@@ -56,7 +58,7 @@ def _dtype(vocabulary: int) -> Any:
 def _cache_folder(data: TextFolder) -> Path:
     if data.cache is not None:
         return Path(data.cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gsreal"
+    return cache_folder()
 
 
 def _identity(data: TextFolder, files: list[Path]) -> str:
@@ -69,19 +71,17 @@ def _identity(data: TextFolder, files: list[Path]) -> str:
 
 
 def _write(made: Path, files: list[Path], chosen: Tokeniser, dtype: Any) -> None:
-    """Write the file of tokens, or nothing: ranks that do it at the same time write the same."""
+    """Write the file of tokens, or nothing; of ranks that need it at the same time one does, and the others wait."""
     end = np.array([chosen.end], dtype=dtype)
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=made.parent, prefix="unfinished-")
-        try:
-            with os.fdopen(handle, "wb") as out:
-                for path in files:
-                    for piece in _pieces(path):
-                        out.write((end if piece is None else chosen.ids(piece).astype(dtype)).tobytes())
-            Path(name).replace(made)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        with suppress(FileExistsError), writing(made) as out:
+            if made.exists():  # another rank has made it, for which `writing` waited
+                raise FileExistsError
+            for path in files:
+                for piece in _pieces(path):
+                    note_progress("it makes tokens")
+                    out.write((end if piece is None else chosen.ids(piece).astype(dtype)).tobytes())
     except OSError as error:
         raise UserError(f"workload.data.cache = '{made.parent}': cannot be written: {error}") from None
 

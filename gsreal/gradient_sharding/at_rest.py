@@ -21,6 +21,7 @@ from gsreal.gradient_sharding.beside import Lane
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.hierarchy import Levels
 from gsreal.gradient_sharding.observer import Observer
+from gsreal.gradient_sharding.partition import Partition
 from gsreal.gradient_sharding.protocol import Kind
 from gsreal.master import master_type
 from gssim.division import Division
@@ -56,6 +57,9 @@ class Unit(Bucket):
         self._wait: Callable[[], None] | None = None
         """Waits for the gather that is under way, if one is."""
         self._nothing = self.flat.new_full((), torch.nan)
+        self._shapes = [parameter.shape for parameter in parameters]
+        self.check: Callable[[Unit], None] = lambda unit: None
+        """Called before parameters get values, while they should have none."""
 
     def take_shard(self, *, master: bool = False) -> None:
         """Make what the owner keeps and updates, and free the rest."""
@@ -65,6 +69,7 @@ class Unit(Bucket):
         self.has_master = True
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=True))
+        self.join()
         self.free()
 
     def gather(self, when: str = "") -> None:
@@ -80,6 +85,7 @@ class Unit(Bucket):
             with self.observe(f"take all-gather {self.name}{when}", "exposed_communication"):
                 self._wait()
             self._wait = None
+        self.check(self)
         for parameter, place in self.places.items():
             parameter.data = self.flat[place].view(parameter.shape)
         self.is_whole = True
@@ -128,7 +134,7 @@ class Unit(Bucket):
             self._complete(leaves=leaves)
 
     def _complete(self, *, leaves: bool) -> None:
-        """Free the parameters; collect all gradients, zeros for parameters that got none, where they leave."""
+        """Free the parameters; collect all gradients that there are where they leave."""
         self.free()
         if leaves:
             for parameter in self.parameters:
@@ -139,16 +145,25 @@ class Unit(Bucket):
         """Leave it to the next gather to bring what was updated to the parameters."""
         super().write_back() if self._is_alone else self.free()
 
+    @property
+    def holds_values(self) -> bool:
+        """Whether parameters have their values between steps: those of a rank alone."""
+        return self._is_alone
+
+    def addresses(self) -> list[tuple[int, torch.Size]]:
+        """Return where the values of every parameter must be, or the one element in their place, and in which shape."""
+        if not self.is_whole:
+            return [(self._nothing.data_ptr() if shape.numel() else 0, shape) for shape in self._shapes]
+        size, start = self.flat.element_size(), self.flat.data_ptr()
+        first = [start + size * place.start for place in self.places.values()]
+        return [(at if shape.numel() else 0, shape) for at, shape in zip(first, self._shapes, strict=True)]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Refuse to be copied or saved: a copied model would gather into the first one's parameters."""
         raise RuntimeError(
             "a model whose parameters are sharded can be neither copied nor saved as a whole: take model.state_dict() "
             "on all ranks"
         )
-
-    def adopt(self) -> None:
-        """Make the parameters' present values the shard's."""
-        self.shard.data.copy_(self.flat[self.own])
 
 
 UNITS = "_gradient_sharding_units"
@@ -163,13 +178,20 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Give all parameters of a model sharded at rest their values inside: every rank must enter. Reading alone."""
+    """Give all parameters of a model sharded at rest their values inside: every rank must enter.
+
+    What is written to them inside, on all ranks alike, their owners keep.
+    """
     resting = [unit for unit in units_of(model) if not unit.is_whole]
     for unit in resting:
         unit.gather()
+    versions = [(unit, [parameter._version for parameter in unit.parameters]) for unit in units_of(model)]
     try:
         yield
     finally:
+        for unit, before in versions:
+            if [parameter._version for parameter in unit.parameters] != before:
+                unit.adopt(slice(None))
         for unit in resting:
             unit.free()
 
@@ -179,6 +201,7 @@ def divide_into_units(
 ) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
     """Return (name, module, its parameters) of each unit: every block from the last on, then all the rest, the root.
 
+    A block whose parameters have several types is as many units.
     What a block shares with another module is the root's. Raises ValueError where a block is no part of the model, or
     one is inside another.
     """
@@ -196,7 +219,18 @@ def divide_into_units(
     home = {parameter: next(iter(units)) if len(units) == 1 else -1 for parameter, units in owners.items()}
     found = [(names[block], block, [p for p in parameters if home[p] == i]) for i, block in enumerate(blocks)][::-1]
     found.append(("root", model, [p for p in parameters if home[p] == -1]))
-    return [each for each in found if each[2]]
+    return [part for each in found for part in _by_type(*each)]
+
+
+def _by_type(
+    name: str, module: nn.Module, parameters: Sequence[nn.Parameter]
+) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Return a unit for each type and device of a module's parameters: one flat tensor has one."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    names = [name, *(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, _ in list(kinds)[1:])]
+    return [(each, module, members) for each, members in zip(names, kinds.values(), strict=False)]
 
 
 def make_units(
@@ -204,7 +238,7 @@ def make_units(
     blocks: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter],
     levels: Levels,
-    shard_shares: Sequence[float],
+    partition: Partition,
     *,
     observe: Observer,
 ) -> list[Unit]:
@@ -217,7 +251,7 @@ def make_units(
     lane = Lane(parameters[0].device)
     units = []
     for index, (name, module, members) in enumerate(divide_into_units(model, blocks, parameters)):
-        division = levels.division(sum(parameter.numel() for parameter in members), shard_shares)
+        division = partition.divide([parameter.numel() for parameter in members])
         unit = Unit(index, members, division, name=name, module=module, levels=levels, lane=lane, observe=observe)
         units.append(unit)
     model.__dict__[UNITS] = tuple(units)
@@ -283,5 +317,5 @@ def _copied(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
 
 def _adopted(model: nn.Module, _incompatible_keys: Any) -> None:
     for unit in units_of(model):
-        unit.adopt()
+        unit.adopt(slice(None))
         unit.free()

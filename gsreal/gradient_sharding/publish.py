@@ -176,8 +176,7 @@ class Publisher:
 
         A dense message is a view of the replica.
         """
-        (rate,) = [group["lr"] for group in optimizer.param_groups if any(p is bucket.shard for p in group["params"])]
-        threshold = absolute_threshold(self.rules, float(rate))
+        threshold = absolute_threshold(self.rules, float(optimizer.param_groups[bucket.group_index]["lr"]))
         assert threshold is not None
         with self.observe(f"threshold publish bucket {bucket.index}", "compression"):
             replica, encoding = bucket.flat[bucket.own], self.encodings[bucket.flat.dtype]

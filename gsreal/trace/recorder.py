@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -39,10 +39,14 @@ class Work:
     flop: int = 0
     bytes_moved: int = 0
     operations: int = 0
+    streamed: int = 0
+    """Of `bytes_moved`, those of operations without FLOP (all but matrix products, convolutions and attention) that
+    move something: `_unsafe_view`, which torch does not call a view, is one."""
 
     def __add__(self, other: "Work") -> "Work":
         """Return what both do."""
-        return Work(self.flop + other.flop, self.bytes_moved + other.bytes_moved, self.operations + other.operations)
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(one + another for one, another in pairs))
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Record:
     blocks: set[str]
     flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    streamed: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Of `bytes_moved`, those of operations without FLOP that move something."""
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -107,7 +113,7 @@ class Recorder(TorchDispatchMode):
     def work(self) -> Work:
         """Return what the present phase of the present layer has done so far."""
         place, record = (self.layer, self.phase), self.record
-        return Work(record.flop[place], record.bytes_moved[place], record.operations[place])
+        return Work(record.flop[place], record.bytes_moved[place], record.operations[place], record.streamed[place])
 
     def again(self) -> Again:
         """Return what is run again where the present layer's forward need not go on."""
@@ -148,13 +154,15 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         packet = FLOP_ALIASES.get(func._overloadpacket, func._overloadpacket)
         flop = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        moved = {id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}
+        moved = sum({id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
+        streamed = 0 if flop or _is_alias(func, inputs, outputs) else moved
         self.record.flop[place] += flop
-        self.record.bytes_moved[place] += sum(moved.values())
+        self.record.bytes_moved[place] += moved
+        self.record.streamed[place] += streamed
         self.record.operations[place] += 1
         heavy = func in COMPUTE_HEAVY
         if not heavy:
-            self.light[place] += Work(flop, sum(moved.values()), 1)
+            self.light[place] += Work(flop, moved if flop else streamed, 1, streamed)
         self.record.counted[place].append(self.position[place])
         self.record.names[place].append(str(func))
         if heavy and place[1] == "f":
@@ -190,3 +198,11 @@ class Recorder(TorchDispatchMode):
         alive.freed = self.now()
         if self.live.get(key) is alive:
             del self.live[key]
+
+
+def _is_alias(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Return whether an operation writes nothing, and hands on what it reads."""
+    if func._schema.is_mutable:
+        return False
+    there = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.untyped_storage()._cdata in there for tensor in outputs)

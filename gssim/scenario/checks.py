@@ -1,6 +1,7 @@
 """What of workload, plan and cluster does not go together."""
 
 from gssim.conditions import applied, ends_of
+from gssim.limits import excess
 from gssim.plan import Plan, Push
 from gssim.policies import Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
@@ -16,6 +17,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         policies = scenario.policies
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+    _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
     _check_publish(scenario, policies, file)
@@ -33,6 +35,18 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_slow_downs(scenario, policies, file)
     if scenario.plan.shares.replan:
         _check_replanning(scenario, policies, file)
+
+
+def _check_sizes(scenario: Scenario, file: str) -> None:
+    """Refuse steps that would take more to lower than is allowed."""
+    layers = sum(layer.repeats for layer in scenario.workload.model.layers)
+    run, micro_batches = scenario.run, scenario.plan.micro_batches
+    sizes = [("layer_passes", layers * micro_batches, f"plan.micro_batches = {micro_batches}")]
+    if scenario.plan.sends_by_data:
+        sizes.append(("distinct_steps", run.warmup_steps + run.steps, f"run.steps = {run.steps}"))
+    for name, size, key in sizes:
+        if (why := excess(name, size)) is not None:
+            raise UserError(f"{file}: {key}: {why}")
 
 
 def _check_slow_downs(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -87,9 +101,6 @@ def _check_exchange(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_ranks(scenario: Scenario, policies: Policies, file: str) -> None:
-    devices = len(scenario.cluster.devices)
-    if policies.ranks > devices:
-        raise UserError(f"{file}: plan: needs {policies.ranks} ranks, but the cluster has {devices} devices")
     if scenario.plan.method == "single" and policies.ranks != 1:
         raise UserError(f"{file}: plan.method = 'single': takes one rank, but the mesh axes make {policies.ranks}")
     divided = policies.partition == "weight-gradient" or policies.pp > 1

@@ -46,6 +46,8 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         del data["run"]["slowdowns"]
     if not scenario.plan.shares.replan:
         del data["plan"]["shares"]["replanning"]
+    if scenario.plan.ranks is None:
+        del data["plan"]["ranks"]
     return data
 
 
@@ -127,7 +129,7 @@ def _run(scenario: "Scenario") -> dict[str, Any]:
 def _said(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
     """Return a plan as plain data, without what earlier results mean by saying nothing: that nothing overlaps, too."""
     data: dict[str, Any] = _plain(plan)
-    del data["exchange"]
+    del data["exchange"], data["ranks"]  # the resolved plan has the number of ranks
     usual: dict[str, Any] = _plain(Publish())
     said = data["publish"] | {"overlap": publish_overlaps or None}
     data["publish"] = {key: value for key, value in said.items() if key == "threshold" or value != usual[key]}

@@ -5,12 +5,13 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
+from gssim.limits import excess
 from gssim.mesh import DATA_AXES
 from gssim.plan import Plan, Push, resolved_push
 from gssim.policies import TWO_LEVELS, Policies, resolve
@@ -20,7 +21,7 @@ from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.shared import Shared
 from gssim.space import SearchSpace
-from gssim.units import Count, PositiveInt, spec, spec_with_memory
+from gssim.units import RANGES, Count, PositiveInt, TimeRatio, spec, spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
 
 
@@ -34,7 +35,7 @@ class SlowDown:
     """Of the steps that count, from 0."""
     steps: PositiveInt | None = None
     """How many; absent: to the end of the run."""
-    compute_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    compute_ratio: TimeRatio
     """Time of its forwards, backwards and updates over that without. (In a real run it does as much more work.)"""
 
     def covers(self, step: int) -> bool:
@@ -57,6 +58,15 @@ class Run:
     (real runs); absent: never."""
     slowdowns: tuple[SlowDown, ...] = ()
     """Ranks that are slower than their devices for a while, in both worlds."""
+
+    def __post_init__(self) -> None:
+        """Refuse more steps than are allowed, and slow-downs of one rank that come to more than one may be."""
+        if (why := excess("steps", self.warmup_steps + self.steps)) is not None:
+            raise ValueError(f"steps, warmup_steps: {why}")
+        for each in self.slowdowns:
+            ratio = self.slowed(each.first_step)[each.rank]
+            if ratio > RANGES["ratio of times"][1]:
+                raise ValueError(f"slowdowns: together rank {each.rank} takes {ratio:g} times as long in a step")
 
     def slowed(self, step: int) -> dict[int, float]:
         """Return the ranks that are slow in a step (of those that count, from 0), and by how much."""
@@ -112,6 +122,11 @@ class Scenario:
         return self.policies.ranks
 
     @cached_property
+    def idle_devices(self) -> tuple[str, ...]:
+        """Names of the cluster's devices that no rank runs on."""
+        return tuple(device.name for device in self.cluster.devices[self.ranks :])
+
+    @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
         """Samples of each rank in one step; the ranks that share a replica, or its gradients, take the same ones."""
         policies, parts = self.policies, self.data_batch_sizes
@@ -131,7 +146,12 @@ class Scenario:
         return shares.split(total, shares.even(policies.data_ranks) if isinstance(wanted, str) else wanted)
 
     def with_shares(self, samples: Sequence[int], shards: Sequence[float]) -> "Scenario":
-        """Return the same with the batch divided so, sample by sample, and shards of these shares."""
+        """Return the same with the batch divided so, and shards of these shares: both by rank.
+
+        Ranks that differ in them from what the plan says have parts of the batch of their own, as replanning needs it.
+        """
+        if (tuple(samples), tuple(shards)) == (self.batch_sizes, self.shard_shares):
+            return self  # shares by rank are none by part of the batch where ranks have slices or layers of a model
         total, rules = self.workload.global_batch_size, self.plan.shares
         kept = rules.shards if rules.shards == "even" else tuple(shards)
         rules = replace(rules, batch=tuple(n / total for n in samples), shards=kept)
@@ -209,7 +229,7 @@ class Scenario:
         if isinstance(wanted, str):
             return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
         found = shares.proportional(wanted)
-        return found if len(found) == mesh.ranks else tuple(found[mesh.data_rank(r)] for r in range(mesh.ranks))
+        return tuple(found[mesh.data_rank(rank)] for rank in range(mesh.ranks))
 
     def _by_part(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Return shares in proportion to weights by rank, among those that hold the same part of the model."""

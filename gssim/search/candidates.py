@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from gssim.plan import Plan
@@ -48,6 +49,11 @@ class Axes(NamedTuple):
     pp: int = 1
 
     @property
+    def ranks(self) -> int:
+        """How many devices they take."""
+        return prod(self)
+
+    @property
     def parts(self) -> int:
         """How many parts the batch is divided into."""
         return self.dp_replicate * self.dp_shard
@@ -72,7 +78,9 @@ def _sized(plan: Plan, batches: Batches) -> Plan:
         policies = batches.bounds.parts.policies(plan)
     except UserError:
         return plan
-    return replace(plan, dp_replicate=policies.dp_replicate, dp_shard=policies.dp_shard)
+    mesh = policies.mesh
+    data = replace(plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
+    return replace(data, ranks=mesh.ranks, tp=mesh.tp, pp=mesh.pp)
 
 
 def _plan_table(plan: Plan) -> dict[str, Any]:
@@ -107,8 +115,8 @@ def _tables(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iterato
 
 
 def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:
-    """Return how many devices are used: all of them first."""
-    hosts = [device.host for device in scenario.cluster.devices]
+    """Return how many devices are used: all that the scenario's own plan may take first."""
+    hosts = [device.host for device in scenario.cluster.devices[: scenario.plan.ranks]]
     if space.devices is not None:
         return sorted({min(count, len(hosts)) for count in space.devices}, reverse=True)
     ends = [i for i in range(1, len(hosts)) if hosts[i] != hosts[i - 1]]
@@ -170,6 +178,8 @@ def _of_mesh(
     """Give the plans of a method on a mesh."""
     total = scenario.workload.global_batch_size
     mesh = {name: size for name, size in axes._asdict().items() if size > 1 or name in ("dp_replicate", "dp_shard")}
+    if axes.ranks < len(scenario.cluster.devices) and method != "single":
+        mesh["ranks"] = axes.ranks
     parts = 1 if method == "gs_wgrad" else axes.parts
     if not batches.may_run({"method": method, **mesh}):
         return
@@ -188,8 +198,7 @@ def _may_own(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:
     if rule == "even":
         return True
     if rule == "compute":
-        used = axes.dp_replicate * axes.dp_shard * axes.tp * axes.pp
-        return len({device.type for device in scenario.cluster.devices[:used]}) > 1
+        return len({device.type for device in scenario.cluster.devices[: axes.ranks]}) > 1
     owners = PRESETS[method]["gradients"] == "push" and axes.tp == 1
     return owners and (method not in TWO_LEVELS or rule == "memory")
 

@@ -6,6 +6,7 @@ blocks cut: each quantity is a polynomial in b and s for what every rank has, an
 the u units that the rank holds. `gssim.slices` makes layers as above of them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from gssim.limits import excess
 from gssim.units import Count, PositiveInt, Precision, spec
 from gssim.workload.layer import Layer
 
@@ -115,6 +117,26 @@ class Model:
     """In the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
     """The layers with their blocks cut among ranks, see [Note: units]; empty: not known how to cut them."""
+
+    def __post_init__(self) -> None:
+        """Refuse a model without layers, one that is too large, and layers that share a name."""
+        if not self.layers:
+            raise ValueError("layers: at least one is needed")
+        sizes = {
+            "layers": sum(layer.repeats for layer in self.layers),
+            "tensors": sum(layer.repeats * len(layer.parameters) for layer in self.layers),
+            "elements": self.elements,
+        }
+        for name, size in sizes.items():
+            if (why := excess(name, size)) is not None:
+                raise ValueError(f"layers: {why}")
+        for kind, names in (
+            ("layers", [layer.name for layer in self.layers]),
+            ("modules", [module for layer in self.layers for module in layer.modules]),
+        ):
+            twice = [name for name, times in Counter(names).items() if times > 1]
+            if twice:
+                raise ValueError(f"layers: two {kind} are named {twice[0]!r}; each needs a name of its own")
 
     @property
     def elements(self) -> int:
