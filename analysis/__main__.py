@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from gssim.ending import INTERRUPTED, run_command_line
-from gssim.files import check_place, write_text
+from gssim.files import check_place, locked, write_text
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -183,12 +183,13 @@ def convergence_command(
 
     check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
-    rows = rows_of(loaded.study, train(loaded, out, again=again))
-    found = findings_of(loaded.study, rows)
-    drawn = charts.study_charts(loaded.study, rows, found)
-    write_text(out / "convergence.csv", write_csv(rows))
-    write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in found.all))
-    pictures = charts.save_all(drawn, out)
+    with locked(out / ".analysis-study.lock", place=str(out)):
+        rows = rows_of(loaded.study, train(loaded, out, again=again))
+        found = findings_of(loaded.study, rows)
+        drawn = charts.study_charts(loaded.study, rows, found)
+        write_text(out / "convergence.csv", write_csv(rows))
+        write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in found.all))
+        pictures = charts.save_all(drawn, out)
     print_study(rows, found.all)
     for path in (out / "convergence.csv", out / "findings.txt", *pictures):
         print(path)

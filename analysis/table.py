@@ -156,6 +156,13 @@ def _read(path: Path) -> ResultFile:
     return ResultFile(path, modified_ns, result)
 
 
+TABLES = (
+    *("workload", "workload.model", "cluster", "run", "network"),
+    *("plan.push", "plan.publish", "plan.shares", "plan.shares.replanning"),
+)
+"""Keys of a resolved scenario that are tables, where they are there."""
+
+
 def _check(result: Result, path: Path) -> None:
     """Raise UserError where a Result lacks what every table needs: its type leaves `scenario` and phases open."""
     plan = result.scenario.get("plan")
@@ -163,6 +170,7 @@ def _check(result: Result, path: Path) -> None:
         raise UserError(f"{path}: scenario.name: missing")
     if not isinstance(plan, dict) or not isinstance(plan.get("method"), str):
         raise UserError(f"{path}: scenario.plan.method: missing")
+    _check_tables(result, path)
     threshold = threshold_of(result)
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, (int, float))):
         raise UserError(f"{path}: scenario.plan.push.threshold = {threshold!r}: must be a number")
@@ -177,6 +185,21 @@ def _check(result: Result, path: Path) -> None:
     unknown = sorted(result.phases_s.keys() - set(PHASES))
     if unknown:
         raise UserError(f"{path}: phases_s.{unknown[0]}: unknown phase; allowed: {', '.join(PHASES)}")
+
+
+def _check_tables(result: Result, path: Path) -> None:
+    """Raise UserError where a table of the scenario is none, or what is said of a rank is of none that there is."""
+    for key in TABLES:
+        inner: Any = result.scenario
+        for part in key.split("."):
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if inner is not None and not isinstance(inner, dict):
+            raise UserError(f"{path}: scenario.{key} = {inner!r:.60}: must be a table")
+    if not result.ranks:
+        raise UserError(f"{path}: ranks: there is none")
+    for name, place in (("margin", result.margin), ("does_not_fit", result.does_not_fit)):
+        if place is not None and not any(place.rank in each.ranks for each in result.ranks):
+            raise UserError(f"{path}: {name}.rank = {place.rank}: is none of the ranks")
 
 
 def name_of(result: Result) -> str:

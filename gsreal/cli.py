@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,13 +75,13 @@ def run_command(
     ours = loaded.scenario
     name = file_name(ours.name, ours.scenario_id, "measured")
     _check_places(trace, out and out / name)
-    if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        from gsreal.checkpoint import check_checkpoints
-
-        check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
     with scratch_folder("gsreal-") as folder, _only_saver(checkpoint) as locks:
+        if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            from gsreal.checkpoint import check_checkpoints
+
+            check_checkpoints(ours, checkpoint, every, where=loaded.file)
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
@@ -114,6 +114,8 @@ def _only_saver(folder: Path | None) -> Iterator[tuple[int, ...]]:
         return
     from gsreal.checkpoint import LOCK, remove_unfinished
 
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--checkpoint {folder}: is no folder")
     with locked(folder / LOCK, place=f"--checkpoint {folder}") as handle:
         try:
             yield (handle,)
@@ -306,11 +308,18 @@ def calibrate_command(
     _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
-    before = measured_before(out, device_name(torch.device(kind))) if again else None
     settings = Settings(names, sizes, sequence_length, precision, kind, "layers" if again else "")
-    measured = measure(settings, ranks=count)
-    data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
-    write_cluster(out, data)
+    if not again:
+        write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
+        return
+    with _only_writer(out):
+        before = measured_before(out, device_name(torch.device(kind)))
+        write_cluster(out, averaged(before, measure(settings, ranks=count), where=str(out)))
+
+
+def _only_writer(file: Path) -> AbstractContextManager[int]:
+    """Hold the lock of a file that is written more than once, or read before it is written."""
+    return locked(file.with_name(f"{file.name}.lock"), place=str(file))
 
 
 def _check_sequence_length(length: int, models: list[Path]) -> None:
@@ -330,8 +339,9 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     from gssim.scenario import load_cluster
 
     cluster = load_cluster(file)
-    for types, backend in calibrate_types(cluster, settings, where=str(file)):
-        write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
+    with _only_writer(out):
+        for types, backend in calibrate_types(cluster, settings, where=str(file)):
+            write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
 
 
 def _check_places(*files: Path | None) -> None:

@@ -49,6 +49,8 @@ def print_result(result: Result) -> None:
         f"{word} step {human_seconds(result.step_time_s)}, {result.throughput_samples_per_s:.4g} samples/s{density}",
         highlight=False,
     )
+    for line in _target_density(result):
+        console.print(line, highlight=False)
     if result.does_not_fit is not None:
         fit = result.does_not_fit
         console.print(
@@ -75,6 +77,28 @@ def print_result(result: Result) -> None:
     console.print(_collective_table(result))
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
+
+
+def _target_density(result: Result) -> list[str]:
+    """Return which density a push with a target density comes to, and why it is another one."""
+    push, density = result.scenario["plan"]["push"], result.density.push
+    if push["kind"] != "target-density" or density is None:
+        return []
+    word = "predicted" if result.source == "simulated" else "realised"
+    said = f"target density {push['threshold']:.4g}: {density:.4g} {word}"
+    if abs(density - push["threshold"]) <= TOLD_RATIO * push["threshold"]:
+        return [said]
+    steps = push["reestimate_steps"]
+    if steps == 1:
+        return [f"{said}; thresholds are estimated in each step from the magnitudes of a sample of each tensor"]
+    return [
+        f"{said}; thresholds are estimated from one batch every {steps} steps (plan.push.reestimate_steps) and stay while "
+        "gradients become smaller or larger"
+    ]
+
+
+TOLD_RATIO = 0.05
+"""How far a density must be from its target for the difference to be explained."""
 
 
 def print_results(results: Sequence[Result], question: str) -> None:

@@ -75,13 +75,11 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
     except UserError as error:
         _end(program, str(error), 2)
     except USAGE_ERROR as error:
-        if type(error).__name__ == HELP_ERROR:
-            print(error.format_message(), file=sys.stderr)
-            raise SystemExit(2) from None
-        path = error.ctx.command_path if error.ctx is not None else program
-        _end(program, f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
+        _end_with_usage(program, error)
     except RunFailedError as error:
         _end(program, str(error), 1)
+    except KeyboardInterrupt:  # before typer listens, or after
+        code = INTERRUPTED
     except MemoryError:
         _end(program, "needs more memory than there is", 1)
     except OSError as error:
@@ -98,8 +96,24 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
 
 def _end(program: str, message: str, code: int) -> None:
     with contextlib.suppress(OSError):
-        print(one_line(f"{program}: {message}", LONGEST_LINE), file=sys.stderr)
+        print(one_line(f"{program}: {message}", LONGEST_LINE + _length_of_paths(message)), file=sys.stderr)
     raise SystemExit(code) from None
+
+
+def _end_with_usage(program: str, error: Any) -> None:
+    """End with what is wrong with a command line, and where the allowed ones are told."""
+    if type(error).__name__ == HELP_ERROR:
+        print(error.format_message(), file=sys.stderr)
+        raise SystemExit(2) from None
+    path = error.ctx.command_path if error.ctx is not None else program
+    _end(program, f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
+
+
+def _length_of_paths(message: str) -> int:
+    """Return how much of a message are paths that the user named and that are there: a line may be so much longer."""
+    words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
+    paths = [word for word in words if os.sep in word and word in message and os.path.exists(word)]
+    return sum(len(path) * message.count(path) for path in paths)
 
 
 def _leave_stdout() -> None:

@@ -86,7 +86,10 @@ def prediction_name(point: Point, scenario_id: str) -> str:
 
 
 def kept_prediction(out: Path, point: Point, question: Question) -> Result | None:
-    """Return the prediction that is in `out` already, if it is of this question and calibration, and by this code."""
+    """Return the prediction that is in `out` already, if it is of this question and calibration, and by this code.
+
+    One that says anything in another way than it was written is none.
+    """
     file = out / prediction_name(point, question.scenario_id)
     remove_partial(file)
     try:
@@ -94,7 +97,7 @@ def kept_prediction(out: Path, point: Point, question: Question) -> Result | Non
     except UserError:  # none, or a damaged one
         return None
     same = found.calibration_id == question.calibration_id and found.provenance.get("code") == code_digest()[:SHOWN]
-    return found if same else None
+    return found if same and file.read_text(encoding="utf-8") == found.to_json() else None
 
 
 def _warn_of_equal(points: Sequence[Point], questions: Sequence[Question]) -> None:

@@ -3,7 +3,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -92,8 +91,8 @@ homogeneous,2,4,2,1,"[0, 14, 29]",inf
 GPT = ("gsreal.models.gpt", "--argument", "width=8", "--argument", "heads=2", "--argument", "layers=1")
 
 
-def build(folder: Path) -> None:
-    """Write all inputs into a folder."""
+def build(folder: Path, programs: tuple[str, ...]) -> None:
+    """Write the inputs of some programs into a folder."""
     making = folder.with_name("making")
     shutil.rmtree(making, ignore_errors=True)
     strategies.write_files(making)
@@ -120,16 +119,18 @@ def build(folder: Path) -> None:
     _run(making, "gssim", "sweep", "sweep.toml", "--out", "results", "--jobs", "1")
     for name in sorted((making / "results").iterdir())[:2]:
         _measured(name)
-    _run(making, "analysis", "compare", "results", "--out", "comparison")
-    for picture in (*(making / "comparison").glob("*.png"), *(making / "comparison").glob("*.svg")):
-        picture.unlink()
+    if "analysis" in programs:
+        _run(making, "analysis", "compare", "results", "--out", "comparison")
+        for picture in (*(making / "comparison").glob("*.png"), *(making / "comparison").glob("*.svg")):
+            picture.unlink()
     (making / "traces").mkdir()
     _run(making, "gssim", "run", "scenario.toml", "--trace", "traces/predicted.json")
     trace = json.loads((making / "traces/predicted.json").read_text())
     trace["otherData"]["source"] = "measured"
     (making / "traces/measured.json").write_text(json.dumps(trace))
-    _write_checkpoint(making)
-    _write_gpt(making)
+    if "gsreal" in programs:
+        _write_checkpoint(making)
+        _write_gpt(making)
     making.rename(folder)
 
 
@@ -186,10 +187,7 @@ def _measured(file: Path) -> None:
 
 def _write_checkpoint(folder: Path) -> None:
     """Leave what a checkpoint says of its training; the training's state is not read before ranks start."""
-    try:
-        from gsreal.checkpoint import Progress, identity
-    except ImportError:  # without torch
-        return
+    from gsreal.checkpoint import Progress, identity
     from gssim.scenario import load_scenario
 
     place = folder / "kept" / "step-00000002"
@@ -199,6 +197,5 @@ def _write_checkpoint(folder: Path) -> None:
 
 
 def _write_gpt(folder: Path) -> None:
-    if "torch" in sys.modules:
-        sizes = ("--vocabulary", "16", "--maximum-sequence-length", "16")
-        _run(folder, "gsreal", "trace", *GPT, *sizes, "--out", "gpt.toml")
+    sizes = ("--vocabulary", "16", "--maximum-sequence-length", "16")
+    _run(folder, "gsreal", "trace", *GPT, *sizes, "--out", "gpt.toml")

@@ -176,8 +176,10 @@ def become(main, program, asked) -> int:
         main()
     except SystemExit as ended:
         return int(ended.code or 0)
+    except KeyboardInterrupt:  # after all is done
+        return 128 + signal.SIGINT
     except BaseException:
-        traceback.print_exc()
+        Path(f"{os.environ['KERNELS']}.txt").write_text(traceback.format_exc(), encoding="utf-8")
         return 70
     return 0
 

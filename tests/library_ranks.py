@@ -5,6 +5,7 @@ default), and the file to write what they showed.
 """
 
 import copy
+import dataclasses
 import json
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from gsreal.gradient_sharding import Publish, Push, shard_gradients
 from gsreal.gradient_sharding.at_rest import gathered
@@ -588,6 +590,73 @@ def compiled():
     check_equal(model, reference)
 
 
+@dataclasses.dataclass
+class Hidden:
+    """What a unit of `Wrapped` returns: a dataclass that no tree of torch's knows."""
+
+    values: torch.Tensor
+    note: str = ""
+
+
+class Step(nn.Module):
+    def __init__(self, width, out):
+        super().__init__()
+        self.inner = nn.Linear(width, out)
+
+    def forward(self, x):
+        return Hidden(torch.tanh(self.inner(x)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Step(16, 32), Step(32, 5)
+        self.double()
+
+    def forward(self, x):
+        return self.second(self.first(x).values).values
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed once more in the backward, to their end."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32)).double()
+        self.second = nn.Linear(32, 5).double()
+
+    def forward(self, x):
+        with set_checkpoint_early_stop(False):
+            hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=False)
+            return checkpoint(self.second, hidden, use_reentrant=False)
+
+
+def units_of_all_kinds():
+    """Units that return dataclasses, that are checkpointed without an early stop, and that are compiled."""
+    cases = (
+        (Wrapped, lambda model: [model.first, model.second]),
+        (Checkpointed, lambda model: [model.first, model.second]),
+        (Checkpointed, lambda model: [model.first[0], model.first[2]]),
+        (mlp, lambda model: [model[0], model[3]]),
+    )
+    for form in ("sharded", "gathered"):
+        for make, units in cases:
+            model, reference = make(), make()
+            called = model
+            if make is mlp:
+                torch._dynamo.reset()
+                called = torch.compile(model, backend="aot_eager")
+            factory = partial(torch.optim.SGD, **SGD)
+            train(called, sharded(called, factory, parameters=form, units=units(model)), batches(3))
+            train(reference, factory(reference.parameters()), batches(3), mine=False)
+            trained = model.state_dict()
+            for name, p in reference.state_dict().items():
+                assert float((trained[name] - p).abs().max()) <= EXACT, (form, make, name)
+            raises(units(model)[0].state_dict, "of the whole model")
+
+
 def autocast():
     """The tolerance is bf16's: its significand has 8 bits, and the ranks' sums are rounded in another order."""
     model, reference = mlp(torch.float32), mlp(torch.float32)
@@ -929,6 +998,7 @@ CHECKS = {
         batch_norm,
         backwards_of_all_kinds,
         compiled,
+        units_of_all_kinds,
         autocast,
         a_scaled_loss,
         a_threshold_is_of_unscaled_gradients,

@@ -48,7 +48,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("kills", [3, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("out", ["table.parquet", "results"])
-def test_a_sweep_that_is_killed_and_run_again_leaves_what_an_undisturbed_one_does(killer, out, kills):
+def test_a_sweep_that_is_killed_and_run_again_leaves_what_an_undisturbed_one_does(tmp_path, killer, out, kills):
     undisturbed, disturbed = Path("undisturbed"), Path("disturbed")
     command = ("sweep", "sweep.toml", "--jobs", 1, "--out")
     killer.run(*command, undisturbed / "first" / out)  # what is read once for all is read
@@ -73,6 +73,7 @@ def test_a_sweep_that_is_killed_and_run_again_leaves_what_an_undisturbed_one_doe
                 for path in disturbed.rglob("*"):
                     path.is_file() and path.unlink()
     print(f"{done} kills of {whole_s:.2f} s each, by exit status: {ends}")
+    assert 70 not in ends, (tmp_path / "temporary-kernels.txt").read_text()
     assert set(ends) <= {-signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
 
 

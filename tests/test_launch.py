@@ -380,7 +380,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_p
     assert not (tmp_path / "worked").exists()
 
 
-def test_an_interrupt_stops_every_rank(files, tmp_path):
+def test_a_run_listens_on_the_loopback_alone_and_an_interrupt_stops_every_rank(files, tmp_path):
     changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=1000000", *DENSE]
     started = tmp_path / "started"
     line, environment, marker = command(
@@ -395,6 +395,9 @@ def test_an_interrupt_stops_every_rank(files, tmp_path):
             time.sleep(0.1)
         assert started.exists()
         assert len(marked(marker)) >= 3  # itself and two ranks
+        found = listening(marker)
+        assert found  # gloo's
+        assert set(found) <= LOOPBACK
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=LIMIT_S)
     finally:
@@ -425,9 +428,9 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 STOPPED_AFTER_S = 30
 
 
-def test_a_run_listens_on_the_loopback_alone_and_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
-    if not Path("/proc/net/tcp").exists():
-        pytest.skip("sockets can only be looked up where there is /proc")
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
+    """Of ranks that do not train, the same is shown in test_watch.py."""
     (tmp_path / "temporary").mkdir()
     changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=1000000", *DENSE]
     options = ("--timeout", STOPPED_AFTER_S, *overrides(changes))
@@ -439,9 +442,6 @@ def test_a_run_listens_on_the_loopback_alone_and_a_stopped_rank_is_named_within_
         until = time.monotonic() + LIMIT_S
         while not started.exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
-        found = listening(marker)
-        assert found  # gloo's
-        assert set(found) <= LOOPBACK
         (second,) = (int(each.name) for each in Path("/proc").glob("[0-9]*") if is_rank(each, 1, marker))
         os.kill(second, signal.SIGSTOP)
         stopped_s = time.monotonic()

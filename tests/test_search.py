@@ -3,17 +3,29 @@
 import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from commands import run
 from searching import InThisProcess, check_bounds, fullest, random_question, searched, small, value_of
-from strategies import PAIR_TOML, SCENARIO_TOML, exponential_statistics, loaded_of, scenario_of, star, write_files
+from strategies import (
+    PAIR_TOML,
+    SCENARIO_TOML,
+    device_type,
+    exponential_statistics,
+    loaded_of,
+    scenario_of,
+    star,
+    write_files,
+)
 
+from gssim.scenario import load_model
 from gssim.search import Search
 from gssim.search.batches import Batches
 from gssim.search.bounds import Bounds
 from gssim.search.candidates import UNEVEN, candidates
 from gssim.search.limits import FRONT_RATIO
+from gssim.search.shown import print_found
 from gssim.space import SearchSpace
 from gssim.units import UserError
 
@@ -273,3 +285,22 @@ def test_what_cannot_be_searched_is_refused_in_one_line(tmp_path, arguments, sai
     assert ended.returncode == 2
     assert said in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_plans_that_cannot_run_are_told_by_reason_with_their_number(capsys):
+    """GPT-2's first and last layer share a parameter."""
+    model = load_model(Path(__file__).resolve().parents[1] / "scenarios" / "models" / "gpt2-124m.toml")
+    devices = {"fast": device_type(memory_bytes=80e9)}
+    loaded = loaded_of(scenario_of(star(4, types=devices), {"method": "ddp"}, model=model, sequence_length=8))
+    kinds = {"methods": ("ddp", "pipeline", "gs_wgrad"), "recompute": ("none",), "shards": ("even",)}
+    search = Search(loaded, SearchSpace(**kinds, devices=(4,), micro_batches=(1, 2), tp=(1, 3)), top=1)
+    search.prepare()
+    rows = {row["reason"]: row for row in search.counts.left_out.rows()}
+    tied = next(row for reason, row in rows.items() if "would share the parameter" in reason)
+    assert tied["methods"] == ["ddp", "pipeline"]  # 2 stages and 2 replicas, 4 stages
+    assert tied["plans"] == 2 * (3 + 1)  # micro-batches by ways to divide the batch
+    assert any("search.tp = 3: does not divide any number of devices (4)" in reason for reason in rows)
+    assert any(row["methods"] == ["gs_wgrad"] and "frozen" in reason for reason, row in rows.items())
+    print_found(search.found(), "", [])
+    shown = capsys.readouterr().out
+    assert "left out: 8 (ddp, pipeline): the model is no chain that can be cut: " in shown

@@ -312,7 +312,7 @@ def test_fingerprints_tell_what_changes_a_prediction_and_nothing_else(folder):
         (
             "[0]",
             "{ from = 1, to = 1e6, count = 1_000_000 }",
-            r"has 10,000,000 points; at most 1,000,000 are",
+            r"has 10,000,000 points: at most 1,000,000 are",
         ),
         (
             "run.seed = [0]",

@@ -16,6 +16,7 @@ from gssim.costs import layer_time_s
 from gssim.plan import Plan
 from gssim.policies import resolve
 from gssim.program import lower
+from gssim.result import Result
 from gssim.scenario import Scenario, load_model
 from gssim.simulate import simulate
 from gssim.slices import held_model, native_tensors, units_held
@@ -463,3 +464,18 @@ def test_shares_of_what_is_pushed_are_of_those_that_hold_the_same_slice():
         assert (first, third) == (second, fourth)
         assert first + third == pytest.approx(1.0)
         assert first > third
+
+
+def test_slices_by_shares_run_in_a_pipeline_as_even_ones_do():
+    model = load_model(MODELS / "gpt-byte-1m.toml")
+
+    def found(method: str, **shares: Any) -> Result:
+        plan = {"method": method, "tp": 2, "pp": 2, "micro_batches": 4, "shares": shares}
+        return simulate(loaded_of(scenario_of(star(4), plan, model=model, sequence_length=16))).result
+
+    even, slices, uneven = found("tensor"), found("gs_tp"), found("gs_tp", shards=(0.75, 0.25))
+    assert slices.collectives == even.collectives == uneven.collectives
+    assert [entry.peak_allocated_bytes for entry in slices.ranks] == [e.peak_allocated_bytes for e in even.ranks]
+    peaks = {rank: entry.peak_allocated_bytes for entry in uneven.ranks for rank in entry.ranks}
+    assert all(peaks[first] > 1.5 * peaks[first + 1] for first in (0, 2))  # of each stage
+    assert uneven.step_time_s > slices.step_time_s

@@ -15,7 +15,7 @@ from analysis.sweeps.table import SweepTable, is_table, read_table, table_from
 from analysis.table import ResultFile, find_results
 from analysis.timeline import Step, read_step
 from gssim.reading import number_in, read_json, read_rows, read_text
-from gssim.result import Result
+from gssim.result import PHASES, Result
 from gssim.units import UserError
 
 FEWEST_PREDICTIONS = 2
@@ -94,8 +94,9 @@ def contents_of(folder: Path) -> Contents:
 def _is_whole(file: ResultFile) -> bool:
     """Return whether a Result names its cluster and its model, as tables do."""
     scenario = file.result.scenario
-    tables = scenario.get("cluster"), scenario.get("workload", {}).get("model")
-    return all(isinstance(table, dict) and "name" in table for table in tables)
+    tables = scenario.get("cluster"), (scenario.get("workload") or {}).get("model")
+    named = all(isinstance(table, dict) and "name" in table for table in tables)
+    return named and set(PHASES) <= file.result.phases_s.keys()
 
 
 def _comparisons(folder: Path, joined: Joined) -> Iterable[Comparison]:

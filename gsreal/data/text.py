@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,11 +19,14 @@ from gsreal.data.tokenisers import Tokeniser
 from gsreal.watch import note_progress
 from gssim.data import TextFolder
 from gssim.files import writing
+from gssim.limits import excess
 from gssim.units import UserError
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
 PIECE_BYTES = 2**20
 """Long documents are tokenised in pieces of about this size, which end with a line."""
+LONGEST_LINE_BYTES = 2**28
+"""A document of `.jsonl` is a line, which is read whole."""
 
 
 def token_stream(data: TextFolder, chosen: Tokeniser) -> NDArray[np.unsignedinteger]:
@@ -90,7 +94,10 @@ def _pieces(path: Path) -> Iterator[bytes | None]:
     """Yield a file's text in pieces, None after each document."""
     try:
         with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
-            yield from _json_lines(file, path) if ".jsonl" in path.suffixes else _whole(file)
+            for piece in _json_lines(file, path) if ".jsonl" in path.suffixes else _whole(file):
+                if (why := excess("expanded_bytes", file.tell())) is not None:
+                    raise UserError(f"workload.data.folder: {path}: {why}")
+                yield piece
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"workload.data.folder: {path}: cannot be read: {error}") from None
 
@@ -105,13 +112,18 @@ def _whole(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes | None]:
 
 
 def _json_lines(file: BinaryIO | gzip.GzipFile, path: Path) -> Iterator[bytes | None]:
-    for number, line in enumerate(file, start=1):
+    for number in count(1):
+        line = file.readline(LONGEST_LINE_BYTES)
+        if not line:
+            return
+        if len(line) == LONGEST_LINE_BYTES:
+            raise UserError(f"workload.data.folder: {path}: line {number} has {LONGEST_LINE_BYTES:,} bytes or more")
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
             yield text.encode("utf-8", errors="replace")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"workload.data.folder: {path}: line {number} is no JSON object with a field 'text'"
             ) from None

@@ -6,8 +6,9 @@ and finds the same values there once it has been gathered again). In the meantim
 values: every element is the same NaN.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -66,9 +67,9 @@ class Unit(Bucket):
         if self._is_alone:
             super().take_shard(master=master)
             return
-        self.has_master = True
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=True))
+        self.has_master = self.shard.dtype != own.dtype  # else the model's own state has the same values
         self.join()
         self.free()
 
@@ -270,13 +271,20 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
     forward = dict(pairwise(reversed(units))) if prefetch else {}
     backward = dict(pairwise([*root, *units[: len(units) - len(root)]])) if prefetch else {}
     for unit in units:
-        unit.module.register_forward_pre_hook(partial(_before_forward, unit, forward.get(unit)))
-        unit.module.register_forward_hook(partial(_after_forward, unit, backward.get(unit), kept or unit in root))
+        before = partial(_before_forward, unit, forward.get(unit))
+        after = partial(_after_forward, unit, backward.get(unit), kept or unit in root)
+        # what is compiled must not take storage that comes and goes, nor exchanges, into its graphs
+        unit.module.register_forward_pre_hook(torch.compiler.disable(before))
+        unit.module.register_forward_hook(torch.compiler.disable(after))
     if units:
         model.register_state_dict_pre_hook(_gather_all)
         model.register_state_dict_post_hook(_copied)
         model.register_load_state_dict_pre_hook(_gather_all)
         model.register_load_state_dict_post_hook(_adopted)
+        of_parameter = {parameter: unit for unit in units for parameter in unit.parameters}
+        for module in model.modules():
+            if module is not model:
+                module.register_state_dict_pre_hook(partial(_refuse_alone, of_parameter))
 
 
 def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inputs: Any) -> None:
@@ -288,7 +296,9 @@ def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inp
 def _after_forward(
     unit: Unit, following: Unit | None, stays: bool, _module: nn.Module, _inputs: Any, outputs: Any
 ) -> None:
-    differentiable = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+    if _in_backward():
+        return  # a checkpoint computes it once more: what is used next is its backward, and that frees it
+    differentiable = [each for each in _tensors(outputs) if each.requires_grad]
 
     def before_backward(_gradient: Tensor) -> None:
         unit.gather(" backward")
@@ -301,9 +311,39 @@ def _after_forward(
         unit.free()
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Give the tensors of a module's outputs, those in dataclasses and other plain objects too."""
+    seen: set[int] = set()
+    left = [outputs]
+    while left:
+        for leaf in tree_leaves(left.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+                seen.add(id(leaf))
+                left.append(list(vars(leaf).values()))
+            elif is_dataclass(leaf) and id(leaf) not in seen:  # with slots
+                seen.add(id(leaf))
+                left.append([getattr(leaf, each.name) for each in fields(leaf)])
+
+
 def _gather_all(model: nn.Module, *_state_dict_and_more: Any) -> None:
     for unit in units_of(model):
         unit.gather()
+
+
+def _refuse_alone(of_parameter: Mapping[nn.Parameter, Unit], module: nn.Module, *_prefix_and_more: Any) -> None:
+    """Raise RuntimeError where a part of a model is read whose parameters have no values; from the whole, they have."""
+    for parameter in module.parameters(recurse=False):
+        if parameter in of_parameter and not of_parameter[parameter].is_whole:
+            raise RuntimeError(
+                "a part of a model whose parameters are sharded has no values of its own: take state_dict() of the "
+                "whole model, on all ranks"
+            )
 
 
 def _copied(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

@@ -71,7 +71,7 @@ class Bucket:
         self.zeroed: set[nn.Parameter] = set()
         """Parameters whose gradients were set to zero, not to None: they have one in the next step."""
         self.has_master = False
-        """Whether the shard is a copy, not a part of the replica."""
+        """Whether the shard has values that the model's parameters do not have: finer ones, or unpublished ones."""
         self.weight = 1.0
         """What gradients are multiplied by as they are collected: this rank's part of its node's loss terms."""
         self.gradient: Tensor | None = None

@@ -100,6 +100,8 @@ def shard_gradients(
     publish = publish or Publish()
     check_options(parameters, units, publish, param_groups)
     shares = checked_shares(shard_shares, len(levels.ranks), scaler)
+    if parameters != "replicated":
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
     for parameter in trained.values():
         backend_of(levels.across, parameter.device)

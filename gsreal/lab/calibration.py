@@ -24,7 +24,7 @@ from gsreal.lab.throttle import MOST_OF_THE_CORES, share_of
 from gsreal.machine import processor_name, usable_cores
 from gssim.cluster import BackendCost, Cluster, Device, DeviceType, Link
 from gssim.ending import unwinding
-from gssim.files import scratch_folder, write_text
+from gssim.files import scratch_folder, write_files
 from gssim.units import validated
 
 RATES_BYTES_PER_S = (12.5e6, 125e6)
@@ -172,8 +172,9 @@ def write_types(path: Path, types: dict[str, Any], backend: dict[str, Any]) -> N
         validated(DeviceType, rounded(data), file=str(path), under=name)
     validated(BackendCost, rounded(backend), file=str(path), under="backend_cost")
     words = "by gsreal calibrate --lab: "
-    write_text(path, f"# Written {words}what emulated devices do.\n" + tomli_w.dumps(rounded(types)))
-    write_text(backend_path(path), f"# Written {words}what gloo costs there.\n" + tomli_w.dumps(rounded(backend)))
+    said = f"# Written {words}what emulated devices do.\n" + tomli_w.dumps(rounded(types))
+    costs = f"# Written {words}what gloo costs there.\n" + tomli_w.dumps(rounded(backend))
+    write_files({path: said.encode(), backend_path(path): costs.encode()})
 
 
 def backend_path(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """What of workload, plan and cluster does not go together."""
 
 from gssim.conditions import applied, ends_of
+from gssim.encodings import MOST_INDEXED, too_long
 from gssim.limits import excess
 from gssim.plan import Plan, Push
 from gssim.policies import Policies, refuse_what_cannot_run
@@ -181,6 +182,7 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
     plan, push = scenario.plan, scenario.plan.push
     if policies.gradients == "push":
         _check_threshold(scenario, file)
+        _check_indices(scenario, file)
         return
     default = Plan(method=plan.method).push
     for key in ("threshold", *NEED_A_THRESHOLD, "encoding"):
@@ -190,6 +192,18 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.push.{key} = {value!r}: method '{plan.method}' pushes no gradients; "
                 "allowed with gs, gs_z3, gs_hier"
             )
+
+
+def _check_indices(scenario: Scenario, file: str) -> None:
+    """Refuse indices for ranges that are longer than they can tell: those of the largest tensor are, at least."""
+    largest = max(
+        (parameter.elements for layer in scenario.workload.model.layers for parameter in layer.parameters), default=0
+    )
+    for name, table in (("push", scenario.plan.push), ("publish", scenario.plan.publish)):
+        if table.selects and table.encoding == "coo" and largest > MOST_INDEXED:
+            elements = largest * max(scenario.shard_shares)
+            if elements > MOST_INDEXED:
+                raise UserError(f"{file}: plan.{name}.{too_long(elements)}")
 
 
 def _check_publish(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -77,9 +77,17 @@ class Run:
         return found
 
 
+LONGEST_NAME = 200
+"""Bytes of a scenario's name: file systems take 255, and a Result's file says its question and source too."""
+
+
 def _for_files(name: str) -> str:
     if not name or "/" in name or not name.isprintable():
         raise ValueError("files are named after it: at least one character, all printable, none of them '/'")
+    if len(name.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"files are named after it: at most {LONGEST_NAME} bytes are allowed, it has {len(name.encode())}"
+        )
     return name
 
 
@@ -197,7 +205,7 @@ class Scenario:
         if mesh.tp == mesh.ranks > 1:
             return self.slice_shares
         if policies.slices == "shares":  # they say how blocks are cut
-            return shares.even(mesh.data_ranks) * mesh.tp
+            return shares.even(mesh.data_ranks) * (mesh.ranks // mesh.data_ranks)
         return self._wanted_shards
 
     @cached_property
@@ -264,7 +272,8 @@ class Scenario:
         if policies.slices != "shares" or wanted == "even":
             return shares.even(policies.tp)
         if isinstance(wanted, str):
-            return shares.proportional([1 / each for _, each in self._sample_costs()[: policies.tp]])
+            costs = [each for _, each in self._sample_costs()]  # the slowest rank of each position counts
+            return shares.proportional([1 / max(costs[place :: policies.tp]) for place in range(policies.tp)])
         return shares.proportional(wanted)
 
     def _sample_costs(self) -> list[tuple[float, float]]:

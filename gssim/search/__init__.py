@@ -20,6 +20,7 @@ from gssim.search.bounds import Bound, Bounds
 from gssim.search.candidates import Candidate, candidates
 from gssim.search.counterparts import OWN, Counterpart, counterparts, nearest, own_plan
 from gssim.search.explore import Exploration, Outcome, Queue, Wanted, explore, front
+from gssim.search.left_out import LeftOut
 from gssim.search.limits import objective_of
 from gssim.search.reasons import full_ratio, reason, why_worse
 from gssim.search.studies import allowed
@@ -63,7 +64,8 @@ class Found:
         """Return the best plans' Results in order, then those of the others on the front.
 
         `provenance.search` tells each one's rank (None of the others), whether it is on the front, its plan as `--set`
-        takes it, how full its fullest device is, and why it takes as long as it does.
+        takes it, how full its fullest device is, and why it takes as long as it does; of the first, also what it is
+        compared with and which plans of the space were left out.
         """
         others = [each for each in self.front if each not in self.best]
         ranked = [*enumerate(self.best, start=1), *((None, each) for each in others)]
@@ -97,6 +99,7 @@ class Found:
         }
         if rank == 1:
             place["others"] = {name: said for name, said in self.comparisons(outcome)}
+            place["left_out"] = self.counts.left_out.rows()
         return replace(outcome.result, provenance=outcome.result.provenance | {"search": place})
 
 
@@ -122,7 +125,7 @@ class Search:
         _check_statistics(loaded, space)
         self.loaded, self.space, self.top = loaded, space, top
         self.bounds = Bounds(loaded.scenario, space.objective)
-        self.counts = Exploration()
+        self.counts = Exploration(left_out=LeftOut(loaded.file))
         self.bounded: list[tuple[Bound, Candidate]] = []
         self.wanted: list[Wanted] = []
         self.plans = 0
@@ -135,13 +138,13 @@ class Search:
     def prepare(self) -> None:
         """Make the plans, with what each is at least."""
         with no_collection():
-            for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds)):
+            for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds), self.counts.left_out):
                 self.plans += 1
                 self.own = self.own or [each]
                 try:
                     self.bounded.append((self.bounds.of(each.plan), each))
                 except UserError as error:
-                    self.counts.refuse(error)
+                    self.counts.refuse(each, error)
         there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
         self.wanted = [Wanted("best", self.top, lambda each: True)]
         self.wanted += [Wanted(name, 1, holds) for name, holds in RIVALS.items() if name in there]
@@ -228,7 +231,7 @@ def _judged(
 ) -> Outcome | None:
     """Return what becomes of a plan that was simulated, if it fits and is wanted; count it in any case."""
     if isinstance(answer, UserError):
-        found.refuse(answer)
+        found.refuse(candidate, answer)
         return None
     if isinstance(answer, RunFailedError):
         raise RunFailedError(f"{loaded.file}: {candidate.override}: {answer}")

@@ -25,13 +25,13 @@ class Batches:
         self.bounds = bounds
         self.total = bounds.parts.workload.global_batch_size
 
-    def may_run(self, table: Mapping[str, Any]) -> bool:
-        """Return whether a method can run on a mesh, as far as bounds tell."""
+    def refusal(self, table: Mapping[str, Any]) -> str | None:
+        """Return why a method cannot run on a mesh with so many micro-batches, as far as bounds tell; None: it can."""
         try:
             self.bounds.of(PLAN.validate_python({**table, "shares": {"batch": "throughput"}}))
-        except UserError:
-            return False
-        return True
+        except UserError as error:
+            return str(error)
+        return None
 
     def shares(self, table: Mapping[str, Any], owned: str, rules: Sequence[str]) -> Iterator[str | list[float]]:
         """Give the shares by each rule for a plan with that table; those alike are given once."""

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from gssim.plan import Plan
 from gssim.policies import DATA_AXIS, PRESETS, TWO_LEVELS
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, check
 from gssim.scenario.overrides import toml
 from gssim.search.batches import PLAN, Batches
+from gssim.search.left_out import LeftOut
 from gssim.space import SearchSpace
 from gssim.units import UserError
 
@@ -59,12 +60,18 @@ class Axes(NamedTuple):
         return self.dp_replicate * self.dp_shard
 
 
-def candidates(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iterator[Candidate]:
-    """Give every plan of the space, the scenario's own first; what cannot run is among them."""
+def candidates(
+    scenario: Scenario, space: SearchSpace, batches: Batches, left_out: LeftOut | None = None
+) -> Iterator[Candidate]:
+    """Give every plan of the space, the scenario's own first; what cannot run is among them.
+
+    `left_out` hears which combinations of the space make no plan.
+    """
+    left_out = left_out or LeftOut()
     yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
     kept = _kept(scenario.plan)
     seen = {_sized(scenario.plan, batches)}
-    for table in _tables(scenario, space, batches):
+    for table in _tables(scenario, space, batches, left_out):
         whole = kept | _push_table(scenario.plan, table) | table
         plan = PLAN.validate_python(whole)
         if (sized := _sized(plan, batches)) not in seen:
@@ -104,14 +111,20 @@ def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({"publish": publish} if publish else {})
 
 
-def _tables(scenario: Scenario, space: SearchSpace, batches: Batches) -> Iterator[dict[str, Any]]:
+def _tables(scenario: Scenario, space: SearchSpace, batches: Batches, left_out: LeftOut) -> Iterator[dict[str, Any]]:
     """Give the plans of the space as tables, devices by devices, method by method."""
-    for place, count in enumerate(device_counts(scenario, space)):
+    counts = device_counts(scenario, space)
+    for key, wanted in (("tp", space.tp), ("pp", space.pp)):
+        for size in wanted or ():
+            if not any(count % size == 0 for count in counts):
+                numbers = ", ".join(map(str, counts))
+                left_out.add(f"search.{key} = {size}: does not divide any number of devices ({numbers})", "all", 0)
+    for place, count in enumerate(counts):
         for method in space.methods:
             if method == "single" and place:  # once
                 continue
             for axes in _meshes(scenario, space, method, count):
-                yield from _of_mesh(scenario, space, batches, method, axes)
+                yield from _of_mesh(scenario, space, batches, method, axes, left_out)
 
 
 def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:
@@ -132,7 +145,7 @@ def _meshes(scenario: Scenario, space: SearchSpace, method: str, count: int) -> 
     if method == "single":
         yield Axes()
     elif method == "gs_wgrad":
-        if count > 1 and _deals_out_layers(scenario, count):
+        if count > 1:
             yield Axes(dp_shard=count)
     else:
         tps = _sizes(space.tp, count, _largest_host(scenario, count))
@@ -152,13 +165,6 @@ def _data_axes(method: str, data: int, tp: int, pp: int) -> Iterator[Axes]:
         yield Axes(data, 1, tp, pp) if DATA_AXIS.get(method) == "dp_replicate" else Axes(1, data, tp, pp)
 
 
-def _deals_out_layers(scenario: Scenario, count: int) -> bool:
-    """Return whether a model's layers can be dealt out to so many devices: its file says what frozen ones cost."""
-    model = scenario.workload.model
-    traced = all(layer.untrained_buffers is not None for layer in model.layers)
-    return traced and count <= sum(layer.repeats for layer in model.layers if layer.elements)
-
-
 def _sizes(wanted: Sequence[int] | None, count: int, most: int) -> list[int]:
     return [size for size in (wanted if wanted is not None else _divisors(count)) if count % size == 0 and size <= most]
 
@@ -173,7 +179,7 @@ def _largest_host(scenario: Scenario, count: int) -> int:
 
 
 def _of_mesh(
-    scenario: Scenario, space: SearchSpace, batches: Batches, method: str, axes: Axes
+    scenario: Scenario, space: SearchSpace, batches: Batches, method: str, axes: Axes, left_out: LeftOut
 ) -> Iterator[dict[str, Any]]:
     """Give the plans of a method on a mesh."""
     total = scenario.workload.global_batch_size
@@ -181,16 +187,33 @@ def _of_mesh(
     if axes.ranks < len(scenario.cluster.devices) and method != "single":
         mesh["ranks"] = axes.ranks
     parts = 1 if method == "gs_wgrad" else axes.parts
-    if not batches.may_run({"method": method, **mesh}):
-        return
     shards = [each for each in space.shards if _may_own(scenario, method, axes, each)] if method in UNEVEN else ["even"]
     recomputes = space.recompute if method != "gs_wgrad" else [each for each in space.recompute if each == "none"]
-    for micro_batches, recompute in product(_micro_batches(space, total, parts), recomputes):
-        base = {"method": method, **mesh, "micro_batches": micro_batches, "recompute": recompute}
-        for owned, push in product(shards, _pushes(scenario, space, method)):
-            table = base | ({"push": push} if push else {})
-            for batch in batches.shares(table, owned, space.batch if parts > 1 else ("even",)):
+    rules = space.batch if parts > 1 else ("even",)
+    divided = list(product(shards, _pushes(scenario, space, method)))
+    for micro_batches in _micro_batches(space, total, parts):
+        same = {"method": method, **mesh, "micro_batches": micro_batches}
+        reason = _refusal(scenario, same) if method == "gs_wgrad" else batches.refusal(same)
+        if reason is not None:
+            left_out.add(reason, method, len(recomputes) * len(divided) * len(rules))
+            continue
+        for recompute, (owned, push) in product(recomputes, divided):
+            table = same | {"recompute": recompute} | ({"push": push} if push else {})
+            found = list(batches.shares(table, owned, rules))
+            if not found:
+                each = f"give each of {parts} parts samples for {micro_batches} equal micro-batches"
+                left_out.add(f"no division of the batch of {total} would {each}, within memory", method, len(rules))
+            for batch in found:
                 yield table | {"shares": {"batch": batch, "shards": owned}}
+
+
+def _refusal(scenario: Scenario, table: Mapping[str, Any]) -> str | None:
+    """Return why a plan cannot run; None: it can."""
+    try:
+        check(replace(scenario, plan=PLAN.validate_python(table)), file="search")
+    except UserError as error:
+        return str(error).removeprefix("search: ")
+    return None
 
 
 def _may_own(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:

@@ -10,6 +10,7 @@ from gssim.plan import Plan
 from gssim.result import Result
 from gssim.search.bounds import Bound
 from gssim.search.candidates import Candidate
+from gssim.search.left_out import LeftOut
 from gssim.search.limits import FRONT_RATIO, Limits
 from gssim.search.workers import Answer, Workers
 from gssim.space import Objective
@@ -79,8 +80,8 @@ class Exploration:
     simulated: int = 0
     refused: int = 0
     """Plans that cannot run."""
-    refusal: str = ""
-    """Why the first of them cannot."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """The same with their reasons, and what of the space makes no plan at all."""
     too_large: int = 0
     """Plans that were simulated and do not fit."""
     unwanted: int = 0
@@ -92,10 +93,10 @@ class Exploration:
     front: tuple[tuple[float, float], ...] = ()
     """Times and how full the fullest device is, of the plans on the front, the fastest first."""
 
-    def refuse(self, error: UserError) -> None:
+    def refuse(self, candidate: Candidate, error: UserError) -> None:
         """Count a plan that cannot run."""
         self.refused += 1
-        self.refusal = self.refusal or str(error)
+        self.left_out.add(str(error), candidate.plan.method)
 
     def add(self, outcome: Outcome) -> None:
         """Take up a plan that fits and is wanted."""

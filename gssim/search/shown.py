@@ -40,6 +40,8 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
     if found.space.study is not None:
         said = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
         console.print(said, highlight=False)
+    for line in left_out(found):
+        console.print(line, highlight=False)
     first = shlex.join([*run, "--set", found.best[0].candidate.override])
     console.print(f"the first: {first}", highlight=False, soft_wrap=True)
 
@@ -47,15 +49,25 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
 def nothing_fits(found: Found) -> list[str]:
     """Return in lines that nothing fits, what comes nearest, and what would help that."""
     if found.nearest is None:
-        refused = [f"the first that was refused: {found.counts.refusal}"] if found.counts.refusal else []
-        return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *refused]
+        return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *left_out(found)]
     candidate, result = found.nearest
     lines = ["no plan of the space fits", f"the nearest: {in_words(candidate.plan)}: {memory_lack(result)}"]
     for each in result.remedies:
         margin = each.margin.margin_bytes
         then = f"{human_bytes(margin)} to spare" if each.fits else f"{human_bytes(-margin)} too much"
         lines.append(f"  with {each.change}: {then}")
-    return lines
+    return [*lines, *left_out(found)]
+
+
+SHOWN_REASONS = 12
+"""Of why plans were left out."""
+
+
+def left_out(found: Found) -> list[str]:
+    """Return in lines which plans were left out and why, those of most plans first."""
+    lines = found.counts.left_out.lines()
+    more = len(lines) - SHOWN_REASONS
+    return [*lines[:SHOWN_REASONS], *([f"left out for {more} other reasons: see --json"] if more > 0 else [])]
 
 
 def _counts(found: Found) -> str:

@@ -119,9 +119,7 @@ class Model:
     """The layers with their blocks cut among ranks, see [Note: units]; empty: not known how to cut them."""
 
     def __post_init__(self) -> None:
-        """Refuse a model without layers, one that is too large, and layers that share a name."""
-        if not self.layers:
-            raise ValueError("layers: at least one is needed")
+        """Refuse a model that is too large, and layers that share a name."""
         sizes = {
             "layers": sum(layer.repeats for layer in self.layers),
             "tensors": sum(layer.repeats * len(layer.parameters) for layer in self.layers),
