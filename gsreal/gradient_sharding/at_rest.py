@@ -273,9 +273,8 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
     for unit in units:
         before = partial(_before_forward, unit, forward.get(unit))
         after = partial(_after_forward, unit, backward.get(unit), kept or unit in root)
-        # what is compiled must not take storage that comes and goes, nor exchanges, into its graphs
-        unit.module.register_forward_pre_hook(torch.compiler.disable(before))
-        unit.module.register_forward_hook(torch.compiler.disable(after))
+        unit.module.register_forward_pre_hook(_UnitHook(unit, before))
+        unit.module.register_forward_hook(_UnitHook(unit, after))
     if units:
         model.register_state_dict_pre_hook(_gather_all)
         model.register_state_dict_post_hook(_copied)
@@ -285,6 +284,22 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
         for module in model.modules():
             if module is not model:
                 module.register_state_dict_pre_hook(partial(_refuse_alone, of_parameter))
+
+
+class _UnitHook:
+    """A hook of a unit's module, which can be neither copied nor saved, as the unit cannot.
+
+    What is compiled must not take storage that comes and goes, nor exchanges, into its graphs.
+    """
+
+    def __init__(self, unit: Unit, call: Callable[..., None]) -> None:
+        self._unit, self._call = unit, torch.compiler.disable(call)
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._unit.__reduce__()
 
 
 def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inputs: Any) -> None:

@@ -80,8 +80,6 @@ class Bucket:
         self._addresses = [(p.data_ptr(), p.shape) for p in parameters]
         self._stand_ins: dict[nn.Parameter, PushedGradient] = {}
         """What takes the place of each parameter's gradient once it has been pushed."""
-        self.pushed: set[nn.Parameter] = set()
-        """Parameters whose gradients were pushed since the last step."""
 
     def take_shard(self, *, master: bool = False) -> None:
         """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32.
@@ -122,14 +120,12 @@ class Bucket:
             parameter.grad = parameter.grad.added()
             if parameter.grad is not None:
                 del self._stand_ins[parameter]  # what was added is in it
-        if parameter.grad is not None:
-            self.pushed.add(parameter)
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
         if parameter.grad is not None:
             self.reached.add(parameter)
         _copy_gradient(parameter, self.gradient[self.slots[parameter]], self.weight)
-        parameter.grad = self._stand_in(parameter) if parameter in self.pushed else None
+        parameter.grad = self._stand_in(parameter) if parameter in self.reached else None
 
     def _stand_in(self, parameter: nn.Parameter) -> PushedGradient:
         """Return what takes the place of a gradient."""
@@ -141,14 +137,9 @@ class Bucket:
 
     def clear_stand_ins(self) -> None:
         """Leave parameters whose gradients were pushed without any, so that autograd has nothing to add the next to."""
-        for parameter in self.pushed:
+        for parameter in self.reached:
             if isinstance(parameter.grad, PushedGradient):
                 parameter.grad = None
-
-    def forget_pushed(self) -> None:
-        """Leave parameters without gradients: those that were pushed have been used, or discarded."""
-        self.clear_stand_ins()
-        self.pushed.clear()
 
     @property
     def complete(self) -> bool:
@@ -190,6 +181,7 @@ class Bucket:
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """Forget the gradients of the shard; `set_to_none`: else they are zero where there were any."""
+        self.clear_stand_ins()
         self.reached.clear()
         if set_to_none or self.shard.grad is None:
             self.shard.grad = None

@@ -177,7 +177,7 @@ class GradientSharding(torch.optim.Optimizer):
 
         Raises RuntimeError where it was one parameter's gradient that was removed.
         """
-        pushed = [parameter for bucket in self.buckets for parameter in bucket.pushed]
+        pushed = [parameter for bucket in self.buckets for parameter in bucket.reached]
         stand_ins = [isinstance(p.grad, PushedGradient) and not p.grad.is_zeroed for p in pushed]
         gone = [p for p, there in zip(pushed, stand_ins, strict=True) if not there and _is_none_or_zeroed(p)]
         if gone and any(stand_ins):
@@ -186,7 +186,7 @@ class GradientSharding(torch.optim.Optimizer):
                 "parameters; freeze it before the backward, or discard all with zero_grad"
             )
         if gone:
-            self._forget_shard_gradients(set_to_none=True)
+            self._discard(set_to_none=gone[0].grad is None)
 
     def _check_gradient(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Raise RuntimeError where a gradient would be lost: it has a graph of its own, or comes twice."""
@@ -397,12 +397,16 @@ class GradientSharding(torch.optim.Optimizer):
         """
         if self._backwards and torch._C._current_graph_task_id() == NO_BACKWARD:
             self._end_interrupted()
-        for bucket in self.buckets:
-            bucket.zeroed = set() if set_to_none else bucket.zeroed | bucket.updated | bucket.reached
-        self._forget_shard_gradients(set_to_none=set_to_none)
+        self._discard(set_to_none=set_to_none)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
+
+    def _discard(self, *, set_to_none: bool) -> None:
+        """Forget what was pushed since the last step."""
+        for bucket in self.buckets:
+            bucket.zeroed = set() if set_to_none else bucket.zeroed | bucket.updated | bucket.reached
+        self._forget_shard_gradients(set_to_none=set_to_none)
 
     def _end_interrupted(self) -> None:
         """End a backward in which an exception was raised; nothing is exchanged where an exchange has raised it."""
@@ -416,7 +420,6 @@ class GradientSharding(torch.optim.Optimizer):
     def _forget_shard_gradients(self, *, set_to_none: bool) -> None:
         for bucket in self.buckets:
             bucket.forget_gradients(set_to_none=set_to_none)
-            bucket.forget_pushed()
         self._norm, self._spoilt = None, False
 
     # State ------------------------------------------------------------------------------------------------------------
