@@ -328,8 +328,10 @@ def _share_as_before(training: Training, progress: Progress, step: int) -> None:
 def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from gsreal.checkpoint_reader import Planner, Reader
+
     with _with_reasons(path, "read"):
-        load(_state_of(training), checkpoint_id=path)
+        load(_state_of(training), storage_reader=Reader(path), planner=Planner())
     if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
         torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
 

@@ -5,6 +5,7 @@ from gsreal.data import check_data
 from gsreal.evaluation import check_evaluation
 from gsreal.machine import check_machine
 from gsreal.stages import check_stages
+from gsreal.trust import check_factory
 from gssim.scenario import Loaded, Scenario
 from gssim.units import UserError
 
@@ -12,6 +13,7 @@ from gssim.units import UserError
 def check_real(loaded: Loaded) -> None:
     """Raise UserError for what cannot run on this machine."""
     ours, where = loaded.scenario, loaded.file
+    check_factory(ours.workload.model.module, where=where)
     check_precision(ours, where=where)
     check_machine(ours.cluster, ours.ranks, where=where)
     check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)

@@ -35,6 +35,11 @@ Timeout = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run the factory that the model file names, whatever it is; trusted: ours."),
+]
+
 
 @app.callback()
 def about() -> None:
@@ -62,11 +67,15 @@ def run_command(
         str | None,
         typer.Option("--interface", help="Network interface on which ranks listen; the loopback's by default."),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Execute one scenario on this machine: one process a rank."""
+    """Execute one scenario on this machine: one process a rank. Calls the factory that the model file names."""
     from gsreal.launch import Guard, launch, listening_on
     from gsreal.rank import TIMEOUT, leave
+    from gsreal.trust import set_trust
     from gssim.result import read_result
+
+    set_trust(trust_code)
 
     _check_positive("--every", every)
     _check_timeout(timeout_s)
@@ -145,10 +154,16 @@ def lab_command(
     again: Annotated[bool, typer.Option("--again", help="Measure also the points that --out has already.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
     timeout_s: Timeout = DEFAULT_TIMEOUT_S,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
-    from gsreal.lab.check import check_tools
+    """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores.
 
+    Calls the factory that each model file names.
+    """
+    from gsreal.lab.check import check_tools
+    from gsreal.trust import set_trust
+
+    set_trust(trust_code)
     if clean + (scenario is not None) + (sweep is not None) != 1:
         raise UserError("lab: give one of these: a scenario, --sweep, --clean")
     if only and sweep is None:
@@ -248,17 +263,24 @@ def gradients_command(
         int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
     ] = 8,
     batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 2,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Train the scenario's model for real and write statistics of every rank's gradients."""
+    """Train the scenario's model for real and write statistics of every rank's gradients.
+
+    Calls the factory that the model file names.
+    """
     from gsreal.data import check_data
     from gsreal.statistics import take_statistics, write_statistics
+    from gsreal.trust import check_factory, set_trust
     from gssim.scenario import load_scenario
 
+    set_trust(trust_code)
     _check_positive("--every", every)
     _check_positive("--courses", courses)
     _check_positive("--batches", batches)
     _check_places(out)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    check_factory(loaded.scenario.workload.model.module, where=loaded.file)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = [] if thresholds is None else _numbers(thresholds, "--thresholds")
     write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches))
@@ -281,20 +303,27 @@ def calibrate_command(
             "--lab", help="A cluster file: measure its device types as the lab emulates them; --out gets them."
         ),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
+    """Measure this machine by micro-benchmarks and write a cluster file for predictions.
+
+    Calls the factories that the model files name.
+    """
     import torch
 
     from gsreal.benchmarks.bench import Settings
     from gsreal.calibrate import averaged, cluster_data, measure, measured_before, write_cluster
     from gsreal.machine import device_name, usable_cores
+    from gsreal.trust import set_trust
     from gssim.units import PRECISION_BYTES
+
+    set_trust(trust_code)
 
     _check_places(out)
     if precision not in PRECISION_BYTES:
         raise UserError(f"--precision {precision}: allowed: {', '.join(PRECISION_BYTES)}")
     sizes = _whole_numbers(batch_sizes, "--batch-sizes")
-    _check_sequence_length(sequence_length, models or [])
+    _check_models(sequence_length, models or [])
     names = tuple(map(str, models or []))
     if lab is not None:
         if again or ranks is not None:
@@ -322,14 +351,17 @@ def _only_writer(file: Path) -> AbstractContextManager[int]:
     return locked(file.with_name(f"{file.name}.lock"), place=str(file))
 
 
-def _check_sequence_length(length: int, models: list[Path]) -> None:
-    """Raise UserError where it is none, or one of the models takes no such sequences."""
+def _check_models(length: int, models: list[Path]) -> None:
+    """Raise UserError where one of the models is not trusted, or takes no sequences of this length."""
+    from gsreal.trust import check_factory
     from gssim.scenario import load_model
     from gssim.workload import TokenInput
 
     _check_positive("--sequence-length", length)
     for path in models:
-        source = load_model(path).input
+        model = load_model(path)
+        check_factory(model.module, where=str(path))
+        source = model.input
         if isinstance(source, TokenInput) and length > source.maximum_sequence_length:
             raise UserError(f"--sequence-length {length}: {path} takes at most {source.maximum_sequence_length}")
 
@@ -405,10 +437,16 @@ def trace_command(
         str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU."""
-    from gsreal.modelfile import Request, check_options, traced_model, write_model
+    """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU.
 
+    Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
+    """
+    from gsreal.modelfile import Request, check_options, counted_table, traced_model, write_model
+    from gsreal.trust import set_trust
+
+    set_trust(trust_code or not model.endswith(".toml"))
     _check_places(out)
     request = Request(
         model=model,
@@ -426,8 +464,10 @@ def trace_command(
         source=source,
     )
     check_options(request)
-    traced = traced_model(request)
+    tables: list[str] = []
+    traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
     write_model(out, traced)
+    print(*tables, sep="\n", file=sys.stderr)
     print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)
 
 

@@ -301,7 +301,7 @@ def test_a_trace_holds_one_step_of_every_rank(files, measured: Result):
 def test_a_rank_without_samples_trains_along_and_a_module_may_print(files, measured: Result):
     """The same training: all samples on one rank. stdout holds the Result alone, whatever the module prints."""
     changes = ["workload.model=prints.toml", "plan.shares.batch=[1.0,0.0]", "plan.push.threshold=0"]
-    ended = run(files, "gsreal", "run", files / "scenario.toml", "--json", *overrides(changes))
+    ended = run(files, "gsreal", "run", files / "scenario.toml", "--json", "--trust-code", *overrides(changes))
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
     assert [rank["batch_share"] for rank in result["ranks"]] == [1.0, 0.0]
@@ -337,9 +337,8 @@ DENSE = ("plan.method=ddp", "plan.push={}", "plan.shares={}")
 )
 def test_a_rank_that_dies_is_named_in_one_line_and_nothing_is_written(files, tmp_path, factory, message):
     changes = [f"workload.model={files / factory}.toml", *DENSE]
-    ended = run(
-        files, "gsreal", "run", files / "scenario.toml", "--json", "--out", tmp_path / "out", *overrides(changes)
-    )
+    line = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--json", "--out", tmp_path / "out")
+    ended = run(files, *line, *overrides(changes))
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert ended.stderr.splitlines() == [message]
@@ -349,7 +348,8 @@ def test_a_rank_that_dies_is_named_in_one_line_and_nothing_is_written(files, tmp
 def test_a_fault_of_the_users_that_ranks_find_is_exit_2(files, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(files))  # where ranks find the module
     changes = [f"workload.model={files / 'stranger'}.toml", *DENSE]
-    ended = commands.run("gsreal", "run", files / "scenario.toml", "--out", tmp_path / "out", *overrides(changes))
+    line = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--out", tmp_path / "out")
+    ended = commands.run(*line, *overrides(changes))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("gsreal: workload.model: the file lists ")
@@ -383,9 +383,8 @@ def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_p
 def test_a_run_listens_on_the_loopback_alone_and_an_interrupt_stops_every_rank(files, tmp_path):
     changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=1000000", *DENSE]
     started = tmp_path / "started"
-    line, environment, marker = command(
-        files, "gsreal", "run", files / "scenario.toml", "--out", tmp_path / "out", *overrides(changes)
-    )
+    asked = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--out", tmp_path / "out", *overrides(changes))
+    line, environment, marker = command(files, *asked)
     (tmp_path / "temporary").mkdir()
     environment |= {"STARTED": str(started), "TMPDIR": str(tmp_path / "temporary")}
     process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

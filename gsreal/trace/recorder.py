@@ -2,23 +2,16 @@
 
 import weakref
 from collections import defaultdict
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from gsreal.recompute import COMPUTE_HEAVY
-
-aten = torch.ops.aten
-# torch counts no FLOP for the CPU's flash attention; its arguments are those of the CUDA kernel
-FLOP_ALIASES = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
+from gsreal.trace.flop import flop_of
 
 
 @dataclass
@@ -47,6 +40,10 @@ class Work:
         """Return what both do."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Work(*(one + another for one, another in pairs))
+
+    def times(self, count: int) -> "Work":
+        """Return what so many of them do."""
+        return Work(*(count * one for one in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,8 @@ class Record:
     """Positions at which operations (not views) run, by layer and phase."""
     names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))
     """Their names."""
+    by_operation: dict[int, dict[str, Work]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Work)))
+    """By layer: name of an operation -> its work, forward and backward."""
     heavy: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Those of compute-heavy operations."""
     overwritten: set[int] = field(default_factory=set)
@@ -136,7 +135,7 @@ class Recorder(TorchDispatchMode):
         self._written(func, args)
         result = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        if outputs and not func.is_view:
+        if not func.is_view and (outputs or func._schema.is_mutable):
             self._count(func, args, kwargs, result, inputs, outputs, place)
         for tensor in outputs:
             self._born(tensor)
@@ -152,17 +151,17 @@ class Recorder(TorchDispatchMode):
         outputs: list[Tensor],
         place: tuple[int, str],
     ) -> None:
-        packet = FLOP_ALIASES.get(func._overloadpacket, func._overloadpacket)
-        flop = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        flop = flop_of(func, args, kwargs, result, [*inputs, *outputs])
         moved = sum({id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
-        streamed = 0 if flop or _is_alias(func, inputs, outputs) else moved
-        self.record.flop[place] += flop
-        self.record.bytes_moved[place] += moved
-        self.record.streamed[place] += streamed
+        work = Work(flop, moved, 1, 0 if flop or _is_alias(func, inputs, outputs) else moved)
+        self.record.flop[place] += work.flop
+        self.record.bytes_moved[place] += work.bytes_moved
+        self.record.streamed[place] += work.streamed
         self.record.operations[place] += 1
+        self.record.by_operation[place[0]][str(func._overloadpacket)] += work
         heavy = func in COMPUTE_HEAVY
         if not heavy:
-            self.light[place] += Work(flop, moved if flop else streamed, 1, streamed)
+            self.light[place] += work if flop else replace(work, bytes_moved=work.streamed)
         self.record.counted[place].append(self.position[place])
         self.record.names[place].append(str(func))
         if heavy and place[1] == "f":

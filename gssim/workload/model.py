@@ -28,7 +28,7 @@ class HuggingFace:
     auto_class: str = "AutoModelForCausalLM"
     """Of transformers: what makes a model of the config."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What differs from the architecture's own config."""
+    """What differs from the architecture's own config. `use_cache` is off; a hub's code and weights are refused."""
 
 
 @spec
@@ -36,7 +36,8 @@ class Module:
     """Where the real module comes from: a factory by its dotted path, or a Hugging Face config."""
 
     factory: str | None = None
-    """Dotted path of what returns the module."""
+    """Dotted path of what returns the module. `gsreal` calls it: one of `gsreal.models` and `transformers.models`, and
+    any other with `--trust-code`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the factory, by name."""
     hugging_face: HuggingFace | None = None
