@@ -386,7 +386,7 @@ def tied_parameters():
 def a_sparse_embedding():
     model, reference = Tied(sparse=True), Tied(sparse=True)
     reference.table.sparse = False
-    options = {"push": Push(threshold=1e-300, encoding="coo"), "bucket_bytes": 1, "first_bucket_bytes": 1}
+    options = {"push": Push(threshold=1e-30, encoding="coo"), "bucket_bytes": 1, "first_bucket_bytes": 1}
     optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, lr=0.1, momentum=0.9), **options)
     train(model, optimizer, tokens(1))
     buckets = [bucket.index for bucket in optimizer.buckets if model.table.weight in bucket.places]
