@@ -76,8 +76,8 @@ def _target_density(result: Result) -> list[str]:
     if steps == 1:
         return [f"{said}; thresholds are estimated in each step from the magnitudes of a sample of each tensor"]
     return [
-        f"{said}; thresholds are estimated from one batch every {steps} steps (plan.push.reestimate_steps) and stay while "
-        "gradients become smaller or larger"
+        f"{said}; thresholds are estimated from one batch every {steps} steps (plan.push.reestimate_steps) and stay "
+        "while gradients become smaller or larger"
     ]
 
 

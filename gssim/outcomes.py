@@ -35,6 +35,15 @@ def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, 
     )
 
 
+def excess_bytes(program: Program, sent: Sequence[Sent], typical: Sent) -> float:
+    """Return how much more data-dependent messages carry in the mean of all steps than in the typical one."""
+    return sum(
+        len(communication.groups) * (fmean(each.payload_bytes[name] for each in sent) - typical.payload_bytes[name])
+        for name, communication in program.communications.items()
+        if communication.data_dependent
+    )
+
+
 LISTED_LINKS = 256
 """Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
 
@@ -72,13 +81,24 @@ def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[R
 
 
 def rank_classes(
-    scenario: Scenario, machine: Machine, phases: list[dict[str, float]], occupied: Sequence[Occupancy]
+    scenario: Scenario,
+    machine: Machine,
+    phases: list[dict[str, float]],
+    occupied: Sequence[Occupancy],
+    *,
+    excess_bytes: float = 0.0,
 ) -> tuple[RankOutcome, ...]:
-    """Return ranks with equal outcomes together."""
+    """Return ranks with equal outcomes together.
+
+    `excess_bytes`: what all ranks send in the mean of the run's steps beside the machine's, in one step. Each rank's
+    bytes are means too, so that they agree with the collectives' payloads: they differ in the same proportion.
+    """
     classes: dict[tuple[Any, ...], dict[str, Any]] = {}
     members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     sent, received = machine.carried_by_rank()
+    whole_bytes = float(np.sum(sent)) / machine.steps
+    mean_ratio = 1 + excess_bytes / whole_bytes if whole_bytes else 1.0
     for each, same in _alike(machine, sent, received):
         needed, rank = occupied[each.index], int(same[0])
         peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
@@ -92,8 +112,8 @@ def rank_classes(
             "outside_bytes": dict(needed.outside),
             "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
-            "bytes_sent": float(sent[rank]) / machine.steps,
-            "bytes_received": float(received[rank]) / machine.steps,
+            "bytes_sent": mean_ratio * float(sent[rank]) / machine.steps,
+            "bytes_received": mean_ratio * float(received[rank]) / machine.steps,
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }
