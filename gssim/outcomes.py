@@ -68,13 +68,17 @@ def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
     )
 
 
+SIZE_DIGITS = 3
+"""Of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
+
+
 def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
     """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
     for each in machine.classes:
         if len(each.members) == 1:
             yield each, each.members
             continue
-        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
+        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), SIZE_DIGITS)
         which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
         for kind in dict.fromkeys(which.tolist()):
             yield each, each.members[which == kind]
@@ -101,9 +105,10 @@ def rank_classes(
     mean_ratio = 1 + excess_bytes / whole_bytes if whole_bytes else 1.0
     for each, same in _alike(machine, sent, received):
         needed, rank = occupied[each.index], int(same[0])
-        peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
+        in_order = ((category, round(needed.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)
+        peak = {category: size for category, size in in_order if size}
         allocated = sum(peak.values())
-        reserved = None if needed.excess_bytes else max(allocated, needed.reserved_bytes)
+        reserved = None if needed.excess_bytes else max(allocated, round(needed.reserved_bytes, SIZE_DIGITS))
         outcome = {
             "device": scenario.cluster.devices[rank].type,
             "peak_allocated_bytes": allocated,
@@ -112,8 +117,8 @@ def rank_classes(
             "outside_bytes": dict(needed.outside),
             "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
-            "bytes_sent": mean_ratio * float(sent[rank]) / machine.steps,
-            "bytes_received": mean_ratio * float(received[rank]) / machine.steps,
+            "bytes_sent": round(mean_ratio * float(sent[rank]) / machine.steps, SIZE_DIGITS),
+            "bytes_received": round(mean_ratio * float(received[rank]) / machine.steps, SIZE_DIGITS),
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }
