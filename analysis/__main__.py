@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from gssim.ending import INTERRUPTED, run_command_line
-from gssim.result import check_place, write_text
+from gssim.files import check_place, locked, write_text
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def about() -> None:
 
 @app.command("compare")
 def compare_command(
-    results: Annotated[list[Path], typer.Argument(help="Result files, or folders to search for them.")],
+    results: Annotated[list[Path], typer.Argument(help="Result files; folders, archives (.tar.xz) to search.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for comparison.csv and the charts.")],
 ) -> None:
     """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts."""
@@ -42,10 +41,14 @@ def compare_command(
     from analysis.report import print_comparison
     from analysis.rivals import rival_table
     from analysis.table import find_results
+    from analysis.versions import differences
+    from gssim.table import csv_of
 
     found = find_results(results)
     joined = join(found.files)
     _tell(joined, found.skipped)
+    for difference in differences(joined.pairs):
+        _say(difference)
     if not joined.pairs:
         raise UserError(
             f"{', '.join(map(str, results))}: nothing to compare: {_sides(joined)}; "
@@ -60,7 +63,7 @@ def compare_command(
     if not rivals.is_empty():
         tables["gs_against_dense.csv"] = rivals
     for name, table in tables.items():
-        write_text(out / name, table.write_csv())
+        write_text(out / name, csv_of(table))
     pictures = charts.save_all(drawn, out)
     print_comparison(comparison, groups)
     for path in (*(out / name for name in tables), *pictures):
@@ -169,6 +172,7 @@ def convergence_command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every variant.")
     ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", help="Only the first of the study's seeds.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Train also what is in --out already.")] = False,
 ) -> None:
     """Train a study's variants for real, seed by seed: quality against threshold, bytes and time."""
     from analysis import charts
@@ -179,12 +183,13 @@ def convergence_command(
 
     check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
-    rows = rows_of(loaded.study, train(loaded, out))
-    found = findings_of(loaded.study, rows)
-    drawn = charts.study_charts(loaded.study, rows, found)
-    write_text(out / "convergence.csv", write_csv(rows))
-    write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in found.all))
-    pictures = charts.save_all(drawn, out)
+    with locked(out / ".analysis-study.lock", place=str(out)):
+        rows = rows_of(loaded.study, train(loaded, out, again=again))
+        found = findings_of(loaded.study, rows)
+        drawn = charts.study_charts(loaded.study, rows, found)
+        write_text(out / "convergence.csv", write_csv(rows))
+        write_text(out / "findings.txt", "".join(f"{sentence}.\n" for sentence in found.all))
+        pictures = charts.save_all(drawn, out)
     print_study(rows, found.all)
     for path in (out / "convergence.csv", out / "findings.txt", *pictures):
         print(path)
@@ -250,10 +255,10 @@ def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, study_cells(row)))
+        table.add_row(*study_cells(row))
     out.print(table)
     for sentence in findings:
-        out.print(f"{sentence}.", markup=False)
+        out.print(f"{sentence}.")
 
 
 def study_cells(row: "Row") -> tuple[str, ...]:

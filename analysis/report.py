@@ -1,19 +1,19 @@
 """A comparison in print: a line a scenario; of a large matrix its groups, its worst lines, and what is asked of it."""
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from analysis.compare import medians
 from analysis.groups import ALL, error_column, variant_of, worst_of
 from analysis.targets import Target, targets
+from gssim.console import plain_console
 from gssim.units import human_bytes, human_seconds
 
 PIPE_WIDTH = 120
@@ -49,7 +49,7 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
 
 def console() -> Console:
     """Return where tables go: as wide as the terminal, or as a page."""
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
+    return plain_console(PIPE_WIDTH, highlight=False)
 
 
 def _print_groups(out: Console, groups: Sequence[dict[str, Any]]) -> None:
@@ -73,7 +73,7 @@ def _print_groups(out: Console, groups: Sequence[dict[str, Any]]) -> None:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("best plan predicted", overflow="fold", min_width=9)
     for group in groups:
-        table.add_row(*map(escape, _group_cells(group)), style="bold" if group["group"] == ALL else None)
+        table.add_row(*_group_cells(group), style="bold" if group["group"] == ALL else None)
     out.print(table)
     out.print(
         "Sizes of errors. Noise: of the measurements, \u00b1 (median). Compute only, slowest link: naive predictions, "
@@ -129,7 +129,7 @@ def _target_table(found: Sequence[Target]) -> Table:
             f"{'>=' if target.at_least else '<='} {_figure(target, target.asked)}",
             "" if target.found is None else _figure(target, target.found),
             f"{target.n} {target.of}",
-            {True: "met", False: "[bold]not met[/bold]", None: "cannot be told"}[target.met],
+            "met" if target.met else "cannot be told" if target.met is None else Text("not met", "bold"),
         )
     return table
 
@@ -150,7 +150,7 @@ def _print_effects(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     for header in ("density\npredicted", "\nmeasured", "speed\npredicted", "\nmeasured", "change of\nlast loss"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, _effect_cells(row)))
+        table.add_row(*_effect_cells(row))
     console.print(table)
     if not any(row["threshold"] == math.inf for row in rows):
         console.print("no control: what learning without any push gives is unknown (plan.push.threshold = inf)")
@@ -200,8 +200,8 @@ def _comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            escape(row["name"]),
-            escape(row["method"]),
+            row["name"],
+            row["method"],
             "" if row["threshold"] is None else f"{row['threshold']:g}",
             shown(human_seconds(row["step_time_predicted_s"])),
             shown(human_seconds(row["step_time_measured_s"])),
@@ -210,7 +210,7 @@ def _comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             _bytes(row["peak_predicted_bytes"]),
             _bytes(row["peak_measured_bytes"]),
             _percent(row["peak_error_ratio"]),
-            "equal" if row["collectives_equal"] else "[bold]differ[/bold]",
+            "equal" if row["collectives_equal"] else Text("differ", "bold"),
             _percent(row["payload_error_ratio"]),
         )
     return table
@@ -222,10 +222,10 @@ def _print_differences(out: Console, rows: Sequence[dict[str, Any]]) -> None:
     for row in differing[:DIFFERING_SHOWN]:
         differences = row["collectives_difference"].split("; ")
         for difference in differences[:DIFFERENCES_SHOWN]:
-            out.print(f"{row['name']}: collectives: {difference}", markup=False)
+            out.print(f"{row['name']}: collectives: {difference}")
         more = len(differences) - DIFFERENCES_SHOWN
         if more > 0:
-            out.print(f"{row['name']}: collectives: {more} more in comparison.csv", markup=False)
+            out.print(f"{row['name']}: collectives: {more} more in comparison.csv")
     if len(differing) > DIFFERING_SHOWN:
         out.print(f"collectives of {len(differing) - DIFFERING_SHOWN} more scenarios differ: see comparison.csv")
 

@@ -1,7 +1,9 @@
 """Results as a table: found on disk, then one row per result."""
 
-import json
-from collections.abc import Iterable, Sequence
+import lzma
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 
 import polars as pl
 
+from gssim.limits import excess
+from gssim.reading import parsed_json, read_json
 from gssim.result import PHASES, SCHEMA, Result, read_result
 from gssim.sweep import SEPARATOR
-from gssim.units import UserError
+from gssim.units import UserError, validated
 
 RESULT_COLUMNS = {
     "scenario_id": pl.String,
@@ -32,11 +36,16 @@ RESULT_COLUMNS = {
 }
 
 
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+"""Endings of archives in which Results may be packed."""
+
+
 @dataclass(frozen=True)
 class ResultFile:
     """A Result and where it lies."""
 
     path: Path
+    """Of one in an archive: the archive's, then the name in it."""
     modified_ns: int
     result: Result
 
@@ -47,35 +56,93 @@ class Found:
 
     files: tuple[ResultFile, ...]
     skipped: int
-    """JSON files in folders that are no Results (cluster files, gradient statistics, ...)."""
+    """JSON files in folders and archives that are no Results (cluster files, gradient statistics, ...)."""
 
 
 def find_results(paths: Sequence[Path]) -> Found:
-    """Return the Results named by `paths`, each once: files as they are, folders searched for JSON that is a Result.
+    """Return the Results named by `paths`, each once: files as they are, folders and archives searched for JSON that is
+    a Result.
 
-    Raises UserError for a path that is missing, a named file that is no Result, and a file that says it is one and
-    is broken: a damaged result must not vanish from a comparison in silence.
+    Raises UserError for a path that is missing, a named file that is no Result, an archive that cannot be read to its
+    end, and a file that says it is a Result and is broken: a damaged result must not vanish from a comparison in
+    silence.
     """
     files: dict[Path, ResultFile] = {}
     skipped: set[Path] = set()
     for path in paths:
         inside = path.is_dir()
-        for candidate in sorted(path.rglob("*.json")) if inside else [path]:
+        for candidate in _candidates(path) if inside else [path]:
             place = candidate.resolve()
             if place in files or (inside and not candidate.is_file()):
                 continue
-            if inside and not _says_result(candidate):
+            if candidate.name.endswith(ARCHIVES):
+                for member, modified_ns, content in _unpacked(candidate):
+                    _add(place / member, candidate / member, modified_ns, content, files, skipped)
+            elif inside and not _says_result(candidate):
                 skipped.add(place)
             else:
                 files[place] = _read(candidate)
     return Found(tuple(files.values()), len(skipped))
 
 
+def _candidates(folder: Path) -> list[Path]:
+    """Return the files below a folder in which Results may be."""
+    return sorted(path for path in folder.rglob("*") if path.name.endswith((".json", *ARCHIVES)))
+
+
+def _unpacked(archive: Path) -> Iterator[tuple[str, int, bytes]]:
+    """Yield each JSON file of an archive: name, time of its last change, content. Nothing is written to a disk.
+
+    Raises UserError where it is no archive, or is cut off.
+    """
+    expanded_bytes = 0
+    try:
+        with tarfile.open(archive) as opened:
+            for member in opened:
+                expanded_bytes += member.size
+                for limit, size in (("file_bytes", member.size), ("expanded_bytes", expanded_bytes)):
+                    if (why := excess(limit, size)) is not None:
+                        raise UserError(f"{archive}: {member.name!r}: {why}")
+                stream = opened.extractfile(member) if member.isfile() and member.name.endswith(".json") else None
+                if stream is not None:
+                    yield member.name, int(member.mtime * 1e9), stream.read()
+    except FileNotFoundError:
+        raise UserError(f"{archive}: no such file") from None
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+        raise UserError(f"{archive}: cannot be read as an archive: {error}") from None
+
+
+def _add(
+    place: Path,
+    path: Path,
+    modified_ns: int,
+    content: bytes,
+    files: dict[Path, ResultFile],
+    skipped: set[Path],
+) -> None:
+    """Add what an archive holds to the Results, or to what is none."""
+    if place in files:
+        return
+    try:
+        data = parsed_json(content, file=str(path))
+    except UserError:  # no JSON: not ours
+        data = None
+    if not _is_result(data):
+        skipped.add(place)
+        return
+    result = validated(Result, data, file=str(path))
+    _check(result, path)
+    files[place] = ResultFile(path, modified_ns, result)
+
+
 def _says_result(path: Path) -> bool:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # unreadable or no JSON: not ours
+        return _is_result(read_json(path))
+    except UserError:  # unreadable or no JSON: not ours
         return False
+
+
+def _is_result(data: Any) -> bool:
     return isinstance(data, dict) and data.get("schema") == SCHEMA
 
 
@@ -89,6 +156,13 @@ def _read(path: Path) -> ResultFile:
     return ResultFile(path, modified_ns, result)
 
 
+TABLES = (
+    *("workload", "workload.model", "cluster", "run", "network"),
+    *("plan.push", "plan.publish", "plan.shares", "plan.shares.replanning"),
+)
+"""Keys of a resolved scenario that are tables, where they are there."""
+
+
 def _check(result: Result, path: Path) -> None:
     """Raise UserError where a Result lacks what every table needs: its type leaves `scenario` and phases open."""
     plan = result.scenario.get("plan")
@@ -96,6 +170,7 @@ def _check(result: Result, path: Path) -> None:
         raise UserError(f"{path}: scenario.name: missing")
     if not isinstance(plan, dict) or not isinstance(plan.get("method"), str):
         raise UserError(f"{path}: scenario.plan.method: missing")
+    _check_tables(result, path)
     threshold = threshold_of(result)
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, (int, float))):
         raise UserError(f"{path}: scenario.plan.push.threshold = {threshold!r}: must be a number")
@@ -110,6 +185,21 @@ def _check(result: Result, path: Path) -> None:
     unknown = sorted(result.phases_s.keys() - set(PHASES))
     if unknown:
         raise UserError(f"{path}: phases_s.{unknown[0]}: unknown phase; allowed: {', '.join(PHASES)}")
+
+
+def _check_tables(result: Result, path: Path) -> None:
+    """Raise UserError where a table of the scenario is none, or what is said of a rank is of none that there is."""
+    for key in TABLES:
+        inner: Any = result.scenario
+        for part in key.split("."):
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if inner is not None and not isinstance(inner, dict):
+            raise UserError(f"{path}: scenario.{key} = {inner!r:.60}: must be a table")
+    if not result.ranks:
+        raise UserError(f"{path}: ranks: there is none")
+    for name, place in (("margin", result.margin), ("does_not_fit", result.does_not_fit)):
+        if place is not None and not any(place.rank in each.ranks for each in result.ranks):
+            raise UserError(f"{path}: {name}.rank = {place.rank}: is none of the ranks")
 
 
 def name_of(result: Result) -> str:

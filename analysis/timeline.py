@@ -4,7 +4,6 @@ The traces are those of `--trace` (Chrome's format). A prediction knows layers a
 one phase that follow each other become one block. Waits keep their names, which are the same on both sides.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gssim.reading import read_json
 from gssim.result import PHASES, Span
 from gssim.units import UserError
 
@@ -144,14 +144,7 @@ def joined(spans: Sequence[Span], gap_s: float) -> list[Block]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not a JSON file: {error}") from None
+    data = read_json(path)
     if not isinstance(data, dict) or not isinstance(data.get("otherData", {}), dict):
         raise UserError(f"{path}: {NO_TRACE}")
     return data

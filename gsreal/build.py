@@ -1,7 +1,5 @@
 """From a model file back to the real module, its inputs and its loss."""
 
-import importlib
-import textwrap
 from functools import partial
 from typing import Any
 
@@ -9,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gsreal.hugging_face import auto_class, first_line, training_config
+from gsreal.trust import imported_factory
 from gssim.units import UserError
 from gssim.workload import HuggingFace, ImageInput, Model, Module, TokenInput
 
@@ -16,11 +16,13 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def build_module(module: Module, *, where: str) -> nn.Module:
-    """Return the real module with freshly initialised parameters; `where` names the file in error messages."""
+    """Return the real module with freshly initialised parameters; `where` names the file in error messages.
+
+    This runs the module's factory, so it must be trusted, see `trust`.
+    """
     if module.hugging_face is not None:
         return _build_hugging_face(module.hugging_face, where)
-    assert module.factory is not None  # a Module has one or the other
-    factory = import_dotted(module.factory, where=f"{where}: module.factory")
+    factory = imported_factory(module, where=where)
     try:
         built = factory(**module.arguments)
     except Exception as error:
@@ -30,31 +32,14 @@ def build_module(module: Module, *, where: str) -> nn.Module:
     return built
 
 
-def import_dotted(path: str, *, where: str) -> Any:
-    """Return what the dotted path `package.module.name` (or `package.module:name`) names."""
-    module_name, _, name = path.replace(":", ".").rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # importing runs the user's code
-        raise UserError(f"{where} = '{path}': cannot be imported: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error says, in one line of bounded length."""
-    message = str(error).strip() or type(error).__name__
-    return textwrap.shorten(message.splitlines()[0], width=300, placeholder=" ...")
-
-
 def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
+    config = training_config(source, where)
+    auto = auto_class(source, where)
     try:
-        import transformers
-    except ImportError:
-        raise UserError(f"{where}: a Hugging Face model needs transformers: pip install 'gssim[models]'") from None
-    try:
-        config = transformers.AutoConfig.for_model(source.model_type, **source.config)
-        built = getattr(transformers, source.auto_class).from_config(config)
+        built = auto.from_config(config)
     except Exception as error:
         raise UserError(f"{where}: module.hugging_face: {first_line(error)}") from error
+    assert isinstance(built, nn.Module)
     if source.auto_class.endswith("ForSequenceClassification"):
         built.register_forward_pre_hook(partial(_without_padding, config.pad_token_id), with_kwargs=True)
     return built

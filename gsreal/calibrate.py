@@ -1,7 +1,6 @@
 """From measurements of this machine to a cluster file that predictions read."""
 
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,21 @@ from typing import Any
 import tomli_w
 
 from gsreal.benchmarks.bench import Settings
-from gsreal.launch import launch
+from gsreal.launch import Guard, launch
 from gssim.cluster import Cluster
-from gssim.result import write_text
+from gssim.files import scratch_folder, write_text
 from gssim.scenario import read_toml
 from gssim.units import UserError, validated
+
+GUARD = Guard(timeout_s=1800)
+"""Of micro-benchmarks: one rank may measure for long while the others wait."""
 
 
 def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
     """Return what the micro-benchmarks show on `ranks` ranks of this machine."""
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+    with scratch_folder("gsreal-") as folder:
         made = Path(folder, "measured.json")
-        launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(made)], ranks=ranks)
+        launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(made)], ranks=ranks, guard=GUARD)
         measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
         return measured
 

@@ -1,9 +1,10 @@
 """Training that is saved as it goes, with torch.distributed.checkpoint, and taken up by however many ranks there are.
 
 A checkpoint is a folder `step-N`. It is written under another name and renamed once every rank has written its part, so
-that what a killed rank leaves is never taken. Parameters and optimizer state are saved by parameter name and element:
-other ranks, other shares, other cuts of the model by layers or inside of blocks, and with Gradient Sharding other
-buckets too, read what they need of them. Data are a function of seed and step.
+that what a killed rank leaves is never taken; one that is not as it was written, by the digests of its files, is passed
+over for the one before it. One run at a time saves in a folder: it holds the folder's lock. Parameters and optimizer
+state are saved by parameter name and element: other ranks, other shares, other cuts of the model by layers or inside of
+blocks, and with Gradient Sharding other buckets too, read what they need of them. Data are a function of seed and step.
 
 What is a rank's own goes on where there are as many ranks as before, with the same shares: torch's random numbers (of
 dropout), and what a thresholded push has kept and estimated. Else random numbers begin anew from seed, step and rank,
@@ -11,28 +12,41 @@ and what was kept is dropped: those who kept it are gone, and each element loses
 that follow the ranks' paces go on as they were too, where there are as many ranks; the paces are measured anew.
 """
 
+import hashlib
 import json
 import os
-import shutil
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from gsreal.elements import Elements
 from gsreal.gradient_sharding import GradientSharding
 from gsreal.methods import Training
+from gsreal.rank import everybodys
+from gsreal.watch import note_progress
+from gssim.files import sync_folder, write_text
 from gssim.scenario import Scenario, has_master_copy
-from gssim.units import UserError
+from gssim.units import RunFailedError, UserError, validated
 
 KEPT = 2
 """Checkpoints that are kept: the last, and the one before it."""
 PROGRESS = "progress.json"
-FORMAT = 2
+METADATA = ".metadata"
+LOCK = ".gsreal-checkpoint.lock"
+"""In a folder of checkpoints; the run that saves there holds it, and so do its ranks."""
+FORMAT = 3
+OURS = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp|progress\.json|\.gssim-\w+\.partial|\.metadata(\.tmp)?")
+"""Names of all files of a checkpoint; nothing else is removed from its folder."""
+UNFINISHED = re.compile(r"step-\d{8}(\.replaced)?\.partial")
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,8 @@ class Progress:
     """Of each rank in the next step, where shares follow the ranks' paces."""
     shard_shares: tuple[float, ...] = ()
     """Of each rank, there."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The digest (SHA-256) of each of its other files."""
     format: int = FORMAT
 
 
@@ -71,16 +87,14 @@ class Checkpoints:
         One of the end is passed over: ranks that are started again after it have all to measure yet.
         """
         rank, total = dist.get_rank(), scenario.run.warmup_steps + scenario.run.steps
-        found: list[Any] = [None]
+        last: tuple[Path, Progress] | None = None
         if rank == 0:
-            for left in self.folder.glob("*.partial"):  # of a rank that was killed as it wrote
-                shutil.rmtree(left)
-            last = latest(self.folder, before=total)
-            found = [last and (str(last), read_progress(last))]
-        dist.broadcast_object_list(found)
-        if found[0] is None:
+            remove_unfinished(self.folder)
+            last = last_whole(self.folder, before=total, tell=_tell)
+        found = everybodys(last and [str(last[0]), asdict(last[1])])[0]
+        if found is None:
             return Progress()
-        path, progress = found[0]
+        path, progress = found[0], TypeAdapter(Progress).validate_python(found[1])
         _share_as_before(training, progress, progress.step - scenario.run.warmup_steps)
         _load(training, Path(path), scenario.run.seed, progress)
         if rank == 0:
@@ -91,20 +105,24 @@ class Checkpoints:
         """Save the training after `step` steps (a collective); `losses`: this rank's part of every loss so far."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, list(losses))
         partial, path = self.folder / f"step-{step:08d}.partial", self.folder / f"step-{step:08d}"
         _write_own(training, partial)
-        save(_state_of(training), checkpoint_id=partial)  # returns once all ranks have written
-        if dist.get_rank():
+        with _with_reasons(path, "saved"):
+            save(_state_of(training), checkpoint_id=partial)  # returns once all ranks have written
+        rank = dist.get_rank()
+        own = [_own_file(partial), *partial.glob(f"__{rank}_*.distcp"), *([partial / METADATA] if rank == 0 else [])]
+        parts = everybodys([list(losses), {file.name: _digest(file) for file in own}])
+        note_progress(f"step {step} saved")
+        if rank:
             return
-        total = tuple(sum(each) for each in zip(*parts, strict=True))
+        total = tuple(sum(each) for each in zip(*(part[0] for part in parts), strict=True))
         shared = training.follower.shared if training.follower else ((), ())
-        progress = Progress(step, total, len(parts), identity(scenario), *shared)
-        (partial / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        files = {name: digest for part in parts for name, digest in part[1].items()}
+        progress = Progress(step, total, len(parts), identity(scenario), *shared, files=files)
+        write_text(partial / PROGRESS, json.dumps(asdict(progress)))
         _commit(partial, path)
         for old in _complete(self.folder)[:-KEPT]:
-            shutil.rmtree(old)
+            _remove(old)
 
 
 def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: str) -> None:
@@ -116,10 +134,10 @@ def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: st
         raise UserError(f"{where}: --checkpoint: {reason}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--checkpoint {folder}: is no folder")
-    last = latest(folder)
+    last = last_whole(folder)
     if last is None:
         return
-    progress = read_progress(last)
+    progress = last[1]
     ours = identity(scenario)
     for key, value in progress.training.items():
         if ours.get(key) != value:
@@ -141,17 +159,94 @@ def latest(folder: Path, *, before: int | None = None) -> Path | None:
     return complete[-1] if complete else None
 
 
+def last_whole(
+    folder: Path, *, before: int | None = None, tell: Callable[[str], None] = lambda line: None
+) -> tuple[Path, Progress] | None:
+    """Return the last checkpoint that is as it was written (of fewer steps than `before`), and how far it had come.
+
+    `tell` hears of each that is passed over. None where there is none; raises UserError where none of them is whole.
+    """
+    faults: list[str] = []
+    for path in reversed(_complete(folder)):
+        if before is not None and _step_of(path) >= before:
+            continue
+        try:
+            progress = read_progress(path)
+            _check_files(path, progress)
+        except UserError as error:
+            faults.append(str(error))
+            tell(f"{error}; passed over for the one before it")
+        else:
+            return path, progress
+    if faults:
+        raise UserError(f"{faults[0]}; no checkpoint there is whole: remove them to begin anew, or name another folder")
+    return None
+
+
 def read_progress(path: Path) -> Progress:
     """Return how far a checkpoint's training had come; raise UserError where the file is not one of ours."""
     try:
         values = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
-        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-        progress = Progress(**{**values, **lists})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: is no checkpoint of gsreal: {error}") from None
-    if progress.format != FORMAT:
-        raise UserError(f"{path}: has format {progress.format}, this gsreal reads {FORMAT}")
+        found = values.get("format") if isinstance(values, dict) else FORMAT
+        if found != FORMAT:
+            raise UserError(f"{path}: has format {str(found)[:20]}, this gsreal reads {FORMAT}")
+        unknown = set(values) - {each.name for each in fields(Progress)} if isinstance(values, dict) else ()
+        if unknown:
+            raise ValueError(f"unknown key {min(unknown)[:80]!r}")
+        progress = validated(Progress, values, file=f"{path}: is no checkpoint of gsreal: {PROGRESS}")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: is no checkpoint of gsreal: {PROGRESS}: {reason}") from None
+    if progress.step != _step_of(path):
+        raise UserError(f"{path}: is no checkpoint of gsreal: {PROGRESS}: step = {progress.step}")
     return progress
+
+
+def _check_files(path: Path, progress: Progress) -> None:
+    """Raise UserError where a file of a checkpoint is not as it was written."""
+    for name, digest in progress.files.items():
+        if not OURS.fullmatch(name) or not (path / name).is_file():
+            raise UserError(f"{path}: is damaged: {name[:80]} is missing")
+        if _digest(path / name) != digest:
+            raise UserError(f"{path}: is damaged: {name} is not as it was written")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _tell(line: str) -> None:
+    print(f"gsreal: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _with_reasons(path: Path, done: str) -> Iterator[None]:
+    """Raise what torch.distributed.checkpoint does, which is no Exception, as a failed run with a rank's reason."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank = min(error.failures)
+        fault = error.failures[rank][0]
+        raise RunFailedError(f"{path}: cannot be {done}: rank {rank}: {type(fault).__name__}: {fault}") from None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what ranks have left that were killed as they wrote a checkpoint; whoever calls it holds the lock."""
+    for left in folder.iterdir() if folder.is_dir() else ():
+        if UNFINISHED.fullmatch(left.name):
+            _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, whole or not, and no other file that somebody may have put there."""
+    if path.is_symlink() or not path.is_dir():
+        return
+    for file in path.iterdir():
+        if OURS.fullmatch(file.name):
+            file.unlink()
+    with suppress(OSError):  # something else is in it
+        path.rmdir()
 
 
 def identity(scenario: Scenario) -> dict[str, Any]:
@@ -202,15 +297,14 @@ def _step_of(path: Path) -> int:
 
 
 def _commit(partial: Path, path: Path) -> None:
-    """Give a complete checkpoint its name; from then on it is one."""
-    if path.exists():
-        shutil.rmtree(path)
+    """Give a complete checkpoint its name; from then on it is one, also after a loss of power."""
+    sync_folder(partial)
+    before = path.with_name(f"{path.name}.replaced.partial")
+    if path.exists():  # a damaged one, or one of the end
+        path.rename(before)
     partial.rename(path)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # the name too outlives a loss of power
-    finally:
-        os.close(handle)
+    sync_folder(path.parent)
+    _remove(before)
 
 
 def _state_of(training: Training) -> dict[str, Any]:
@@ -234,7 +328,10 @@ def _share_as_before(training: Training, progress: Progress, step: int) -> None:
 def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    load(_state_of(training), checkpoint_id=path)
+    from gsreal.checkpoint_reader import Planner, Reader
+
+    with _with_reasons(path, "read"):
+        load(_state_of(training), storage_reader=Reader(path), planner=Planner())
     if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
         torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
 

@@ -1,9 +1,11 @@
 """What a scenario must be to run for real, beyond being a scenario."""
 
+from gsreal.build import DTYPES
 from gsreal.data import check_data
 from gsreal.evaluation import check_evaluation
 from gsreal.machine import check_machine
 from gsreal.stages import check_stages
+from gsreal.trust import check_factory
 from gssim.scenario import Loaded, Scenario
 from gssim.units import UserError
 
@@ -11,11 +13,23 @@ from gssim.units import UserError
 def check_real(loaded: Loaded) -> None:
     """Raise UserError for what cannot run on this machine."""
     ours, where = loaded.scenario, loaded.file
+    check_factory(ours.workload.model.module, where=where)
+    check_precision(ours, where=where)
     check_machine(ours.cluster, ours.ranks, where=where)
     check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=where)
     check_evaluation(ours, where=where)
     check_overlap(ours, where=where)
+
+
+def check_precision(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for a precision that is predicted only."""
+    precision = scenario.workload.precision
+    if precision not in DTYPES:
+        raise UserError(
+            f"{where}: workload.precision = {precision!r}: can be predicted, but not run, as its loss would need "
+            f"scaling; allowed: {', '.join(DTYPES)}"
+        )
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

@@ -5,13 +5,16 @@ import json
 import math
 import os
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gssim.ending import run_command_line
+from gsreal.watch import DEFAULT_TIMEOUT_S
+from gssim.ending import run_command_line, unwinding
+from gssim.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
 from gssim.units import UserError
 
@@ -22,7 +25,20 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        help="End the run, and name the rank that holds it up, where no rank has finished a step for so long.",
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
+
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run the factory that the model file names, whatever it is; trusted: ours."),
+]
 
 
 @app.callback()
@@ -46,39 +62,74 @@ def run_command(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", help="How often to start all ranks again, where one dies.")
     ] = 0,
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S,
+    interface: Annotated[
+        str | None,
+        typer.Option("--interface", help="Network interface on which ranks listen; the loopback's by default."),
+    ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Execute one scenario on this machine: one process a rank, started by torchrun."""
-    from gsreal.launch import launch
-    from gsreal.rank import leave
+    """Execute one scenario on this machine: one process a rank. Calls the factory that the model file names."""
+    from gsreal.launch import Guard, launch, listening_on
+    from gsreal.rank import TIMEOUT, leave
+    from gsreal.trust import set_trust
     from gssim.result import read_result
 
+    set_trust(trust_code)
+
     _check_positive("--every", every)
+    _check_timeout(timeout_s)
+    alone = listening_on(interface)
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
     name = file_name(ours.name, ours.scenario_id, "measured")
     _check_places(trace, out and out / name)
-    if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        from gsreal.checkpoint import check_checkpoints
-
-        check_checkpoints(ours, checkpoint, every, where=loaded.file)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+    with scratch_folder("gsreal-") as folder, _only_saver(checkpoint) as locks:
+        if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            from gsreal.checkpoint import check_checkpoints
+
+            check_checkpoints(ours, checkpoint, every, where=loaded.file)
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
             from gsreal import worker  # here alone: all that trains takes seconds to import
 
+            os.environ[TIMEOUT] = str(timeout_s)
+            if interface or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+                os.environ.update(alone)
             worker.main(*arguments)
             leave()
             if os.environ["RANK"] != "0":
                 return
         else:
-            launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts)
+            guard = Guard(timeout_s, interface, locks)
+            launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts, guard=guard)
         result = read_result(made)
         text = made.read_text(encoding="utf-8")
     _hand_over(result, text, out / name if out else None, as_json=as_json)
+
+
+@contextmanager
+def _only_saver(folder: Path | None) -> Iterator[tuple[int, ...]]:
+    """Hold the lock of a folder of checkpoints, and leave nothing there that is not complete; give the lock's handle.
+
+    Raises UserError where another run saves there. Of torchrun's ranks the first one does so.
+    """
+    if folder is None or os.environ.get("RANK", "0") != "0":
+        yield ()
+        return
+    from gsreal.checkpoint import LOCK, remove_unfinished
+
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--checkpoint {folder}: is no folder")
+    with locked(folder / LOCK, place=f"--checkpoint {folder}") as handle:
+        try:
+            yield (handle,)
+        finally:
+            remove_unfinished(folder)
 
 
 @app.command("lab")
@@ -100,20 +151,31 @@ def lab_command(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Its points so named; * and ? match; repeatable.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also the points that --out has already.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left; nothing else.")] = False,
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores."""
-    from gsreal.lab.check import check_tools
+    """Execute one scenario, or a sweep, on an emulated cluster: shaped links between namespaces, slowed-down cores.
 
+    Calls the factory that each model file names.
+    """
+    from gsreal.lab.check import check_tools
+    from gsreal.trust import set_trust
+
+    set_trust(trust_code)
     if clean + (scenario is not None) + (sweep is not None) != 1:
         raise UserError("lab: give one of these: a scenario, --sweep, --clean")
     if only and sweep is None:
         raise UserError("lab: --only chooses points of a --sweep")
+    if again and sweep is None:
+        raise UserError("lab: --again is for a --sweep; a scenario is always measured")
+    _check_timeout(timeout_s)
     check_tools()
     if sweep is not None:
         if out is None or trace is not None:
             raise UserError("lab: --sweep needs --out, and writes no --trace")
-        _lab_sweep(sweep, overrides or [], only or [], out, as_json=as_json)
+        _lab_sweep(sweep, overrides or [], only or [], out, timeout_s, as_json=as_json, again=again)
     elif scenario is not None:
         from gsreal.lab.lab import run_lab, warn_of_other_processors
 
@@ -121,15 +183,17 @@ def lab_command(
         name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
         _check_places(trace, out and out / name)
         warn_of_other_processors([loaded.scenario.cluster])
-        result = run_lab(loaded, overrides or [], trace=trace)
+        result = run_lab(loaded, overrides or [], trace=trace, timeout_s=timeout_s)
         _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
     else:
         _clean()
 
 
-def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, as_json: bool) -> None:
+def _lab_sweep(
+    file: Path, overrides: list[str], only: list[str], out: Path, timeout_s: float, *, as_json: bool, again: bool
+) -> None:
     from gsreal.lab.lab import run_lab, warn_of_other_processors
-    from gsreal.lab.sweep import cells_of, checked_points, measure_cells, middle_ones
+    from gsreal.lab.sweep import LOCK, cells_of, checked_points, measure_cells, middle_ones
     from gssim.console import print_results
     from gssim.sweep import chosen, load_sweep, points_of
 
@@ -139,7 +203,10 @@ def _lab_sweep(file: Path, overrides: list[str], only: list[str], out: Path, *, 
     loaded = checked_points(points, sweep=file)
     warn_of_other_processors(each.scenario.cluster for each in loaded)
     cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
-    results = measure_cells(cells, lambda cell: run_lab(cell.loaded, cell.point.overrides))
+    with locked(out / LOCK, place=str(out)):
+        results = measure_cells(
+            cells, lambda cell: run_lab(cell.loaded, cell.point.overrides, timeout_s=timeout_s), again=again
+        )
     if as_json:
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
@@ -150,7 +217,9 @@ def _clean() -> None:
     from gsreal.lab.cleaning import clean
 
     removed, alive = clean()
-    print(f"gsreal: lab: dead runs removed: {len(removed)}; running, left alone: {len(alive)}", file=sys.stderr)
+    folders = remove_abandoned()
+    said = f"dead runs removed: {len(removed)}; running, left alone: {len(alive)}"
+    print(f"gsreal: lab: {said}; temporary folders removed: {len(folders)}", file=sys.stderr)
 
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
@@ -165,7 +234,7 @@ def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
 
 def _hand_over(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
     """Write a Result to a file, if one is named, and print it."""
-    from gssim.result import write_text
+    from gssim.files import write_text
 
     if file is not None:
         write_text(file, text)
@@ -194,17 +263,24 @@ def gradients_command(
         int, typer.Option("--courses", help="Trainings of each kind, from other first weights with other batches.")
     ] = 8,
     batches: Annotated[int, typer.Option("--batches", help="Batches that are looked at at such a step.")] = 2,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Train the scenario's model for real and write statistics of every rank's gradients."""
+    """Train the scenario's model for real and write statistics of every rank's gradients.
+
+    Calls the factory that the model file names.
+    """
     from gsreal.data import check_data
     from gsreal.statistics import take_statistics, write_statistics
+    from gsreal.trust import check_factory, set_trust
     from gssim.scenario import load_scenario
 
+    set_trust(trust_code)
     _check_positive("--every", every)
     _check_positive("--courses", courses)
     _check_positive("--batches", batches)
     _check_places(out)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
+    check_factory(loaded.scenario.workload.model.module, where=loaded.file)
     check_data(loaded.scenario.workload, where=loaded.file)
     chosen = [] if thresholds is None else _numbers(thresholds, "--thresholds")
     write_statistics(out, take_statistics(loaded.scenario, chosen, every=every, courses=courses, batches=batches))
@@ -227,20 +303,27 @@ def calibrate_command(
             "--lab", help="A cluster file: measure its device types as the lab emulates them; --out gets them."
         ),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Measure this machine by micro-benchmarks and write a cluster file for predictions."""
+    """Measure this machine by micro-benchmarks and write a cluster file for predictions.
+
+    Calls the factories that the model files name.
+    """
     import torch
 
     from gsreal.benchmarks.bench import Settings
     from gsreal.calibrate import averaged, cluster_data, measure, measured_before, write_cluster
     from gsreal.machine import device_name, usable_cores
+    from gsreal.trust import set_trust
     from gssim.units import PRECISION_BYTES
+
+    set_trust(trust_code)
 
     _check_places(out)
     if precision not in PRECISION_BYTES:
         raise UserError(f"--precision {precision}: allowed: {', '.join(PRECISION_BYTES)}")
     sizes = _whole_numbers(batch_sizes, "--batch-sizes")
-    _check_sequence_length(sequence_length, models or [])
+    _check_models(sequence_length, models or [])
     names = tuple(map(str, models or []))
     if lab is not None:
         if again or ranks is not None:
@@ -254,21 +337,31 @@ def calibrate_command(
     _check_positive("--ranks", count)
     if count > available and kind == "cpu":
         raise UserError(f"--ranks {count}: this machine has {available} cores that may be used")
-    before = measured_before(out, device_name(torch.device(kind))) if again else None
     settings = Settings(names, sizes, sequence_length, precision, kind, "layers" if again else "")
-    measured = measure(settings, ranks=count)
-    data = cluster_data(measured, settings) if before is None else averaged(before, measured, where=str(out))
-    write_cluster(out, data)
+    if not again:
+        write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
+        return
+    with _only_writer(out):
+        before = measured_before(out, device_name(torch.device(kind)))
+        write_cluster(out, averaged(before, measure(settings, ranks=count), where=str(out)))
 
 
-def _check_sequence_length(length: int, models: list[Path]) -> None:
-    """Raise UserError where it is none, or one of the models takes no such sequences."""
+def _only_writer(file: Path) -> AbstractContextManager[int]:
+    """Hold the lock of a file that is written more than once, or read before it is written."""
+    return locked(file.with_name(f"{file.name}.lock"), place=str(file))
+
+
+def _check_models(length: int, models: list[Path]) -> None:
+    """Raise UserError where one of the models is not trusted, or takes no sequences of this length."""
+    from gsreal.trust import check_factory
     from gssim.scenario import load_model
     from gssim.workload import TokenInput
 
     _check_positive("--sequence-length", length)
     for path in models:
-        source = load_model(path).input
+        model = load_model(path)
+        check_factory(model.module, where=str(path))
+        source = model.input
         if isinstance(source, TokenInput) and length > source.maximum_sequence_length:
             raise UserError(f"--sequence-length {length}: {path} takes at most {source.maximum_sequence_length}")
 
@@ -278,13 +371,14 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     from gssim.scenario import load_cluster
 
     cluster = load_cluster(file)
-    for types, backend in calibrate_types(cluster, settings, where=str(file)):
-        write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
+    with _only_writer(out):
+        for types, backend in calibrate_types(cluster, settings, where=str(file)):
+            write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
 
 
 def _check_places(*files: Path | None) -> None:
     """Raise UserError where one of the files that are named cannot be written: after the work it would be too late."""
-    from gssim.result import check_place
+    from gssim.files import check_place
 
     for file in files:
         if file is not None:
@@ -294,6 +388,11 @@ def _check_places(*files: Path | None) -> None:
 def _check_positive(option: str, value: int) -> None:
     if value < 1:
         raise UserError(f"{option} {value}: must be at least 1")
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s < math.inf:
+        raise UserError(f"--timeout {timeout_s:g}: must be seconds, more than 0")
 
 
 def _numbers(text: str, option: str) -> list[float]:
@@ -338,10 +437,16 @@ def trace_command(
         str | None, typer.Option("--precision", help="Trace in fp32 (by default), bf16 or fp64; others are scaled.")
     ] = None,
     source: Annotated[str | None, typer.Option("--source", help="Where the model's numbers are published.")] = None,
+    trust_code: TrustCode = False,
 ) -> None:
-    """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU."""
-    from gsreal.modelfile import Request, check_options, traced_model, write_model
+    """Trace any nn.Module or Hugging Face config into a model file: no weights, no GPU.
 
+    Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
+    """
+    from gsreal.modelfile import Request, check_options, counted_table, traced_model, write_model
+    from gsreal.trust import set_trust
+
+    set_trust(trust_code or not model.endswith(".toml"))
     _check_places(out)
     request = Request(
         model=model,
@@ -359,11 +464,29 @@ def trace_command(
         source=source,
     )
     check_options(request)
-    traced = traced_model(request)
+    tables: list[str] = []
+    traced = traced_model(request, on_counted=lambda counted: tables.append(counted_table(counted)))
     write_model(out, traced)
+    print(*tables, sep="\n", file=sys.stderr)
     print(f"gsreal: {out}: {traced.elements:,} parameters in {len(traced.layers)} kinds of layer", file=sys.stderr)
 
 
 def main() -> None:
     """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
-    run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+    with unwinding(), _torch_caches():
+        run_command_line(app, "gsreal", interrupted="all ranks are stopped")
+
+
+@contextmanager
+def _torch_caches() -> Iterator[None]:
+    """Let the folder for compiled kernels, which torch makes as it is imported, be one that goes with this process."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    with scratch_folder("gsreal-") as folder:
+        os.environ[name] = str(folder / "torchinductor")
+        try:
+            yield
+        finally:
+            del os.environ[name]

@@ -4,14 +4,27 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from gssim.files import scratch_folder
+from gssim.units import UserError
 
 
 def compiler() -> str | None:
     """Return the C++ compiler to use, if there is one."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def cache_folder() -> Path:
+    """Return where what is made once is kept for later runs; raise UserError where the user has no such place."""
+    said = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(said):  # others are to be ignored, says the specification
+        return Path(said) / "gsreal"
+    try:
+        return Path.home() / ".cache" / "gsreal"
+    except RuntimeError:
+        raise UserError("this user has no home: name a folder for what is kept with XDG_CACHE_HOME") from None
 
 
 def compiled(source: Path, flags: Sequence[str] = (), *, version: str = "") -> Path | None:
@@ -22,8 +35,7 @@ def compiled(source: Path, flags: Sequence[str] = (), *, version: str = "") -> P
     """
     said = "\0".join([source.read_text(encoding="utf-8"), version, *flags])
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gsreal"
-    kept = folder / f"{source.stem}-{key}{'.so' if '-shared' in flags else ''}"
+    kept = cache_folder() / f"{source.stem}-{key}{'.so' if '-shared' in flags else ''}"
     return kept if kept.exists() or _compile(source, flags, kept) else None
 
 
@@ -31,11 +43,17 @@ def _compile(source: Path, flags: Sequence[str], kept: Path) -> bool:
     program = compiler()
     if program is None:
         return False
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-        made = Path(folder) / kept.name
-        command = [program, "-std=c++20", "-O2", str(source), "-o", str(made), *flags]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            return False
-        made.replace(kept)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_folder("gsreal-", inside=kept.parent) as folder:
+            made = folder / kept.name
+            command = [program, "-std=c++20", "-O2", str(source), "-o", str(made), *flags]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                return False
+            made.replace(kept)
+    except OSError as error:
+        raise UserError(
+            f"{kept.parent}: cannot be written: {error.strerror}: compiled code is kept there; name another "
+            "folder with XDG_CACHE_HOME"
+        ) from None
     return True

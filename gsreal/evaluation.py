@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gsreal import data
 from gsreal.build import DTYPES, logits_of, loss_of
+from gsreal.watch import note_progress
 from gssim import shares
 from gssim.result import Evaluation
 from gssim.scenario import Scenario
@@ -56,6 +57,7 @@ class HeldOut:
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         start = self.start
         for size in self.sizes:
+            note_progress("it evaluates")
             inputs, targets = self.source.batch(seed=0, step=0, rows=slice(start, start + size))
             inputs = inputs.to(self.precision) if inputs.is_floating_point() else inputs
             yield inputs.to(self.device), targets.to(self.device)

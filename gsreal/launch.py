@@ -1,4 +1,8 @@
-"""Starts the ranks of a real run with torchrun, and says which rank failed and why."""
+"""Starts the ranks of a real run, watches them, and says which rank failed and why.
+
+Ranks find each other by a file in a folder that only this user can read: torchrun's store would listen on every address
+of the machine, and answer whoever asks. gloo and NCCL listen on the loopback interface, or on one that is named.
+"""
 
 import json
 import os
@@ -7,88 +11,185 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from gsreal.lab.interrupts import deferred, uninterrupted
 from gsreal.machine import ENVIRONMENT, die_with_parent
-from gsreal.rank import LAUNCHER
+from gsreal.rank import LAUNCHER, STORE, TIMEOUT
+from gsreal.watch import DEFAULT_TIMEOUT_S, REPORTS, Watch
+from gssim.files import scratch_folder
 from gssim.units import RunFailedError, UserError
 
-GRACE_S = 15.0
-"""How long ranks get to end after an interrupt, before they are killed."""
+GRACE_S = 10.0
+"""How long the other ranks get to end, and to report, after one has failed."""
+LOOK_S = 0.05
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that say where backends listen."""
 
 
-def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0) -> None:
+@dataclass(frozen=True)
+class Guard:
+    """What ends a run that hangs, where its ranks listen, and what they keep others from."""
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """For how long no rank may have finished a step."""
+    interface: str | None = None
+    """Of the network, on which backends listen; None: the loopback's."""
+    locks: tuple[int, ...] = ()
+    """Handles of locks that ranks hold too: a launcher that is killed leaves none open while a rank still writes."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch(
+    module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0, guard: Guard | None = None
+) -> None:
     """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError where one of them fails.
 
     Up to `max_restarts` times, all of them are started again instead. No process outlives the call, whatever ends it.
     """
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as reports:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
-        command += ["--max-restarts", str(max_restarts), "-m", module, *arguments]
-        environment = {**os.environ, **ENVIRONMENT, LAUNCHER: str(os.getpid()), "GSREAL_REPORTS": reports}
-        log = Path(reports, "torchrun.log")
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,  # a user's module may print; our stdout is for the Result alone
+    guard = guard or Guard()
+    for attempt in range(max_restarts + 1):
+        starts = []
+        for rank in range(ranks):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            environment = {**listening_on(guard.interface), **{name: str(value) for name, value in own.items()}}
+            starts.append(Start([sys.executable, "-m", module, *arguments], environment, die_with_parent))
+        try:
+            run_ranks(starts, guard)
+            return
+        except RunFailedError as error:
+            if attempt == max_restarts:
+                raise
+            print(f"gsreal: {error}; all ranks are started again", file=sys.stderr, flush=True)
+
+
+def listening_on(interface: str | None) -> dict[str, str]:
+    """Return what lets backends listen on a network interface alone; None: on the loopback, or where the user says.
+
+    Raises UserError where there is no such interface.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if interface is not None and interface not in names:
+        raise UserError(f"--interface {interface}: this machine has {', '.join(names)}")
+    loopback = next((name for name in names if name in ("lo", "lo0")), None)
+    if interface is None and loopback is None:
+        return {}
+    return {name: interface or os.environ.get(name) or str(loopback) for name in INTERFACES}
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a rank is started."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """Beside what all ranks have."""
+    before: Callable[[], None]
+    """Called in the new process before it becomes the command."""
+
+
+class Rank:
+    """A rank's process and what it says."""
+
+    def __init__(self, number: int, start: Start, environment: Mapping[str, str], log: Path, guard: Guard) -> None:
+        self.number, self.log = number, log
+        with log.open("wb") as stream, deferred():
+            self.process = subprocess.Popen(
+                start.command,
+                env={**os.environ, **ENVIRONMENT, **environment, **start.environment, **guard.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,  # a user's module may print; our stdout is for the Result alone
                 stderr=subprocess.STDOUT,
-                preexec_fn=die_with_parent,
+                preexec_fn=start.before,
+                pass_fds=guard.locks,
                 start_new_session=True,
             )
-            try:
-                _pass_on(process, stream)
-                code = process.wait()
-            except BaseException:
-                _end(process)
-                raise
-            finally:
-                assert process.stdout is not None
-                process.stdout.close()
-        if code:
-            raise RunFailedError(_reason(Path(reports), log.read_text(encoding="utf-8"), code))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def run_ranks(
+    starts: Sequence[Start],
+    guard: Guard,
+    *,
+    check: Callable[[], None] = lambda: None,
+    explain: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Run ranks to their end; raise RunFailedError where one of them fails, or none comes any further in time.
+
+    `check` is called now and then, to raise where what the ranks stand on has failed; `explain` says why ranks wait for
+    one another, if it knows. No process outlives the call, whatever ends it.
+    """
+    with scratch_folder("gsreal-") as reports:
+        ranks: list[Rank] = []
+        told = {REPORTS: str(reports), STORE: str(reports / "store"), LAUNCHER: str(os.getpid())}
+        told[TIMEOUT] = str(guard.timeout_s)
+        try:
+            for number, start in enumerate(starts):
+                ranks.append(Rank(number, start, told, reports / f"rank-{number}.log", guard))
+            with ranks[0].log.open(encoding="utf-8", errors="replace") as progress:
+                failed = _wait(ranks, reports, progress, guard.timeout_s, check, explain)
+        finally:
+            with uninterrupted():
+                _end(ranks)
+        if failed:
+            raise RunFailedError(_reason(reports, failed))
 
 
-def _pass_on(process: "subprocess.Popen[bytes]", log: IO[str]) -> None:
-    """Show our own lines of progress; keep all else for the reason of a failure."""
-    assert process.stdout is not None
-    for raw in process.stdout:
-        line = raw.decode(errors="replace")
+def _wait(
+    ranks: Sequence[Rank],
+    reports: Path,
+    progress: IO[str],
+    timeout_s: float,
+    check: Callable[[], None],
+    explain: Callable[[], str | None],
+) -> list[Rank]:
+    """Wait until all ranks have ended, or some time after one has failed; return those that failed.
+
+    The time is for the others, to report why they fail then. Rank 0's progress is passed on meanwhile.
+    """
+    watch = Watch({rank.number: rank.process.pid for rank in ranks}, reports)
+    until_s = float("inf")
+    while time.monotonic() < until_s:
+        codes = [rank.process.poll() for rank in ranks]
+        _pass_on(progress)
+        if None not in codes:
+            break
+        check()
+        if any(codes):
+            until_s = min(until_s, time.monotonic() + GRACE_S)
+        elif watch.idle_s() > timeout_s:
+            found = watch.finding()
+            why = explain() if "wait for one another" in found else None
+            raise RunFailedError(f"no rank has come any further for {timeout_s:g} s (--timeout): {why or found}")
+        time.sleep(LOOK_S)
+    return [rank for rank in ranks if rank.process.returncode]
+
+
+def _pass_on(log: IO[str]) -> None:
+    """Show our own lines of progress; all else is kept for the reason of a failure."""
+    for line in log:
         if line.startswith("gsreal:"):
             sys.stderr.write(line)
             sys.stderr.flush()
-        log.write(line)
-    log.flush()
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Stop torchrun, which stops its ranks; kill them all where it does not."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # ranks die with their parent
-        process.wait()
+def _end(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
 
 
-def _reason(reports: Path, log: str, code: int) -> str:
-    """Return the first failure that a rank reported; without a report, what torchrun says of the rank that died."""
-    dead = _dead_rank(log)
-    said = reason_of(reports, dead, log)
-    if said is not None:
-        return said
-    last = [line for line in log.splitlines() if line.strip()]
-    return f"torchrun failed (exit code {code}): {last[-1] if last else 'no output'}"
+def _reason(reports: Path, failed: Sequence[Rank]) -> str:
+    """Return why ranks failed: what one reported, or how one died that had no time to."""
+    dead = min(failed, key=lambda rank: (Path(reports, f"rank-{rank.number}.json").exists(), rank.number))
+    log = dead.log.read_text(encoding="utf-8", errors="replace")
+    return str(reason_of(reports, (dead.number, dead.process.returncode), log))
 
 
 def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | None:
@@ -125,15 +226,3 @@ def _last_words(log: str) -> str:
     """Return what C++ or Python's interpreter said as it gave up, or nothing: a signal alone tells nobody why."""
     words = re.compile(r"terminate called|what\(\):|Fatal Python error|malloc\(\)|free\(\)|double free|corrupt")
     return "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]
-
-
-def _dead_rank(log: str) -> tuple[int, int] | None:
-    """Return (rank, exit code) of the rank that took the others with it, if torchrun names one.
-
-    That is one that a signal ended (torchrun ends the others by SIGTERM), else torchrun's root cause: it looks at all
-    ranks now and then, and of those that ended meanwhile takes the first by number.
-    """
-    pairs = re.findall(r"^ *rank +: (\d+)[^\n]*\n *exitcode +: (-?\d+)", log, re.MULTILINE)
-    failures = [(int(rank), int(code)) for rank, code in pairs]
-    killed = [failure for failure in failures if failure[1] < 0 and failure[1] != -signal.SIGTERM]
-    return next(iter(killed or failures[-1:]), None)

@@ -31,6 +31,7 @@ import torch
 
 from gsreal.lab.throttle import own_place, take
 from gssim.cluster import Cluster
+from gssim.digests import SHOWN, package_digest
 from gssim.units import UserError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -172,8 +173,9 @@ def die_with_parent() -> None:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Return versions, hardware and date of a measurement."""
+    """Return versions, hardware and date of a measurement; `gsreal`: the digest of this package's code."""
     found = {
+        "gsreal": package_digest("gsreal")[:SHOWN],
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -5,7 +5,8 @@
 Then used like any other optimizer. The reason is in Micikevicius et al. 2018, "Mixed precision training", section 3.1:
 an update that is small beside its parameter is lost in bf16, whose significand has 8 bits, but adds up in the master
 copy. Memory beside the parameters: 4 bytes an element for the master copy, the inner optimizer's state in
-fp32, and while it updates, the gradients cast to fp32.
+fp32, and while it updates, the gradients cast to fp32. What is written into parameters in place (loaded, clamped) goes
+into the copies with the next step, unless it is written through `.data`, which torch does not count.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,11 +39,23 @@ class MasterCopy(torch.optim.Optimizer):
         ]
         self.inner = kind(groups, **settings)
         self.state = self.inner.state
+        self._seen = self._now()
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Give every parameter with its master copy."""
         for group, copies in zip(self.param_groups, self.inner.param_groups, strict=True):
             yield from zip(group["params"], copies["params"], strict=True)
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Return what changes when parameters are written to, or get other tensors."""
+        return [(parameter._version, parameter.data_ptr()) for parameter, _ in self.pairs()]
+
+    def _adopt_writes(self) -> None:
+        """Take what was written into parameters since they were last updated, where it is not the copy's rounding."""
+        for (parameter, master), seen, now in zip(self.pairs(), self._seen, self._now(), strict=True):
+            if now != seen:
+                kept = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(kept, master, parameter.to(master.dtype)))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -50,9 +63,11 @@ class MasterCopy(torch.optim.Optimizer):
         assert closure is None, "a master copy is updated without a closure"
         for group, copies in zip(self.param_groups, self.inner.param_groups, strict=True):
             copies.update({key: value for key, value in group.items() if key != "params"})  # a scheduler's changes
+        self._adopt_writes()
         for parameter, master in self.pairs():
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self.inner.step()
         for parameter, master in self.pairs():
             master.grad = None
             parameter.copy_(master)
+        self._seen = self._now()

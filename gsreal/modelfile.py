@@ -1,6 +1,7 @@
 """Model files: what to trace, as asked on the command line, and the traced model as TOML."""
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +11,9 @@ import torch
 from pydantic import TypeAdapter
 
 from gsreal.build import DTYPES
-from gsreal.trace import trace, trace_at
-from gssim.result import write_text
+from gsreal.trace import Counted, trace, trace_at
+from gsreal.trace.recorder import Work
+from gssim.files import write_text
 from gssim.scenario import load_model
 from gssim.units import Precision, UserError, validated
 from gssim.workload import Model, TokenInput
@@ -47,18 +49,23 @@ class Request:
     """Where the model's numbers are published."""
 
 
-def traced_model(request: Request) -> Model:
-    """Return the model that `request` asks for, traced; raise UserError where it cannot be."""
+def traced_model(request: Request, *, on_counted: Callable[[Counted], None] = lambda _counted: None) -> Model:
+    """Return the model that `request` asks for, traced; raise UserError where it cannot be.
+
+    `on_counted` is called with the operations of the largest step that was traced.
+    """
     where = f"gsreal trace {request.model}"
     model = load_model(Path(request.model)) if request.model.endswith(".toml") else _untraced(request, where)
     if request.precision is not None:
         if request.precision not in DTYPES:
             raise UserError(f"{where}: --precision {request.precision}: allowed: {', '.join(DTYPES)}")
         model = replace(model, traced_precision=cast(Precision, request.precision))
+    if model.traced_precision not in DTYPES:
+        raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if request.sequence_length is not None:
         _check_length(model, request.sequence_length, where)
-        return trace_at(model, request.sequence_length, where=where)
-    return trace(model, where=where)
+        return trace_at(model, request.sequence_length, where=where, on_counted=on_counted)
+    return trace(model, where=where, on_counted=on_counted)
 
 
 def check_options(request: Request) -> None:
@@ -88,7 +95,9 @@ def _check_length(model: Model, length: int, where: str) -> None:
 def _untraced(request: Request, where: str) -> Model:
     arguments = dict(_argument(text, where) for text in request.arguments)
     if request.model.startswith("hf:"):
-        if request.task == CLASSIFICATION:
+        if request.image is not None:
+            arguments = {"num_labels": _classes(request, 10), **arguments}
+        elif request.task == CLASSIFICATION:
             arguments = {"num_labels": _classes(request, 2), "pad_token_id": request.padding, **arguments}
         module: dict[str, Any] = {
             "hugging_face": {
@@ -151,6 +160,33 @@ def _input(request: Request, where: str) -> dict[str, Any]:
 
 def _classes(request: Request, default: int) -> int:
     return default if request.classes is None else request.classes
+
+
+LISTED = 8
+"""Operations that a table of what was counted lists without FLOP: those that move the most bytes."""
+
+
+def counted_table(counted: Counted) -> str:
+    """Return what was counted as lines: operation, calls, FLOP, bytes; all with FLOP, of the others the largest."""
+    works = counted.operations
+    rows = [(name, work) for name, work in works.items() if work.flop]
+    others = sorted(((n, w) for n, w in works.items() if not w.flop), key=lambda row: -row[1].bytes_moved)
+    rows = [*sorted(rows, key=lambda row: -row[1].flop), *others[:LISTED]]
+    if others[LISTED:]:
+        rows.append((f"{len(others) - LISTED} others", sum((work for _, work in others[LISTED:]), Work())))
+    rows.append(("all", sum(works.values(), Work())))
+    width = max(len(name) for name, _ in rows)
+    tokens = "" if counted.sequence_length is None else f" of {counted.sequence_length} tokens"
+    return "\n".join(
+        [
+            f"gsreal: counted in one step of {counted.batch_size} samples{tokens}, forward and backward:",
+            f"  {'operation':{width}}  {'calls':>7}  {'FLOP':>9}  {'bytes':>9}",
+            *(
+                f"  {name:{width}}  {work.operations:>7}  {work.flop:>9.3g}  {work.bytes_moved:>9.3g}"
+                for name, work in rows
+            ),
+        ]
+    )
 
 
 def write_model(path: Path, model: Model) -> None:

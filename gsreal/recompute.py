@@ -14,6 +14,7 @@ COMPUTE_HEAVY: frozenset[Any] = frozenset(
         aten.addmm,
         aten.bmm,
         aten.baddbmm,
+        aten._grouped_mm,
         aten.convolution,
         aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_flash_attention_for_cpu,
@@ -22,7 +23,7 @@ COMPUTE_HEAVY: frozenset[Any] = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable,
     )
 )
-"""Matrix products, convolutions and fused attention (what is composed of others is seen as those).
+"""Matrix products (of experts too), convolutions, fused attention (what is composed of others is seen as those).
 
 Source: torchtitan's list for selective checkpointing per operation, which saves but every second matrix product.
 """

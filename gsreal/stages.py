@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gsreal.build import build_module
 from gsreal.machine import starting_threads
+from gsreal.rank import everybodys, wire_device
 from gssim.mesh import Mesh
 from gssim.scenario import Scenario
 from gssim.units import UserError
@@ -79,13 +80,22 @@ class StageModules(nn.Module):
     def of_all_stages(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
         own = {
-            name.removeprefix("module."): parameter.detach().cpu()
+            name.removeprefix("module."): parameter.detach().contiguous()
             for stage in self.stages
             for name, parameter in stage.named_parameters()
         }
-        everybodys: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(everybodys, own, group=self.group)
-        return {name: parameter.clone() for found in everybodys for name, parameter in found.items()}
+        described = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
+        found: dict[str, Tensor] = {}
+        for rank, entries in zip(
+            dist.get_process_group_ranks(self.group), everybodys(described, self.group), strict=True
+        ):
+            for name, shape, dtype in entries:
+                sent = torch.empty(shape, dtype=getattr(torch, dtype), device=wire_device(self.group))
+                if rank == dist.get_rank():
+                    sent.copy_(own[name])
+                dist.broadcast(sent, rank, group=self.group)
+                found[name] = sent.cpu()
+        return found
 
 
 def process_group(mesh: Mesh, rank: int, *axes: str) -> dist.ProcessGroup:

@@ -5,12 +5,14 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from gsreal.build import DTYPES, build_module
@@ -21,9 +23,11 @@ from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, settle
 from gsreal.measure import CollectiveRecorder, MemoryCounter, RankStep, Seen, Timeline, middle_step, rank_step, step_of
 from gsreal.methods import Training, prepare
-from gsreal.rank import join, run_on_rank
+from gsreal.rank import everybodys, join, run_on_rank
 from gsreal.report import RankReport, result_of
-from gssim.result import typical_phases, write_text
+from gsreal.watch import note_progress
+from gssim.files import write_text
+from gssim.result import typical_phases
 from gssim.scenario import Loaded, Scenario, load_scenario
 from gssim.trace import chrome_trace
 from gssim.units import UserError
@@ -50,9 +54,9 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
     report = measure(scenario, rank, device, checkpoints, traced=trace is not None)
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
+    plain = everybodys(asdict(report))
     if rank == 0:
+        reports: list[Any] = TypeAdapter(list[RankReport]).validate_python(plain)
         result = result_of(loaded, reports, device)
         write_text(out, result.to_json())
         if trace is not None:
@@ -71,6 +75,7 @@ def measure(
 
     `traced`: with the spans of one of the timed steps.
     """
+    note_progress("it builds the model")
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
@@ -177,6 +182,7 @@ def _timed_steps(
         course.note(step)
         if checkpoints and checkpoints.is_due(step + 1, steps.stop):
             checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
+        note_progress(f"step {step + 1} done")
         if rank == 0:
             _progress(step + 1, steps.stop)
     training.slow_down(1.0)
@@ -222,6 +228,7 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
         kept += [value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)]
         kept += [*sharding.pusher.held, *sharding.publisher.held] if sharding else []
         peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), kept))
+        note_progress(f"step {step + 1} of those for memory done")
     reserved = [peak for _, peak in peaks if peak is not None]
     return sorted(peak for peak, _ in peaks)[1], sorted(reserved)[1] if reserved else None
 

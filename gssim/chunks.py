@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
-from gssim.inputs import Packed, code_digest, unpacked
+from gssim.digests import code_digest
+from gssim.inputs import Packed, unpacked
 from gssim.shared import Shared
 from gssim.sweep import Point, is_rate
 from gssim.units import RunFailedError, UserError
@@ -152,7 +153,9 @@ _OF_THREAD = _OfThread()
 def answer(chunk: Chunk[Made]) -> Answers[Made]:
     """Return what is made of a chunk's first points, in this process, until it has taken long enough."""
     if chunk.code and chunk.code != code_digest():
-        raise RunFailedError("dask: a worker has another version of gssim than this machine: install the same")
+        raise RunFailedError(
+            "dask: a worker has another version of gssim (or numpy, scipy, simpy) than this machine: install the same"
+        )
     began_s, shared = time.perf_counter(), _OF_THREAD.shared
     made: list[Made | Fault] = []
     with _rare_collection() as collect:

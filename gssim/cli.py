@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gssim.console import idle_list, print_result, print_results, print_table, progress_bar
-from gssim.ending import run_command_line
+from gssim.ending import activity, run_command_line
+from gssim.files import write_text
 from gssim.parts import parts_folder
 from gssim.predictions import predict
 from gssim.remedies import with_remedies
-from gssim.result import file_name, write_text
+from gssim.result import file_name
 from gssim.scenario import load_scenario
 from gssim.search import Search, searchers
 from gssim.search.shown import nothing_fits, print_found
 from gssim.shared import Shared
 from gssim.simulate import simulate, traced
 from gssim.sweep import Point, Sweep, chosen, load_sweep, points_of
-from gssim.table import TABLES, check_table_place
+from gssim.table import TABLES, check_table_place, points_in
 from gssim.tabulation import tabulate
 from gssim.trace import chrome_trace
-from gssim.units import RunFailedError, UserError
+from gssim.units import RunFailedError, UserError, one_line
 from gssim.workers import dask_workers, processes, usable_cores
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
         loaded = load_scenario(path, overrides or [])
         found = loaded.scenario
         idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
-        print(f"{path}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
+        print(f"{one_line(str(path))}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
 
 
 @app.command("run")
@@ -62,15 +63,19 @@ def run_command(
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
 ) -> None:
     """Predict one scenario."""
-    began_s = time.perf_counter()
-    loaded = load_scenario(scenario, overrides or [])
-    loaded_s = time.perf_counter()
-    simulated = simulate(loaded, unfolded=unfold)
-    ended_s = time.perf_counter()
-    result = with_remedies(loaded, simulated.result)
-    advised_s = time.perf_counter()
-    if trace is not None:
-        write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
+    with activity("gssim: run") as doing:
+        began_s = time.perf_counter()
+        loaded = load_scenario(scenario, overrides or [])
+        loaded_s = time.perf_counter()
+        doing(f"simulating {loaded.scenario.ranks:,} ranks")
+        simulated = simulate(loaded, unfolded=unfold)
+        ended_s = time.perf_counter()
+        doing("looking for what would fit")
+        result = with_remedies(loaded, simulated.result)
+        advised_s = time.perf_counter()
+        if trace is not None:
+            doing(f"writing {trace}")
+            write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
     if out is not None:
         write_text(out / file_name(loaded.scenario.name, result.scenario_id, "simulated"), result.to_json())
     if as_json:
@@ -118,7 +123,7 @@ def sweep_command(
     asked = load_sweep(sweep)
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
     if out is not None and out.suffix in TABLES:
-        _tabulated(asked, points, sweep, out, count, dask, again=again)
+        _tabulated(asked, points, only or [], sweep, out, count, dask, again=again)
         return
     with _kept_in(out), progress_bar("predicting") as told:
         results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
@@ -142,10 +147,19 @@ def _check_ways(out: Path | None, jobs: int | None, dask: str | None, *, as_json
 
 
 def _tabulated(
-    asked: Sweep, points: Sequence[Point], file: Path, out: Path, jobs: int, dask: str | None, *, again: bool
+    asked: Sweep,
+    points: Sequence[Point],
+    only: Sequence[str],
+    file: Path,
+    out: Path,
+    jobs: int,
+    dask: str | None,
+    *,
+    again: bool,
 ) -> None:
     """Make a sweep's table, and show it."""
     check_table_place(out)
+    _check_only(out, points, only, file=file)
     workers = dask_workers(dask) if dask is not None else processes(min(jobs, len(points)))
     elsewhere = dask is not None
     with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
@@ -154,6 +168,19 @@ def _tabulated(
         )
     print_table(table, asked.question)
     _fail_where_some_did(table, out)
+
+
+def _check_only(out: Path, points: Sequence[Point], only: Sequence[str], *, file: Path) -> None:
+    """Raise UserError where a table of the points that are chosen would replace one that has others too."""
+    if not only:
+        return
+    names = {point.name for point in points}
+    lost = [name for name in points_in(out) if name not in names]
+    if lost:
+        raise UserError(
+            f"{file}: --only chooses {len(points)} points, and the table {out} has {len(lost)} others, such as "
+            f"{lost[0]}, that would be lost: name another --out, or remove it"
+        )
 
 
 @contextmanager
@@ -215,7 +242,7 @@ def search_command(
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
     shared = Shared()
-    loaded = load_scenario(scenario, given, shared=shared)
+    loaded = load_scenario(scenario, given, searched=True, shared=shared)
     search = Search(loaded, loaded.scenario.search, top)
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from gssim.result import Result
-from gssim.units import human_bytes, human_seconds
+from gssim.units import human_bytes, human_seconds, one_line
 
 if TYPE_CHECKING:
     import polars
@@ -22,11 +23,26 @@ PIPE_WIDTH = 140
 SHOWN_LINKS = 5
 
 
+class PlainConsole(Console):
+    """A console that prints texts as they are: no markup or emoji of theirs, control characters escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text as it is shown."""
+        options |= {"markup": False, "emoji": False}
+        return super().render_str("\n".join(map(one_line, text.split("\n"))), **options)
+
+
+def plain_console(width: int, **options: Any) -> Console:
+    """Return where texts of users are printed: as wide as the terminal, or so many columns."""
+    return PlainConsole(**options) if sys.stdout.isatty() else PlainConsole(width=width, **options)
+
+
 def print_result(result: Result) -> None:
     """Print a Result for people."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH)
     scenario = result.scenario
-    console.print(f"[bold]{scenario['name']}[/bold]: {scenario['question']}", highlight=False)
+    name, question = one_line(str(scenario["name"])), one_line(str(scenario["question"]))
+    console.print(Text.assemble((name, "bold"), f": {question}"))
     word = "predicted" if result.source == "simulated" else "measured"
     density = f", push density {result.density.push:.3%}" if result.density.push is not None else ""
     console.print(
@@ -87,9 +103,9 @@ TOLD_RATIO = 0.05
 
 def print_results(results: Sequence[Result], question: str) -> None:
     """Print a sweep's Results for people, a line each."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(question, style="bold", highlight=False)
+        console.print(one_line(question), style="bold", highlight=False)
     table = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
     for result in results:
         waits = result.phases_s["exposed_communication"] / result.step_time_s if result.step_time_s else 0.0
@@ -113,9 +129,9 @@ FASTEST = 12
 
 def print_table(table: "polars.DataFrame", question: str) -> None:
     """Print for people what a sweep's table says: all of a small one, the fastest points that fit of a large one."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(question, style="bold", highlight=False)
+        console.print(one_line(question), style="bold", highlight=False)
     counts = {status: sum(each == status for each in table["status"]) for status in dict.fromkeys(table["status"])}
     shown = table
     if table.height > 4 * FASTEST:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from gssim.cluster import CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
 from gssim.encodings import INDEX_BYTES
 from gssim.optimizers import implementation_on, optimizer_moved_values, optimizer_operations
-from gssim.scenario import has_master_copy, layer_profile, master_bytes, peak_flop_per_s, value_bytes
+from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
 from gssim.units import PRECISION_BYTES, Precision
 from gssim.workload import Layer, Polynomial, Workload
 
@@ -124,11 +124,14 @@ def roofline_s(
         CPU:  t + operations * overhead      (operations run where they are issued)
         else: max(t, operations * overhead)  (the host issues ahead)
 
+    On a TPU nothing is streamed apart: XLA fuses such operations with the products beside them.
+
     Source: Williams, Waterman, Patterson 2009, "Roofline"; host issue: gradient-sharding D.4.
     """
-    peak = peak_flop_per_s(device, precision) * device.efficiency_ratio
-    bandwidth = device.memory_bandwidth_bytes_per_s
-    busy_s = max(flop / peak, (moved_bytes - streamed_bytes) / bandwidth) + streamed_bytes / bandwidth
+    rate, bandwidth = achieved_flop_per_s(device, precision), device.memory_bandwidth_bytes_per_s
+    if device.kind == "tpu":
+        streamed_bytes = 0.0
+    busy_s = max(flop / rate, (moved_bytes - streamed_bytes) / bandwidth) + streamed_bytes / bandwidth
     issue_s = operations * device.operation_overhead_s
     return busy_s + issue_s if device.kind == "cpu" else max(busy_s, issue_s)
 

@@ -9,8 +9,12 @@ A message holds `entries` of the `elements` of an owner's range, v bytes each (g
 
 import math
 
+from gssim.units import UserError
+
 INDEX_BYTES = 4
 """COO entries carry an int32 index relative to the owner's range."""
+MOST_INDEXED = 2**31
+"""Elements of a range that such an index tells apart."""
 ENCODINGS = ("dense", "bitmap", "coo")
 """Of those with equally many bytes, the first is taken."""
 
@@ -35,15 +39,26 @@ def message_bytes(encoding: str, *, entries: float, elements: float, value_bytes
 
 
 def chosen(encoding: str, *, entries: float, elements: float, value_bytes: int) -> str:
-    """Return how a message goes: as asked, or (`auto`) in the encoding with fewest bytes.
+    """Return how a message goes: as asked, or (`auto`) in the encoding with fewest bytes that can tell its elements.
+
+    Raises UserError where the one that is asked for cannot.
 
     >>> [chosen("auto", entries=entries, elements=1000, value_bytes=4) for entries in (10, 100, 980)]
     ['coo', 'bitmap', 'dense']
     """
+    if encoding == "coo" and elements > MOST_INDEXED:
+        raise UserError(too_long(elements))
     if encoding != "auto":
         return encoding
-    return min(
-        ENCODINGS, key=lambda each: message_bytes(each, entries=entries, elements=elements, value_bytes=value_bytes)
+    known = ENCODINGS if elements <= MOST_INDEXED else ("dense", "bitmap")
+    return min(known, key=lambda each: message_bytes(each, entries=entries, elements=elements, value_bytes=value_bytes))
+
+
+def too_long(elements: float) -> str:
+    """Return why a range of so many elements cannot go as COO."""
+    return (
+        f"encoding = 'coo': has int32 indices, for at most {MOST_INDEXED:,} elements of an owner's range, which has "
+        f"{elements:,.0f}; allowed: auto, bitmap, dense, or smaller shards"
     )
 
 

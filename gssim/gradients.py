@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gssim.result import read_json
+from gssim.reading import read_json
 from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, UserError, spec, validated
 
 SCHEMA: Literal["gssim.gradients/3"] = "gssim.gradients/3"

@@ -3,19 +3,17 @@
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-import tomllib
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gssim.scenario import parsed_override
+from gssim.digests import code_digest
+from gssim.files import scratch_folder
+from gssim.scenario import parsed_override, read_toml
 from gssim.shared import Shared
 from gssim.sweep import Point
 
@@ -65,17 +63,6 @@ def digest_of(data: object) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
-@cache
-def code_digest() -> str:
-    """Return the digest of this package: its code and presets."""
-    found = hashlib.sha256()
-    root = Path(str(files("gssim")))
-    for file in sorted(root.rglob("*")):
-        if file.suffix in (".py", ".toml"):
-            found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    return found.hexdigest()
-
-
 def named_by(value: Any, *folders: Path) -> Path | None:
     """Return the file that a value names, looked up in these folders, if it names one."""
     if not isinstance(value, str) or not value.endswith(SUFFIXES):
@@ -88,7 +75,7 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
     if file.suffix != ".toml" or not file.is_file():
         return
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = read_toml(file)[1]
     except (ValueError, RecursionError):  # whoever loads it is told
         return
     for text in set(_texts(data)):
@@ -119,40 +106,81 @@ class Packed:
     """The working directory, from which points name files."""
 
 
+REFERENCES: dict[str, tuple[str, ...]] = {
+    "cluster": ("device_types", "backend_cost"),
+    "workload.model": (),
+    "workload.gradients": (),
+    "search.study": (),
+}
+"""Keys by which a scenario refers to files, and those by which these refer to others; no other text names a file."""
+
+
 def packed(points: Iterable[Point]) -> Packed:
-    """Return all files that points read."""
+    """Return all files that points refer to by their scenario's keys."""
     found: dict[str, str] = {}
     seen: set[tuple[Path, str]] = set()
     for point in points:
-        for file, override in ((point.file, ""), *((point.file, each) for each in point.overrides)):
-            if (file, override) in seen or _names(override):
-                continue
-            seen.add((file, override))
-            place = named_by(parsed_override(override)[1], Path(), file.parent) if override else file
-            if place is not None:
-                _gather(place, found)
+        folder = point.file.parent
+        if (point.file, "") not in seen:
+            seen.add((point.file, ""))
+            _gather(point.file, found)
+            _gather_references(_content(point.file), "", (folder,), found)
+        for override in point.overrides:
+            if (folder, override) not in seen and not _names(override):
+                seen.add((folder, override))
+                key, value = parsed_override(override)
+                _gather_references({key: value}, "", (Path(), folder), found)
     content = zlib.compress(json.dumps(found, sort_keys=True).encode())
     return Packed(content, hashlib.sha256(content).hexdigest(), os.getcwd())
+
+
+def _gather_references(data: dict[str, Any], under: str, folders: Sequence[Path], found: dict[str, str]) -> None:
+    """Gather the files that a scenario's table, or an override, refers to, and what these refer to."""
+    for key, value in data.items():
+        path = f"{under}{key}"
+        if isinstance(value, dict):
+            _gather_references(value, f"{path}.", folders, found)
+        elif isinstance(value, str) and path in REFERENCES:
+            for file in (folder / value for folder in folders):
+                if file.is_file():
+                    _gather(file, found)
+                    said = _content(file) if REFERENCES[path] else {}
+                    named = [said[each] for each in REFERENCES[path] if isinstance(said.get(each), str)]
+                    for name in named:
+                        _gather(file.parent / name, found)
+                    break
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Return what a TOML file holds; nothing where it is none, of which whoever loads it is told."""
+    try:
+        return read_toml(file)[1]
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def _gather(file: Path, found: dict[str, str]) -> None:
     place = os.path.abspath(file)
     if place not in found and file.is_file():
-        found[place] = file.read_text(encoding="utf-8")
-        for _, named in named_in(file):
-            _gather(named, found)
+        with file.open(**AS_IT_IS) as stream:  # `read_text` takes no `newline` before Python 3.13
+            found[place] = stream.read()
+
+
+AS_IT_IS: Any = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+"""How files are read here and written there, with the same bytes whatever they hold."""
 
 
 class Unpacked:
     """Files of another machine in a folder of this one, as long as this object lives."""
 
     def __init__(self, packed: Packed) -> None:
-        self.root, self.there = tempfile.mkdtemp(prefix="gssim-"), packed.folder
-        weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+        with ExitStack() as stack:
+            self.root, self.there = str(stack.enter_context(scratch_folder("gssim-"))), packed.folder
+            weakref.finalize(self, stack.pop_all().close)
         for path, text in json.loads(zlib.decompress(packed.content)).items():
             place = Path(self.root + path)
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text, encoding="utf-8")
+            place.write_text(text, **AS_IT_IS)
         Path(self.root + self.there).mkdir(parents=True, exist_ok=True)
 
     def here(self, point: Point) -> Point:
@@ -170,7 +198,7 @@ class Unpacked:
 
     def _override(self, override: str) -> str:
         key, value = parsed_override(override)
-        if isinstance(value, str) and named_by(self._here(value), Path()) is not None:
+        if key in REFERENCES and isinstance(value, str) and os.path.isfile(self._here(value)):
             return f"{key}={json.dumps(self._here(value), ensure_ascii=False)}"
         return override
 

@@ -3,7 +3,8 @@
 [Note: implementations] torch has three of each optimizer (torch 2.13, torch/optim: sgd.py, adam.py). `for-loop` updates
 one tensor after another, each with several operations. `foreach` runs the same operations over lists of tensors: on
 CUDA a launch takes many tensors, on a CPU each operation is a loop over them again. `fused` does all in one kernel.
-torch's default is foreach on CUDA and for-loop on a CPU.
+torch's default is foreach on CUDA and for-loop on a CPU. On a TPU, XLA compiles the whole step: whatever the program
+says, an update reads and writes every value once, as `fused` does.
 """
 
 import math
@@ -13,6 +14,8 @@ from typing import Literal
 
 Implementation = Literal["for-loop", "foreach", "fused"]
 
+DEFAULT_IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": "for-loop", "cuda": "foreach", "tpu": "fused"}
+"""By kind of device; see [Note: implementations]."""
 STEP_COUNTER_BYTES = 4
 """torch's Adam keeps a float32 step counter for each tensor."""
 VALUES_KEPT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
@@ -37,11 +40,11 @@ TENSORS_PER_LAUNCH = 36
 def implementation_on(device_kind: str, wanted: str) -> Implementation:
     """Return the implementation that runs on a kind of device where `wanted` was asked for.
 
-    >>> implementation_on("cuda", "default"), implementation_on("cuda", "fused")
-    ('foreach', 'fused')
+    >>> [implementation_on(kind, "default") for kind in ("cpu", "cuda", "tpu")], implementation_on("cuda", "fused")
+    (['for-loop', 'foreach', 'fused'], 'fused')
     """
     if wanted == "default":
-        return "for-loop" if device_kind == "cpu" else "foreach"
+        return DEFAULT_IMPLEMENTATIONS[device_kind]
     assert wanted in ("for-loop", "foreach", "fused"), wanted
     return wanted  # type: ignore[return-value]
 

@@ -1,20 +1,22 @@
 """Rows of an unfinished table: kept in a folder beside it as they end, taken up by the next run, gone with the last.
 
-Every run appends to a file of its own, a line a row: a line that was not finished is no row.
+Every run appends to a file of its own, a line a row, with a digest: a line that was not finished, or is not as it was
+written, is no row. One run at a time does so: it holds the table's lock.
 """
 
+import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+from uuid import uuid4
 
 from gssim.table import Row, files_of
 from gssim.units import UserError
 
-SUFFIX = ".jsonl"
+PATTERN = "gssim-*.jsonl"
+"""Names of the files of rows; nothing else in the folder is read or removed."""
 
 
 def parts_folder(file: Path) -> Path:
@@ -33,7 +35,7 @@ class Parts:
     def __init__(self, folder: Path, wanted: Collection[str]) -> None:
         self.folder = folder
         self._places: dict[str, tuple[Path, int]] = {}
-        for file in sorted(folder.glob(f"*{SUFFIX}")):
+        for file in sorted(folder.glob(PATTERN)):
             for place, line in _lines(file):
                 found = _read(line)
                 if found is not None and found[0] in wanted:
@@ -52,10 +54,11 @@ class Parts:
         try:
             if self._stream is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                handle, name = tempfile.mkstemp(dir=self.folder, suffix=SUFFIX)
-                self._file, self._stream = Path(name), os.fdopen(handle, "wb")
+                self._file = self.folder / PATTERN.replace("*", uuid4().hex)
+                self._stream = self._file.open("xb")
             self._places[fingerprint] = (self._file, self._stream.tell())
-            self._stream.write(json.dumps([fingerprint, known]).encode() + b"\n")
+            text = json.dumps([fingerprint, known])
+            self._stream.write(f'{{"sha256": "{_digest(text)}", "row": {text}}}\n'.encode())
             self._stream.flush()
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
@@ -68,7 +71,7 @@ class Parts:
                 file, place = self._places[each]
                 stream = streams.get(file) or streams.setdefault(file, file.open("rb"))
                 stream.seek(place)
-                yield json.loads(stream.readline())[1]
+                yield json.loads(stream.readline())["row"][1]
         finally:
             for stream in streams.values():
                 stream.close()
@@ -80,9 +83,12 @@ class Parts:
             self._stream = None
 
     def remove(self) -> None:
-        """Remove all rows."""
+        """Remove all rows, and their folder where it holds nothing else."""
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for file in self.folder.glob(PATTERN):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -98,7 +104,13 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def _read(line: bytes) -> tuple[str, Row] | None:
     """Return a row and its fingerprint; None where a line is damaged."""
     try:
-        fingerprint, row = json.loads(line)
-    except ValueError:
+        said = json.loads(line)
+        fingerprint, row = said["row"]
+        is_whole = said["sha256"] == _digest(json.dumps(said["row"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return (fingerprint, row) if isinstance(fingerprint, str) and isinstance(row, dict) else None
+    return (fingerprint, row) if is_whole and isinstance(fingerprint, str) and isinstance(row, dict) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -94,9 +94,10 @@ class Publish:
     encoding: Literal["auto", "coo", "bitmap", "dense"] = "auto"
     """As of a push; of parameters, a dense message holds the whole range, those that did not change as well."""
     overlap: bool | None = None
-    """Let the next forward begin while published parameters are under way, each layer waiting for its own. Absent: on
-    nccl, where the plan lets communication overlap at all. On gloo it gains nothing where every rank has but one core,
-    which its threads share with the compute (measured on loopback: 1.02 times the step without, median of 20 pairs)."""
+    """Let the next forward begin while published parameters are under way, each layer waiting for its own. Absent:
+    false, for whatever else reads parameters after a step (a moving average, say) would find old values: it has to
+    wait first. On gloo it gains nothing where every rank has but one core, which its threads share with the compute
+    (measured on loopback: 1.02 times the step without, median of 20 pairs)."""
 
     @property
     def selects(self) -> bool:

@@ -165,7 +165,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         **policies | _axes(plan, devices, hosts),
         push_axis=preset.get("push_axis", "dp_shard"),
         slices=preset.get("slices", "even"),
-        publish_overlaps=_publish_overlaps(plan, policies, backend=backend),
+        publish_overlaps=_publish_overlaps(plan, policies),
     )
 
 
@@ -235,11 +235,10 @@ def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
     return ", ".join(found)
 
 
-def _publish_overlaps(plan: Plan, policies: dict[str, Any], *, backend: str) -> bool:
-    """Return whether parameters are published beside the next forward."""
-    if policies["gradients"] != "push" or policies["parameters"] != "replicated" or not plan.overlap:
-        return False
-    return backend == "nccl" if plan.publish.overlap is None else plan.publish.overlap
+def _publish_overlaps(plan: Plan, policies: dict[str, Any]) -> bool:
+    """Return whether parameters are published beside the next forward: only where the plan asks for it."""
+    publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
+    return publishes and plan.overlap and bool(plan.publish.overlap)
 
 
 def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from gssim.chunks import Fault, answers, by_likeness
-from gssim.result import Result, file_name, read_result, write_text
+from gssim.digests import SHOWN, code_digest
+from gssim.files import locked, remove_partial, write_text
+from gssim.result import Result, file_name, read_result
 from gssim.shared import Shared
 from gssim.simulate import simulate
 from gssim.sweep import Point
@@ -33,9 +36,28 @@ def predict(
 ) -> tuple[Result, ...]:
     """Return a prediction of every point, in their order; with `out`, each is a file there as soon as it ends.
 
-    A file of the same question and calibration stays as it is, unless `again`. All points are checked before the first
-    is simulated: UserError names the sweep and the point. `told` hears (done, of how many).
+    A file of the same question, calibration and code stays as it is, unless `again`. All points are checked before the
+    first is simulated: UserError names the sweep and the point, or the process that writes there. `told` hears (done,
+    of how many).
     """
+    with locked(out / LOCK, place=str(out)) if out is not None else nullcontext():
+        return _predicted(points, sweep, out, jobs, again=again, told=told)
+
+
+LOCK = ".gssim-sweep.lock"
+"""In a folder of predictions; whoever writes them holds it."""
+
+
+def _predicted(
+    points: Sequence[Point],
+    sweep: Path,
+    out: Path | None,
+    jobs: int,
+    *,
+    again: bool,
+    told: Callable[[int, int], None],
+) -> tuple[Result, ...]:
+    """Return the predictions, after they are written; see `predict`."""
     order = by_likeness(points)
     with processes(min(jobs, len(points))) as workers:
         asked = dict(answers(points, order, question_of, workers))
@@ -64,12 +86,18 @@ def prediction_name(point: Point, scenario_id: str) -> str:
 
 
 def kept_prediction(out: Path, point: Point, question: Question) -> Result | None:
-    """Return the prediction that is in `out` already, if it is of this question and calibration."""
+    """Return the prediction that is in `out` already, if it is of this question and calibration, and by this code.
+
+    One that says anything in another way than it was written is none.
+    """
+    file = out / prediction_name(point, question.scenario_id)
+    remove_partial(file)
     try:
-        found = read_result(out / prediction_name(point, question.scenario_id))
+        found = read_result(file)
     except UserError:  # none, or a damaged one
         return None
-    return found if found.calibration_id == question.calibration_id else None
+    same = found.calibration_id == question.calibration_id and found.provenance.get("code") == code_digest()[:SHOWN]
+    return found if same and file.read_text(encoding="utf-8") == found.to_json() else None
 
 
 def _warn_of_equal(points: Sequence[Point], questions: Sequence[Question]) -> None:

@@ -16,6 +16,10 @@ STEPS = 2
 MOST_RANKS = 8192
 """More ranks than these are not asked for."""
 
+MOST_PASSES = 2**13
+"""More micro-batches than come to so many, times layers, are not asked for: each is lowered, and a step's answer should
+not take longer than the step's prediction."""
+
 Change = tuple[str, Callable[[Scenario], Scenario]]
 """What to change, as `--set` takes it or in words, and what makes of a scenario one that is changed so."""
 
@@ -28,7 +32,8 @@ def with_remedies(loaded: Loaded, result: Result) -> Result:
 def remedies(loaded: Loaded) -> tuple[Remedy, ...]:
     """Return what each of the usual changes gives, what helps most first; those that cannot be made are left out.
 
-    Each is made alone: all blocks recomputed, as many micro-batches as all ranks have samples for, nothing kept of what
+    Each is made alone: all blocks recomputed, as many micro-batches as all ranks have samples for (up to
+    `MOST_PASSES`), nothing kept of what
     is not pushed, parameters sharded at rest (by Gradient Sharding or FSDP2), more ranks. Then those to the plan that
     help are made together, with the method that is nearer to the plan's own.
     """
@@ -92,6 +97,7 @@ def _plan_changes(scenario: Scenario) -> list[Change]:
     """Return changes within the method that the plan has not made yet."""
     plan = scenario.plan
     most = min((samples for samples in scenario.batch_sizes if samples), default=1)  # no rank can have more
+    most = min(most, max(1, MOST_PASSES // sum(layer.repeats for layer in scenario.workload.model.layers)))
     found: list[Change] = []
     if plan.recompute != "full":
         found.append(("plan.recompute=full", partial(_with_plan, recompute="full")))

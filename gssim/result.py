@@ -1,8 +1,6 @@
 """What happened: spans, collectives, and the one Result that a simulation and a real run both write."""
 
 import json
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
@@ -11,7 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from gssim.units import PositiveInt, UserError, spec, validated
+from gssim.reading import read_json
+from gssim.units import Amount, Finite, PositiveInt, spec, validated
 
 SCHEMA: Literal["gssim.result/1"] = "gssim.result/1"
 
@@ -113,7 +112,7 @@ class Collective:
     """Size of the full tensor handed over, padding included; for data-dependent messages the dense equivalent."""
     count: int
     """How often in one step."""
-    payload_bytes: float | None = None
+    payload_bytes: Amount | None = None
     """What data-dependent messages carried, mean per step, all of `count` together; absent where `bytes` is carried."""
 
     @property
@@ -129,8 +128,8 @@ class LinkUse:
     name: str
     """Of the first of them."""
     count: int = 1
-    bytes: float
-    utilisation_ratio: float
+    bytes: Amount
+    utilisation_ratio: Finite
 
 
 @spec
@@ -140,21 +139,21 @@ class RankClass:
     ranks: tuple[int, ...]
     count: int
     device: str
-    peak_allocated_bytes: float
-    peak_reserved_bytes: float | None = None
+    peak_allocated_bytes: Amount
+    peak_reserved_bytes: Amount | None = None
     """What the caching allocator takes of the device at most, libraries' workspaces included (CUDA); on other devices,
     where predicted, what is allocated. Absent where the device has not even that much."""
-    fragmentation_ratio: float | None = None
+    fragmentation_ratio: Finite | None = None
     """Part of the reserved bytes that is not allocated when most is (simulated)."""
-    outside_bytes: dict[str, float] = field(default_factory=dict)
+    outside_bytes: dict[str, Amount] = field(default_factory=dict)
     """What is taken of the device beside the allocator, by what takes it: constants of the cluster file (simulated)."""
-    peak_by_category_bytes: dict[str, float]
+    peak_by_category_bytes: dict[str, Finite]
     """Of `CATEGORIES`, at the moment of the peak, which is their sum (simulated)."""
-    phases_s: dict[str, float]
-    bytes_sent: float | None = None
-    bytes_received: float | None = None
-    batch_share: float
-    shard_share: float
+    phases_s: dict[str, Finite]
+    bytes_sent: Amount | None = None
+    bytes_received: Amount | None = None
+    batch_share: Finite
+    shard_share: Finite
 
 
 @spec
@@ -164,7 +163,7 @@ class Fit:
     rank: int
     category: str
     """The largest category at the peak."""
-    excess_bytes: float
+    excess_bytes: Finite
 
 
 @spec
@@ -174,9 +173,9 @@ class Margin:
     rank: int
     category: str
     """The largest category at the peak."""
-    margin_bytes: float
+    margin_bytes: Finite
     """Memory less what is reserved and what is taken outside of the allocator; negative where that does not fit."""
-    memory_bytes: float
+    memory_bytes: Finite
 
 
 @spec
@@ -187,7 +186,7 @@ class Remedy:
     """As `--set` takes it, or in words."""
     fits: bool
     margin: Margin
-    saved_bytes: float
+    saved_bytes: Finite
     """How much less the rank needs that needs most for its device."""
 
 
@@ -195,9 +194,9 @@ class Remedy:
 class Density:
     """Fraction of off-shard elements that were sent, mean over the run's steps; absent where nothing is thresholded."""
 
-    push: float | None = None
-    publish: float | None = None
-    push_by_step: tuple[float, ...] = ()
+    push: Finite | None = None
+    publish: Finite | None = None
+    push_by_step: tuple[Finite, ...] = ()
     """Of every timed step (measured)."""
 
 
@@ -209,7 +208,7 @@ class Evaluation:
     """Updates so far, those of the warm-up included."""
     loss: float
     """Mean cross-entropy, in nats, over all targets of the held-out data."""
-    accuracy_ratio: float | None = None
+    accuracy_ratio: Finite | None = None
     """Fraction of the samples whose class was the likeliest; absent where tokens are predicted."""
 
 
@@ -221,7 +220,7 @@ class Division:
     """In which it was so, of the steps that count; negative in the warm-up."""
     samples: tuple[int, ...]
     """Of each rank."""
-    shard_shares: tuple[float, ...]
+    shard_shares: tuple[Finite, ...]
     """Of each rank."""
 
 
@@ -234,12 +233,12 @@ class Result:
     scenario_id: str
     calibration_id: str
     scenario: dict[str, Any]
-    step_time_s: float
+    step_time_s: Amount
     """Median over the run's steps."""
-    step_time_p10_s: float
-    step_times_s: tuple[float, ...] = ()
+    step_time_p10_s: Amount
+    step_times_s: tuple[Amount, ...] = ()
     """Every timed step (simulated: where they are not all alike)."""
-    phases_s: dict[str, float]
+    phases_s: dict[str, Finite]
     """Mean over ranks; sums to a step."""
     fits: bool
     does_not_fit: Fit | None = None
@@ -247,7 +246,7 @@ class Result:
     """Of the rank whose device has least to spare (simulated)."""
     remedies: tuple[Remedy, ...] = ()
     """Where it does not fit: what would need less, what helps most first (`gssim run`)."""
-    throughput_samples_per_s: float
+    throughput_samples_per_s: Amount
     density: Density
     collectives: tuple[Collective, ...]
     links: tuple[LinkUse, ...] = ()
@@ -260,9 +259,9 @@ class Result:
     """As often as `run.evaluate_every_steps` asks, and after the last timed step; outside of all step times."""
     divisions: tuple[Division, ...] = ()
     """New divisions of batch and shards at run time; the ranks' shares are those of the last one."""
-    cost_usd_per_step: float | None = None
+    cost_usd_per_step: Amount | None = None
     """Of the devices that take part; absent where a price is not known."""
-    energy_j_per_step: float | None = None
+    energy_j_per_step: Amount | None = None
     """Of the same devices, without hosts and network (simulated); absent where a device's power is not known."""
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -283,56 +282,6 @@ def file_name(name: str, scenario_id: str, source: str, repeat: int = 0) -> str:
 def read_result(path: Path) -> Result:
     """Return the Result in the JSON file `path`; raise UserError where it is not one."""
     return validated(Result, read_json(path), file=str(path))
-
-
-def read_json(path: Path) -> Any:
-    """Return what is in the JSON file `path`; raise UserError where there is none or it is broken."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # not JSON, or not in UTF-8
-        raise UserError(f"{path}: not a JSON file: {error}") from None
-
-
-def check_place(path: Path) -> None:
-    """Raise UserError where no file can be written at `path`: said before the work whose outcome would have no place.
-
-    A folder that is not there yet is made by whoever writes.
-    """
-    if path.is_dir():
-        raise UserError(f"{path}: cannot be written: it is a folder")
-    above = next((parent for parent in path.parents if parent.exists()), None)
-    if above is not None and not above.is_dir():
-        raise UserError(f"{path}: cannot be written: {above} is no folder")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; raise UserError where it cannot be."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: to a temporary file beside it, then renamed.
-
-    Raises UserError where it cannot be written.
-    """
-    check_place(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 
 import numpy as np
 
+from gssim.digests import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.expenses import cost_usd, energy_j
 from gssim.machine import Machine, is_jittery
 from gssim.machine.recorded import Recorded
@@ -310,8 +310,9 @@ def _result(
         cost_usd_per_step=cost_usd(scenario, typical.time_s),
         energy_j_per_step=energy_j(scenario, typical.time_s, ranks),
         provenance={
-            "gssim": _version("gssim"),
-            "simpy": _version("simpy"),
+            "gssim": installed_version("gssim"),
+            "code": code_digest()[:SHOWN],
+            **{name: installed_version(name) for name in NUMERICS},
             "python": platform.python_version(),
             "seed": scenario.run.seed,
             **({"uncounted": list(left_out)} if (left_out := uncounted(scenario)) else {}),
@@ -323,14 +324,6 @@ def _mean(values: list[float | None]) -> float | None:
     """Return the mean of those that there are."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
-
-
-@cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _phases(step: _Steady) -> list[dict[str, float]]:

@@ -4,12 +4,16 @@ A row is known by its point, the axes' values and what its Result says, or by wh
 same files, byte for byte. Parquet and CSV have the same columns; Parquet also says what the table is (its metadata).
 """
 
+import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gssim.result import CATEGORIES, PHASES, RankClass, Result, check_place, write_bytes
+from gssim.files import check_place, write_files
+from gssim.reading import as_text_cell
+from gssim.result import CATEGORIES, PHASES, RankClass, Result
 from gssim.units import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -131,11 +135,62 @@ def without_outcome(status: Status, reason: str) -> Row:
     return {"status": status, "reason": reason}
 
 
+TWIN = "csv_sha256"
+"""Key of the Parquet file's metadata: the digest of the CSV file that was written with it."""
+
+
 def check_table_place(file: Path) -> None:
-    """Raise UserError where no table can be written: said before the work whose outcome would have no place."""
+    """Raise UserError where no table can be written: said before the work whose outcome would have no place.
+
+    A table is two files, of which the user names one: the other is not replaced where it is no table.
+    """
     _polars()
-    for each in files_of(file):
+    files = files_of(file)
+    for each in files:
         check_place(each)
+    if not any(map(_is_table, files)):
+        for each in files:
+            if each != file and each.is_file():
+                raise UserError(f"{each}: is no table of gssim's, and --out {file} would replace it: name another file")
+
+
+def lock_of(file: Path) -> Path:
+    """Return the lock file of a table; whoever writes the table, or its rows, holds it.
+
+    >>> str(lock_of(Path("out/table.csv")))
+    'out/table.parquet.lock'
+    """
+    parquet = files_of(file)[0]
+    return parquet.with_name(f"{parquet.name}.lock")
+
+
+def points_in(file: Path) -> list[str]:
+    """Return the names of the points of the table that is there, by either of its files; none where none is there."""
+    polars = _polars()
+    parquet, csv = files_of(file)
+    for path, read in ((parquet, polars.read_parquet), (csv, polars.read_csv)):
+        with suppress(*_faults()):
+            if _is_table(path):
+                return list(read(path, columns=["point"])["point"])
+    return []
+
+
+def _is_table(path: Path) -> bool:
+    """Return whether a file begins as a table of ours does."""
+    polars = _polars()
+    try:
+        if path.suffix == ".parquet":
+            return str(polars.read_parquet_metadata(path).get("schema", "")).startswith("gssim.table/")
+        with path.open("rb") as stream:
+            return stream.readline(1000).startswith(",".join(POINT_COLUMNS).encode())
+    except _faults():
+        return False
+
+
+def _faults() -> tuple[type[BaseException], ...]:
+    """Return what polars raises of a damaged file; where it panics, that is no Exception."""
+    exceptions = _polars().exceptions
+    return (OSError, exceptions.PolarsError, exceptions.PanicException)
 
 
 def files_of(file: Path) -> tuple[Path, Path]:
@@ -160,30 +215,54 @@ def table_of(rows: Iterable[Row], columns: Mapping[str, Kind]) -> "polars.DataFr
 
 
 def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str, str]) -> None:
-    """Write the table's two files, each whole or not at all; the Parquet one says what it is.
+    """Write the table's two files, both or none; the Parquet one says what it is, and which CSV file goes with it.
 
     Raises UserError where they cannot be written.
     """
+    write_files(_contents(table, file, metadata))
+
+
+def _contents(table: "polars.DataFrame", file: Path, metadata: Mapping[str, str]) -> dict[Path, bytes]:
+    """Return the bytes of a table's two files."""
     parquet, csv = files_of(file)
-    content = io.BytesIO()
-    table.write_parquet(content, metadata={"schema": SCHEMA, **metadata})
-    write_bytes(parquet, content.getvalue())
-    content = io.BytesIO()
-    table.write_csv(content)
-    write_bytes(csv, content.getvalue())
+    text, content = csv_of(table).encode(), io.BytesIO()
+    twin = hashlib.sha256(text).hexdigest()
+    table.write_parquet(content, metadata={"schema": SCHEMA, **metadata, TWIN: twin})
+    return {parquet: content.getvalue(), csv: text}
+
+
+def csv_of(table: "polars.DataFrame") -> str:
+    """Return a table as CSV, no cell of which is a formula; see `gssim.reading`."""
+    pl = _polars()
+    cells = {
+        name: [each and as_text_cell(each) for each in table[name]]
+        for name, kind in table.schema.items()
+        if kind == pl.String
+    }
+    text: str = table.with_columns(pl.Series(name, texts, dtype=pl.String) for name, texts in cells.items()).write_csv()
+    return text
 
 
 def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":
-    """Return the table that is there already, in both files, and was written with this metadata; else None."""
-    polars = _polars()
-    parquet, csv = files_of(file)
+    """Return the table that is there already and was written with this metadata; None where none is, or it is damaged.
+
+    What is read must give the CSV file that was written with it. Where one of the two files is not what the table
+    gives, because it was damaged, or the writer killed before its second file had its name, both are written again.
+    """
     try:
-        said = polars.read_parquet_metadata(parquet)
-        if csv.is_file() and all(said.get(key) == value for key, value in metadata.items()):
-            return polars.read_parquet(parquet)  # type: ignore[no-any-return]
-    except (OSError, polars.exceptions.PolarsError):
-        pass
-    return None
+        said = _polars().read_parquet_metadata(files_of(file)[0])
+        if any(said.get(key) != value for key, value in metadata.items()):
+            return None
+        table: polars.DataFrame = _polars().read_parquet(files_of(file)[0])
+        contents = _contents(table, file, metadata)
+    except _faults():
+        return None
+    csv = files_of(file)[1]
+    if said.get(TWIN) != hashlib.sha256(contents[csv]).hexdigest():
+        return None
+    if any(not path.is_file() or path.read_bytes() != content for path, content in contents.items()):
+        write_files(contents)
+    return table
 
 
 def _polars() -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gssim.chunks import Fault, answers, by_likeness
+from gssim.files import locked, remove_partial
 from gssim.inputs import Fingerprints, digest_of, packed
 from gssim.parts import Parts, parts_folder
 from gssim.predictions import predicted
@@ -18,7 +19,9 @@ from gssim.table import (
     Row,
     Status,
     columns_of,
+    files_of,
     kind_of,
+    lock_of,
     made_before,
     outcome,
     table_of,
@@ -51,12 +54,31 @@ def tabulate(
     Rows are kept beside it as they end, until the table is whole; what a run before this one kept is taken up where all
     that it was made from is as it was, and so is a whole table; `again`: neither. `elsewhere`: the workers do not see
     this machine's files.
-    Raises UserError where no point can be simulated, or one names what there is not.
+    Raises UserError where no point can be simulated, one names what there is not, or another process writes there.
     """
+    with locked(lock_of(out), place=str(out)):
+        return _tabulated(points, sweep, file, out, workers, elsewhere=elsewhere, again=again, told=told)
+
+
+def _tabulated(
+    points: Sequence[Point],
+    sweep: Sweep,
+    file: Path,
+    out: Path,
+    workers: AbstractContextManager[Workers],
+    *,
+    elsewhere: bool,
+    again: bool,
+    told: Callable[[int, int], None],
+) -> "polars.DataFrame":
+    """Return the table, after it is written; see `tabulate`."""
     fingerprints = list(map(Fingerprints().of_point, points))
     metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
     whole = None if again else made_before(out, metadata)
     if whole is not None and "failed" not in whole["status"]:  # what failed is tried again
+        Parts(parts_folder(out), ()).remove()  # of a run that was killed before it had removed them
+        for each in files_of(out):
+            remove_partial(each)
         told(len(points), len(points))
         return whole
     parts = Parts(parts_folder(out), set(fingerprints))

@@ -16,6 +16,7 @@ import numpy as np
 import pydantic
 from numpy.typing import NDArray
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -24,6 +25,8 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
 )
+
+from gssim.limits import excess
 
 DECIMAL_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
@@ -142,27 +145,80 @@ def _quantity(kind: str) -> tuple[BeforeValidator, WithJsonSchema]:
     return BeforeValidator(lambda value: parse_quantity(value, kind)), WithJsonSchema(schema)
 
 
-Bytes = Annotated[float, *_quantity("bytes"), Field(ge=0, allow_inf_nan=False)]
-PositiveBytes = Annotated[float, *_quantity("bytes"), Field(gt=0, allow_inf_nan=False)]
-BytesPerSecond = Annotated[float, *_quantity("bytes/s"), Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, *_quantity("seconds"), Field(ge=0, allow_inf_nan=False)]
-FlopPerSecond = Annotated[float, *_quantity("FLOP/s"), Field(gt=0, allow_inf_nan=False)]
-Watts = Annotated[float, *_quantity("watts"), Field(ge=0, allow_inf_nan=False)]
+RANGES: dict[str, tuple[float, float]] = {
+    "bytes": (1, 1e18),
+    "bytes/s": (1, 1e18),
+    "seconds": (0, 1e9),
+    "FLOP/s": (1, 1e24),
+    "watts": (0, 1e9),
+    "number": (1e-30, 1e30),
+    "ratio of times": (1, 1e6),
+    "variation": (0, 10),
+}
+"""Least and greatest value of each kind of number that a file may state: whatever is in between, all that follows from
+it is finite. Where 0 makes sense, it and what is between are allowed as well."""
+UNSAID = frozenset({*RANGES["number"], RANGES["ratio of times"][1]})
+"""Ends of ranges so wide that no key's description repeats them."""
+
+
+def _at_most(kind: str) -> Any:
+    return Field(ge=0, le=RANGES[kind][1], allow_inf_nan=False)
+
+
+def _within(kind: str) -> Any:
+    return Field(ge=RANGES[kind][0], le=RANGES[kind][1], allow_inf_nan=False)
+
+
+def _positive(kind: str) -> Any:
+    return Field(gt=0, ge=RANGES[kind][0], le=RANGES[kind][1], allow_inf_nan=False)
+
+
+Bytes = Annotated[float, *_quantity("bytes"), _at_most("bytes")]
+PositiveBytes = Annotated[float, *_quantity("bytes"), _positive("bytes")]
+BytesPerSecond = Annotated[float, *_quantity("bytes/s"), _positive("bytes/s")]
+Seconds = Annotated[float, *_quantity("seconds"), _at_most("seconds")]
+FlopPerSecond = Annotated[float, *_quantity("FLOP/s"), _positive("FLOP/s")]
+Watts = Annotated[float, *_quantity("watts"), _at_most("watts")]
 PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True)]
 Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, _positive("number")]
+NonNegativeFloat = Annotated[float, _at_most("number")]
+TimeRatio = Annotated[float, _within("ratio of times")]
+"""How much longer something takes than it would."""
+Variation = Annotated[float, _at_most("variation")]
+"""Standard deviation over the median."""
+Finite = Annotated[float, Field(ge=-1e60, le=1e60, allow_inf_nan=False)]
+"""A figure that was worked out or measured."""
+Amount = Annotated[float, Field(ge=0, le=1e60, allow_inf_nan=False)]
+"""The same, of what cannot be negative: a time, bytes, a number of samples."""
+
+
+def limited(name: str) -> AfterValidator:
+    """Return what refuses whole numbers over one of `gssim.limits.LIMITS`."""
+
+    def checked(size: int) -> int:
+        if (why := excess(name, size)) is not None:
+            raise ValueError(why)
+        return size
+
+    return AfterValidator(checked)
 
 
 def _json_number(value: float) -> float | str:
     return "inf" if value == math.inf else value
 
 
-Threshold = Annotated[float, Field(ge=0), PlainSerializer(_json_number, when_used="json")]
+def _threshold(value: float) -> float:
+    if value != math.inf and not (value == 0 or RANGES["number"][0] <= value <= RANGES["number"][1]):
+        raise ValueError(f"must be 0, from {RANGES['number'][0]:g} to {RANGES['number'][1]:g}, or inf")
+    return value
+
+
+Threshold = Annotated[float, Field(ge=0), AfterValidator(_threshold), PlainSerializer(_json_number, when_used="json")]
 """What magnitudes are compared with; `inf`, which JSON has as a text alone: nothing reaches it."""
 
-Precision = Literal["fp32", "bf16", "fp64"]
-PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -279,6 +335,20 @@ def _inside(table: Any, part: object) -> Any:
     if is_dataclass(table):
         return typing.get_type_hints(table, include_extras=False).get(str(part))
     return next((a for a in reversed(typing.get_args(table)) if a is not Ellipsis), None)
+
+
+def one_line(text: str, longest: int | None = None) -> str:
+    r"""Return a text that fits on one line of a console: what cannot be printed is escaped, the middle of a long one
+    left out.
+
+    >>> one_line("a\nb\x1b[31m"), one_line("from the beginning to the end", 20)
+    ('a\\nb\\x1b[31m', 'from the b ... e end')
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    if longest is None or len(shown) <= longest:
+        return shown
+    tail = (longest - 5) // 3
+    return f"{shown[: longest - 5 - tail].rstrip()} ... {shown[-tail:].lstrip()}"
 
 
 def human_bytes(size_bytes: float) -> str:

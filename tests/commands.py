@@ -25,7 +25,7 @@ class Ended:
 def run(program: str, *arguments: object, folder: Path | None = None) -> Ended:
     """Run a program's command line to its end, in a folder if one is given; what `main` does not catch is raised."""
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
-    restarts = "--max-restarts" in arguments  # which only torchrun does
+    restarts = "--max-restarts" in arguments  # which forks do not do
     main = importlib.import_module(MODULES[program]).main
     with (
         patch.object(sys, "argv", [program, *map(str, arguments)]),

@@ -1,7 +1,7 @@
 """Starts the ranks of tests as forks of one process that has imported torch: importing takes longer than most steps.
 
-`launch` does what `gsreal.launch.launch` does, but for torchrun: there are no restarts and nobody watches the ranks but
-this process. As a program, this file is the process that is forked. It reads a run a line, as JSON, and answers with
+`launch` does what `gsreal.launch.launch` does, but for restarts and time-outs: nobody watches the ranks but this
+process. As a program, this file is the process that is forked. It reads a run a line, as JSON, and answers with
 the rank that failed first and its exit code, or with null.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,10 @@ GRACE_S = 1.0
 """How long ranks whose peer failed get to say why they fail too, before they are ended."""
 
 
-def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0) -> None:
+def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0, guard: Any = None) -> None:
     """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError where one of them fails."""
-    assert not max_restarts, "only torchrun restarts ranks"
-    from gsreal.launch import _free_port, reason_of
+    assert not max_restarts, "only gsreal's own launcher restarts ranks"
+    from gsreal.launch import reason_of
     from gsreal.machine import ENVIRONMENT
     from gssim.units import RunFailedError
 
@@ -54,6 +55,12 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: i
         if dead is not None:
             log = Path(reports, f"log-{dead[0]}.txt").read_text(encoding="utf-8", errors="replace")
             raise RunFailedError(f"{reason_of(Path(reports), tuple(dead), log)}\n{log}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @cache
@@ -113,7 +120,7 @@ def start(run: dict[str, Any], rank: int) -> int:
 
 
 def become(run: dict[str, Any], rank: int) -> None:
-    """Do in this process what `python -m` does on a rank that torchrun starts; it ends by itself (run_on_rank)."""
+    """Do in this process what `python -m` does on a rank; it ends by itself (run_on_rank)."""
     from gsreal.machine import die_with_parent
 
     die_with_parent()

@@ -5,6 +5,7 @@ default), and the file to write what they showed.
 """
 
 import copy
+import dataclasses
 import json
 import sys
 import tempfile
@@ -18,8 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from gsreal.gradient_sharding import Push, shard_gradients
+from gsreal.gradient_sharding import Publish, Push, shard_gradients
+from gsreal.gradient_sharding.at_rest import gathered
 from gsreal.rank import run_on_rank
 
 ROWS = 12
@@ -193,17 +196,145 @@ def what_one_backward_does_not_reach_is_not_lost():
 
 
 def freezing_for_a_while():
-    model, reference = mlp(), mlp()
-    optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, **SGD))
-    plain = torch.optim.SGD(reference.parameters(), **SGD)
-    for frozen in (False, True, False):
-        for each in (model, reference):
-            each[3].requires_grad_(not frozen)
-        before = model[3].weight.detach().clone()
+    for kind, settings in ((torch.optim.SGD, SGD), (torch.optim.AdamW, {"lr": 1e-2})):
+        model, reference = mlp(), mlp()
+        optimizer = sharded(model, partial(kind, **settings))
+        plain = kind(reference.parameters(), **settings)
+        for frozen in (False, True, False):
+            for each in (model, reference):
+                each[3].requires_grad_(not frozen)
+            before = model[3].weight.detach().clone()
+            train(model, optimizer, batches(3))
+            train(reference, plain, batches(3), mine=False)
+            assert torch.equal(before, model[3].weight) == frozen
+            check_equal(model, reference)
+
+
+class Routed(nn.Module):
+    """Experts of which a row of tokens takes one, so that some get no gradient in some steps, or on some ranks."""
+
+    def __init__(self, experts=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 8)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(experts))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.last = nn.Linear(8, 5)
+        self.spare = nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, inputs, route):
+        hidden = torch.tanh(self.first(inputs))
+        parts = [self.experts[expert](hidden[route == expert]) for expert in sorted(set(route.tolist()))]
+        if 0 in route:
+            parts[0] = parts[0] * self.scale
+        return self.last(torch.cat(parts))
+
+
+ROUTES = ([0, 0], [1, 2], [2, 1], [0, 3], [3, 3], [1, 0], [2, 2])
+"""By step, the expert of the first ranks, and that of the last one."""
+
+
+def routed_steps():
+    """Yield the inputs, the expert of each row and the targets of every step."""
+    rest = rows()[-1]
+    for (inputs, targets), (first, last) in zip(batches(len(ROUTES)), ROUTES, strict=True):
+        yield inputs, torch.tensor([first] * (ROWS - rest) + [last] * rest), targets
+
+
+def routed_loss(model, inputs, route, targets):
+    order = torch.argsort(route, stable=True)  # as the model puts them
+    return F.cross_entropy(model(inputs, route), targets[order])
+
+
+def train_routed(model, optimizer, steps, mine=True, set_to_none=True):
+    for inputs, route, targets in steps:
+        inputs, route, targets = own(inputs, route, targets) if mine else (inputs, route, targets)
+        routed_loss(model, inputs, route, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def parameters_without_a_gradient_in_some_steps():
+    """As on one device they are passed over: neither momentum nor decay goes on, and no step is counted."""
+    forms = (
+        {},
+        {"push": Push(threshold=0.0)},
+        {"push": Push(threshold=0.0, encoding="dense")},
+        {"parameters": "sharded", "units": lambda model: [model.first, model.last]},
+        {"parameters": "gathered", "units": lambda model: [model.last]},
+        {"mesh": init_device_mesh("cpu", (1, dist.get_world_size()))},
+    )
+    kinds = (
+        (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.3}),
+        (torch.optim.SGD, SGD),
+        (torch.optim.NAdam, {"lr": 1e-2, "foreach": True}),
+    )
+    for form in forms:
+        for number, (kind, settings) in enumerate(kinds[:1] if form else kinds):
+            model, reference = Routed(), Routed()
+            options = {**form, "units": form["units"](model)} if "units" in form else form
+            optimizer = sharded(model, partial(kind, **settings), **options)
+            plain = kind(reference.parameters(), **settings)
+            train_routed(model, optimizer, routed_steps(), set_to_none=number != 1)
+            train_routed(reference, plain, routed_steps(), mine=False, set_to_none=number != 1)
+            trained = model.state_dict()
+            for name, p in reference.state_dict().items():
+                assert float((trained[name] - p).abs().max()) <= EXACT, (form, kind, name)
+            whole = {name: each for name, each in optimizer.state_dict()["state"].items() if set(each) != {"master"}}
+            states = {name: plain.state[p] for name, p in reference.named_parameters() if plain.state.get(p)}
+            assert set(whole) == set(states), (form, kind, set(whole) ^ set(states))
+            for name, state in states.items():
+                for key, value in state.items():
+                    assert float((whole[name][key] - value).abs().max()) <= EXACT, (form, kind, name, key)
+
+
+def histories_are_saved_by_parameter():
+    """Whole and in torch's checkpoints, taken up in another division."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    steps = list(routed_steps())
+    for way in ("whole", "sharded"):
+        model, other, reference = Routed(), Routed(), Routed()
+        factory = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
+        optimizer, again = sharded(model, factory), sharded(other, factory, **other_division())
+        train_routed(model, optimizer, steps[:3])
+        if way == "whole":
+            other.load_state_dict(model.state_dict())
+            again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=folder[0])
+            dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=folder[0])
+        train_routed(other, again, steps[3:])
+        train_routed(reference, factory(reference.parameters()), steps, mine=False)
+        check_equal(other, reference)
+    dist.barrier()
+
+
+def state_before_the_first_step():
+    """What `sharded` hands out changes nothing, and begins as the optimizer's own state does."""
+    kinds = (
+        (torch.optim.NAdam, {"lr": 1e-2}),
+        (torch.optim.Rprop, {"lr": 1e-2}),
+        (torch.optim.ASGD, {"lr": 1e-2, "lambd": 0.1}),
+        (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
+        (torch.optim.SGD, {**SGD, "dampening": 0.5}),
+    )
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    for kind, settings in kinds:
+        model, other, reference = mlp(), mlp(seed=5), mlp()
+        optimizer, again = (sharded(each, partial(kind, **settings)) for each in (model, other))
+        path = Path(folder[0], kind.__name__)
+        dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=path)
+        train(reference, kind(reference.parameters(), **settings), batches(3), mine=False)
         train(model, optimizer, batches(3))
-        train(reference, plain, batches(3), mine=False)
-        assert torch.equal(before, model[3].weight) == frozen
         check_equal(model, reference)
+        if kind is not torch.optim.SGD:  # an empty buffer and none are told apart by dampening alone
+            dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=path)
+            train(other, again, batches(3))
+            check_equal(other, reference)
+    dist.barrier()
 
 
 def frozen_from_the_start():
@@ -292,6 +423,125 @@ def mixed_types_and_strides():
     check_equal(model, reference, 1e-5)
 
 
+class Typed(nn.Module):
+    """A unit with parameters of three types, one of them complex."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.wide = nn.LayerNorm(16).float(), nn.Linear(16, 8).double()
+        self.turn = nn.Parameter(torch.randn(8, 5, dtype=torch.complex128))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.wide(self.norm(x.float()).double()))
+        return (hidden.to(torch.complex128) @ self.turn).abs()
+
+
+def types_in_a_unit():
+    """Each type keeps its precision: nothing is cast to that of the first parameter."""
+    for form in ({}, {"parameters": "sharded"}, {"parameters": "gathered"}):
+        model, reference = (nn.Sequential(Typed(), nn.Linear(5, 5).double()) for _ in range(2))
+        reference.load_state_dict(model.state_dict())
+        options = {**form, "units": list(model)} if form else form
+        optimizer = sharded(model, lambda shard: torch.optim.AdamW(shard, lr=1e-2), **options)
+        plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        train(model, optimizer, batches(4))
+        train(reference, plain, batches(4), mine=False)
+        trained = model.state_dict()
+        for name, p in reference.state_dict().items():
+            assert trained[name].dtype == p.dtype, (form, name)
+            tolerance = 1e-5 if p.dtype == torch.float32 or "0." in name or form else EXACT
+            assert float((trained[name] - p).abs().max()) <= tolerance, (form, name)
+        if form:
+            assert len({unit.flat.dtype for unit in optimizer.buckets if unit.module is model[0]}) == 3
+    raises(lambda: shard_gradients(Typed(), torch.optim.SGD, push=Push(threshold=1e-3)), "turn is complex")
+
+
+def matrices():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((16, 32), (32, 24), (24, 8), (8, 5)))).double()
+
+
+class LayerwiseSGD(torch.optim.Optimizer):
+    """Divides every gradient by its norm: what a name that nobody knows may do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+class GlobalSGD(LayerwiseSGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.square().sum()) for p in members) ** 0.5
+        for p in members:
+            p.sub_(self.param_groups[0]["lr"] * p.grad / norm)
+
+
+BY_TENSOR = ((torch.optim.Muon, {"lr": 1e-2}), (torch.optim.Adafactor, {"lr": 1e-2}), (LayerwiseSGD, {"lr": 1e-2}))
+
+
+def whole_tensors():
+    """Optimizers that look at a whole matrix equal one device where each has one owner; saved, and taken up."""
+    for form in ({}, {"parameters": "sharded", "units": lambda model: list(model)[:2]}):
+        for kind, settings in BY_TENSOR:
+            model, reference, other = matrices(), matrices(), matrices()
+            options = {**form, "units": form["units"](model)} if form else form
+            optimizer = sharded(model, partial(kind, **settings), whole_tensors=True, **options)
+            plain = kind(reference.parameters(), **settings)
+            train(model, optimizer, batches(3))
+            again = sharded(other, partial(kind, **settings), whole_tensors=True, **other_division())
+            other.load_state_dict(model.state_dict())
+            again.load_state_dict(optimizer.state_dict())
+            train(other, again, batches(3))
+            for _ in range(2):
+                train(reference, plain, batches(3), mine=False)
+            tolerance = 1e-2 if kind is torch.optim.Muon else EXACT  # it orthogonalises in bf16
+            check_equal(other, reference, tolerance)
+            held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, held)
+            assert sum(found) == sum(p.numel() for p in model.parameters()), found
+            assert min(found) > 0, found
+    raises(lambda: optimizer.reshard(shares()[::-1]), "change owners")
+    raises(lambda: again.reshard(shares()[::-1]), "whole_tensors")
+    one = nn.Linear(3, 3, bias=False)
+    raises(lambda: shard_gradients(one, torch.optim.SGD, whole_tensors=True), "would own no parameter")
+
+
+def optimizers_that_cannot_be_sharded():
+    for kind, settings in BY_TENSOR:
+        raises(lambda k=kind, s=settings: shard_gradients(matrices(), partial(k, **s)), "whole_tensors=True")
+    raises(lambda: shard_gradients(mlp(), torch.optim.LBFGS), "LBFGS", "all parameters at once")
+    raises(lambda: shard_gradients(mlp(), lambda shard: torch.optim.SparseAdam(shard)), "SparseAdam", "dense")
+    for whole in (False, True):
+        raises(lambda w=whole: shard_gradients(matrices(), partial(GlobalSGD, lr=0.1), whole_tensors=w), "its shard")
+    model = mlp()
+    raises(lambda: shard_gradients(model, lambda _: torch.optim.SGD(model.parameters())), "of the tensors that it is")
+    raises(lambda: shard_gradients(mlp(), lambda shard: torch.optim.SGD(shard[:1])), "lacks")
+    raises(lambda: shard_gradients(mlp(), lambda shard: shard), "torch's optimizers")
+    elementwise = (
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD),
+        torch.optim.Rprop,
+    )
+    for kind in elementwise:
+        for foreach in (False, True):
+            model, reference = mlp(), mlp()
+            train(model, sharded(model, lambda shard, k=kind, f=foreach: k(shard, lr=1e-2, foreach=f)), batches(1))
+            train(reference, kind(reference.parameters(), lr=1e-2, foreach=foreach), batches(1), mine=False)
+            check_equal(model, reference)
+
+
 def batch_norm():
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
@@ -338,6 +588,73 @@ def compiled():
     train(compiled, optimizer, batches(3))
     train(reference, torch.optim.SGD(reference.parameters(), **SGD), batches(3), mine=False)
     check_equal(model, reference)
+
+
+@dataclasses.dataclass
+class Hidden:
+    """What a unit of `Wrapped` returns: a dataclass that no tree of torch's knows."""
+
+    values: torch.Tensor
+    note: str = ""
+
+
+class Step(nn.Module):
+    def __init__(self, width, out):
+        super().__init__()
+        self.inner = nn.Linear(width, out)
+
+    def forward(self, x):
+        return Hidden(torch.tanh(self.inner(x)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Step(16, 32), Step(32, 5)
+        self.double()
+
+    def forward(self, x):
+        return self.second(self.first(x).values).values
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed once more in the backward, to their end."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32)).double()
+        self.second = nn.Linear(32, 5).double()
+
+    def forward(self, x):
+        with set_checkpoint_early_stop(False):
+            hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=False)
+            return checkpoint(self.second, hidden, use_reentrant=False)
+
+
+def units_of_all_kinds():
+    """Units that return dataclasses, that are checkpointed without an early stop, and that are compiled."""
+    cases = (
+        (Wrapped, lambda model: [model.first, model.second]),
+        (Checkpointed, lambda model: [model.first, model.second]),
+        (Checkpointed, lambda model: [model.first[0], model.first[2]]),
+        (mlp, lambda model: [model[0], model[3]]),
+    )
+    for form in ("sharded", "gathered"):
+        for make, units in cases:
+            model, reference = make(), make()
+            called = model
+            if make is mlp:
+                torch._dynamo.reset()
+                called = torch.compile(model, backend="aot_eager")
+            factory = partial(torch.optim.SGD, **SGD)
+            train(called, sharded(called, factory, parameters=form, units=units(model)), batches(3))
+            train(reference, factory(reference.parameters()), batches(3), mine=False)
+            trained = model.state_dict()
+            for name, p in reference.state_dict().items():
+                assert float((trained[name] - p).abs().max()) <= EXACT, (form, make, name)
+            raises(units(model)[0].state_dict, "of the whole model")
 
 
 def autocast():
@@ -555,14 +872,108 @@ def error_feedback_goes_on():
 
 
 def a_model_that_is_moved():
+    """What leaves the buckets is named at the next step, and does not stop training in silence."""
+
+    def assigned(model):
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+
+    def replaced(model):
+        model[5] = nn.Linear(24, 5).double()
+
+    def emptied(model):
+        model.to("meta").to_empty(device="cpu")
+
+    def pointed(model):
+        model[5].bias.data = torch.zeros(5, dtype=torch.float64)
+
+    def added(model):
+        model[0].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+    changes = (
+        (lambda model: model.float(), "no longer in its bucket"),
+        (assigned, "after shard_gradients"),
+        (replaced, "5.weight was put into the model"),
+        (emptied, "would not train"),
+        (pointed, "5.bias is no longer in its bucket"),
+        (added, "0.scale was put into the model"),
+        (lambda model: setattr(model[0], "bias", None), "0.bias is no longer in the model"),
+    )
+    inputs, targets = next(batches(1))
+    for change, reason in changes:
+        for form in ({}, {"parameters": "sharded"}):
+            if form and change in (assigned, added):
+                continue
+            model = mlp()
+            optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, lr=0.1), **form)
+            change(model)
+
+            def act(model=model, optimizer=optimizer):
+                dtype = next(model.parameters()).dtype
+                F.cross_entropy(model(own(inputs.to(dtype))[0]), own(targets)[0]).backward()
+                optimizer.step()
+
+            raises(act, reason)
+    convolution = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 5))
+    optimizer = sharded(convolution, lambda shard: torch.optim.SGD(shard, lr=0.1))
+    convolution.to(memory_format=torch.channels_last)
+    raises(optimizer.step, "0.weight is no longer in its bucket")
     model = mlp()
     optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, lr=0.1))
-    F.cross_entropy(model(own(next(batches(1))[0])[0]), own(next(batches(1))[1])[0]).backward()
-    model.float()
-    raises(optimizer.step, "no longer in its bucket")
+    model.add_module("note", nn.Identity())  # nothing to train: no harm
+    optimizer.step()
     raises(lambda: optimizer.add_param_group({"params": []}), "groups cannot be added")
     raises(lambda: shard_gradients(nn.ReLU(), torch.optim.SGD), "nothing to shard")
     raises(lambda: shard_gradients(mlp(), torch.optim.SGD, shard_shares=[0.5]), "fractions")
+    with torch.device("meta"):
+        raises(lambda: shard_gradients(nn.Linear(3, 3), torch.optim.SGD), "on meta")
+
+
+def master_copies_take_what_is_written():
+    """Loaded after wrapping, clamped in every step: as on one device, and finer than bf16 where nothing was written."""
+    factory = partial(torch.optim.SGD, lr=2e-3)
+
+    def clamp(model):
+        with torch.no_grad():
+            model[3].weight.clamp_(-0.1, 0.1)
+
+    for form in ({}, {"publish": Publish(threshold=1e-9)}, {"parameters": "sharded"}):
+        model, reference = mlp(torch.bfloat16), MasterCopied(mlp(torch.bfloat16))
+        optimizer = sharded(model, factory, **form)
+        pretrained = mlp(torch.bfloat16, seed=9).state_dict()
+        for each in (model, reference.model):
+            each.load_state_dict(pretrained)
+        plain = reference.optimizer(factory)
+        clamps = "parameters" not in form
+        for inputs, targets in batches(6, torch.bfloat16):
+            F.cross_entropy(model(own(inputs)[0]), own(targets)[0]).backward()
+            F.cross_entropy(reference.model(inputs), targets).backward()
+            for each, opt in ((model, optimizer), (reference.model, plain)):
+                opt.step()
+                opt.zero_grad()
+                if clamps:
+                    clamp(each)
+                else:
+                    with gathered(each):
+                        clamp(each)
+        trained = model.state_dict()
+        for name, p in reference.model.state_dict().items():
+            assert float((trained[name] - p).abs().max()) <= 2e-2, (form, name)
+        assert float(trained["3.weight"].abs().max()) <= 0.101, form
+        assert float((trained["0.weight"] - pretrained["0.weight"]).abs().max()) < 0.1, form
+        master = optimizer.state_dict()["state"]["0.weight"]["master"]
+        assert not torch.equal(master, master.bfloat16().float()), form  # finer than what is published
+
+
+class MasterCopied:
+    """A model in low precision on one device, with a master copy."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def optimizer(self, factory):
+        from gsreal.master import MasterCopy
+
+        return MasterCopy(self.model.parameters(), lambda groups, **_: factory(groups))
 
 
 CHECKS = {
@@ -574,13 +985,20 @@ CHECKS = {
         accumulation,
         what_one_backward_does_not_reach_is_not_lost,
         freezing_for_a_while,
+        parameters_without_a_gradient_in_some_steps,
+        histories_are_saved_by_parameter,
+        state_before_the_first_step,
         frozen_from_the_start,
         tied_parameters,
         a_sparse_embedding,
         mixed_types_and_strides,
+        types_in_a_unit,
+        whole_tensors,
+        optimizers_that_cannot_be_sharded,
         batch_norm,
         backwards_of_all_kinds,
         compiled,
+        units_of_all_kinds,
         autocast,
         a_scaled_loss,
         a_threshold_is_of_unscaled_gradients,
@@ -591,6 +1009,7 @@ CHECKS = {
         other_forms,
         error_feedback_goes_on,
         a_model_that_is_moved,
+        master_copies_take_what_is_written,
     )
 }
 ON_THREE = (
@@ -600,6 +1019,7 @@ ON_THREE = (
     "a_scaled_loss",
     "steps_that_are_not_made",
     "two_runs_are_bit_identical",
+    "parameters_without_a_gradient_in_some_steps",
     "state_by_name",
     "torchs_checkpoints",
     "other_forms",

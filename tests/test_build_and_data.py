@@ -13,10 +13,11 @@ from strategies import star
 from torch.nn import functional as F
 
 from gsreal import data
-from gsreal.build import build_module, example_batch, import_dotted, logits_of, loss_of
+from gsreal.build import build_module, example_batch, logits_of, loss_of
 from gsreal.feed import Feed
 from gsreal.measure import Timeline
 from gsreal.models import gpt
+from gsreal.trust import imported_factory
 from gsreal.worker import build
 from gssim.scenario import Scenario, load_model, single_device
 from gssim.units import UserError, validated
@@ -209,10 +210,10 @@ def test_example_batches_have_the_shape_and_type_of_real_ones(name):
 
 
 def test_a_factory_is_named_with_dots_or_a_colon():
-    assert import_dotted("gsreal.models.gpt", where="here") is gpt
-    assert import_dotted("gsreal.models:gpt", where="here") is gpt
-    with pytest.raises(UserError, match=r"^here = 'gsreal\.models\.gtp': cannot be imported: "):
-        import_dotted("gsreal.models.gtp", where="here")
+    assert imported_factory(Module(factory="gsreal.models.gpt"), where="here") is gpt
+    assert imported_factory(Module(factory="gsreal.models:gpt"), where="here") is gpt
+    with pytest.raises(UserError, match=r"^here: module\.factory = 'gsreal\.models\.gtp': cannot be imported: "):
+        imported_factory(Module(factory="gsreal.models.gtp"), where="here")
 
 
 def test_a_module_whose_import_fails_is_the_users_to_mend(tmp_path, monkeypatch):

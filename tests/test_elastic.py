@@ -1,5 +1,6 @@
 """Real: training saved by some ranks goes on with others, and after a rank was killed, as if nothing had happened."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,7 +9,9 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from traceback import StackSummary
 
+import commands
 import forks
 import pytest
 
@@ -16,14 +19,28 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 from real_runs import slow_where, star
+from torch.distributed.checkpoint.api import CheckpointException
 
-from gsreal.checkpoint import FORMAT, Checkpoints, check_checkpoints, identity, latest, read_progress
+from gsreal import rank
+from gsreal.checkpoint import (
+    FORMAT,
+    LOCK,
+    Checkpoints,
+    _with_reasons,
+    check_checkpoints,
+    identity,
+    last_whole,
+    latest,
+    read_progress,
+    remove_unfinished,
+)
 from gsreal.feed import Feed
 from gsreal.measure import Timeline
 from gsreal.worker import build
+from gssim.files import locked
 from gssim.result import read_result
 from gssim.scenario import load_scenario, single_device
-from gssim.units import UserError
+from gssim.units import RunFailedError, UserError
 
 pytestmark = pytest.mark.real
 
@@ -306,7 +323,16 @@ def written(folder: Path, scenario, step: int) -> Path:
     """Write what is read of a checkpoint before ranks start."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    progress = {"step": step, "losses": [], "ranks": 2, "training": identity(scenario), "format": FORMAT}
+    (path / "__1_0.distcp").write_bytes(b"abcdefgh")
+    files = {"__1_0.distcp": hashlib.sha256(b"abcdefgh").hexdigest()}
+    progress = {
+        "step": step,
+        "losses": [],
+        "ranks": 2,
+        "training": identity(scenario),
+        "format": FORMAT,
+        "files": files,
+    }
     (path / "progress.json").write_text(json.dumps(progress))
     return path
 
@@ -334,6 +360,107 @@ def test_what_updates_a_master_copy_is_saved_with_it(tmp_path: Path):
 def test_a_broken_checkpoint_is_refused(tmp_path: Path):
     (tmp_path / "step-00000004").mkdir()
     assert "is no checkpoint of gsreal" in refusal("plan.method=gs", folder=tmp_path)
+
+
+PROGRESSES = {
+    "nothing": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "a number": "7",
+    "deep nesting": "[" * 100_000,
+    "an unknown key": '{"step": 8, "format": 3, "colour": 1}',
+    "a text for a number": '{"step": "eight", "format": 3}',
+    "a number for a list": '{"step": 8, "losses": 3, "format": 3}',
+    "another step": '{"step": 7, "format": 3}',
+    "no format": '{"step": 8}',
+    "another format": '{"step": 8, "format": 2}',
+    "bytes": "\x00",
+}
+
+
+@pytest.fixture(scope="module")
+def plain_scenario():
+    return load_scenario(DEMO, overrides(2, STEPS, "plan.method=gs"), gradients_needed=False).scenario
+
+
+@pytest.mark.parametrize("text", PROGRESSES.values(), ids=PROGRESSES)
+def test_a_malformed_progress_is_passed_over_for_the_checkpoint_before(tmp_path: Path, plain_scenario, text: str):
+    before, last = (written(tmp_path, plain_scenario, step) for step in (4, 8))
+    (last / "progress.json").write_text(text)
+    told: list[str] = []
+    found = last_whole(tmp_path, tell=told.append)
+    assert found is not None
+    assert found[0] == before
+    (line,) = told
+    assert line.startswith(f"{last}: ")
+    assert line.endswith("; passed over for the one before it")
+    assert "\n" not in line
+    (before / "progress.json").write_text(text)
+    assert "no checkpoint there is whole: remove them to begin anew" in refusal("plan.method=gs", folder=tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "one byte", "gone"])
+def test_a_checkpoint_whose_files_are_not_as_they_were_written_is_passed_over(tmp_path: Path, plain_scenario, damage):
+    before, last = (written(tmp_path, plain_scenario, step) for step in (4, 8))
+    file = last / "__1_0.distcp"
+    assert last_whole(tmp_path)[0] == last
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(b"abc" if damage == "cut off" else b"abcdefgH")
+    told: list[str] = []
+    assert last_whole(tmp_path, tell=told.append)[0] == before
+    assert f"{last}: is damaged: __1_0.distcp is " in told[0]
+
+
+def test_only_what_is_a_part_of_a_checkpoint_is_removed(tmp_path: Path, plain_scenario):
+    mine = tmp_path / "thesis.partial"
+    mine.mkdir()
+    (mine / "chapter.txt").touch()
+    left = written(tmp_path, plain_scenario, 4).rename(tmp_path / "step-00000004.partial")
+    mixed = tmp_path / "step-00000005.partial"
+    mixed.mkdir()
+    for name in ("rank-0.pt", "notes.txt"):
+        (mixed / name).touch()
+    (tmp_path / "step-00000006.partial").symlink_to(mine)
+    remove_unfinished(tmp_path)
+    assert not left.exists()
+    assert [path.name for path in mixed.iterdir()] == ["notes.txt"]
+    assert (mine / "chapter.txt").exists()
+    assert (tmp_path / "step-00000006.partial").is_symlink()
+
+
+def test_a_second_run_that_would_save_in_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path: Path):
+    changes = [part for change in overrides(2, STEPS, "plan.method=gs") for part in ("--set", change)]
+    with locked(tmp_path / "saved" / LOCK, place="x"):
+        ended = commands.run("gsreal", "run", DEMO, "--checkpoint", tmp_path / "saved", *changes)
+    assert ended.returncode == 2
+    assert f"saved: is in use by process {os.getpid()} on " in ended.stderr
+    assert not (tmp_path / "saved").exists()
+
+
+def test_what_torch_raises_of_a_checkpoint_is_told_though_it_is_no_exception(tmp_path: Path, monkeypatch):
+    fault = OSError(28, "No space left on device")
+    error = CheckpointException("save", {1: (fault, StackSummary())})
+    assert not isinstance(error, Exception)
+    told = r"step-4: cannot be saved: rank 1: OSError: .* No space left"
+    with pytest.raises(RunFailedError, match=told), _with_reasons(Path("step-4"), "saved"):
+        raise error
+
+    def ends(code):
+        raise SystemExit(code)
+
+    def fails():
+        raise error
+
+    monkeypatch.setattr(rank, "die_with_parent", lambda: None)
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setenv("GSREAL_REPORTS", str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        rank.run_on_rank(fails, [])
+    assert ended.value.code == 1
+    assert "No space left" in json.loads((tmp_path / "rank-1.json").read_text())["message"]
 
 
 def test_one_that_is_not_complete_is_never_taken(tmp_path: Path):

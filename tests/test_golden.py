@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gssim.console import rank_list
-from gssim.result import write_text
+from gssim.files import write_text
 from gssim.scenario import load_scenario
 from gssim.simulate import simulate
 

@@ -16,21 +16,21 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 from strategies import built, fabrics, star, topology
 
-from gsreal import cli
+from gsreal import cli, compiled
 from gsreal.benchmarks.bench import Settings
-from gsreal.lab import calibration, check, cleaning, counters, lab
+from gsreal.lab import calibration, check, cleaning, counters, lab, throttle
 from gsreal.lab.building import address_commands, node_commands, route_commands, wire_commands
 from gsreal.lab.counters import carried_bytes
-from gsreal.lab.interrupts import EndedError, unwinding
 from gsreal.lab.network import LEAST_DELAY_S, network_of
 from gsreal.lab.ranks import rank_command, rank_environment
 from gsreal.lab.shaping import shape, wire_bits_per_s
 from gsreal.lab.throttle import MOST_OF_THE_CORES, Place, as_variable, cores_of, own_place
 from gsreal.lab.verify import Verified
-from gsreal.machine import device_name
+from gsreal.machine import device_name, usable_cores
 from gssim.cluster import group_bytes
+from gssim.ending import EndedError, unwinding
 from gssim.scenario import load_cluster, load_scenario
-from gssim.units import UserError
+from gssim.units import RunFailedError, UserError
 
 SCENARIOS = Path(__file__).resolve().parents[1] / "scenarios"
 SHIPPED = sorted(SCENARIOS.glob("lab-*.toml"))
@@ -219,9 +219,49 @@ def test_ranks_are_told_who_they_are():
     made = network(star(2))
     places = [Place("core", core, 0.4, "") for core in (0, 1)]
     assert rank_command(made, 1, "gsreal.worker", ["x"])[:2] == ["nsenter", "--net=/run/netns/gsreal-lab-7f-1"]
-    said = rank_environment(made, places, 1)
-    assert (said["RANK"], said["WORLD_SIZE"], said["MASTER_ADDR"]) == ("1", "2", "10.77.0.1")
+    said = rank_environment(places, 1)
+    assert (said["RANK"], said["WORLD_SIZE"]) == ("1", "2")
     assert said["GLOO_SOCKET_IFNAME"] == "rank"
+
+
+def test_a_cache_that_the_dynamic_linker_cannot_name_is_refused(tmp_path, monkeypatch):
+    """LD_PRELOAD ends at a space: the rank would run with nothing that slows it down."""
+    for name in ("a space", "a:colon"):
+        monkeypatch.setattr(throttle, "compiled", lambda *_, name=name: tmp_path / name / "throttle.so")
+        with pytest.raises(UserError, match="cannot name a path with a space or a colon"):
+            throttle.throttle_library()
+
+
+def test_a_rank_that_nothing_slows_down_fails(tmp_path):
+    place = Place("half", usable_cores()[0], 0.5, str(tmp_path / "throttle.so"))
+    cores = os.sched_getaffinity(0)
+    try:
+        with pytest.raises(RunFailedError, match="was not loaded by LD_PRELOAD"):
+            throttle.take(place)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize("share", [1e-300, 1e-9, 0.009])
+def test_a_share_that_is_next_to_nothing_is_refused(share):
+    with pytest.raises(UserError, match=rf"lab.cpu_share_ratio = {share:g}: the lab's devices have at least 0.01"):
+        cores_of([0.4, share], [0, 1], where="test")
+
+
+@pytest.mark.parametrize("home", ["file", "nowhere"])
+def test_a_cache_that_cannot_be_written_is_refused_with_a_remedy(tmp_path, monkeypatch, home):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if home == "file" else "/proc/nowhere")
+    with pytest.raises(UserError, match=r"cannot be written: .*: name another folder with XDG_CACHE_HOME") as told:
+        compiled.compiled(Path(throttle.__file__).with_name("throttle.cpp"), ["-shared", "-fPIC"])
+    assert "\n" not in str(told.value)
+
+
+def test_a_cache_that_is_named_by_no_whole_path_is_the_home_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for named in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+        assert compiled.cache_folder() == tmp_path / ".cache" / "gsreal"
 
 
 # Shares --------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 from strategies import write_files
 
-from gsreal.lab.interrupts import EndedError, deferred, unwinding
+from gsreal.lab.interrupts import deferred
 from gsreal.lab.sweep import cells_of, kept, measure_cells, middle_ones
-from gssim.result import read_result, write_text
+from gssim.ending import EndedError, unwinding
+from gssim.files import write_text
+from gssim.result import read_result
 from gssim.simulate import simulate
 from gssim.sweep import load_sweep, points_of
 from gssim.units import RunFailedError

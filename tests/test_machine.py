@@ -115,6 +115,17 @@ def test_devices_of_different_hosts_do_not_slow_each_other():
     assert machine.env.now == pytest.approx(1.0)
 
 
+def test_a_device_that_computes_on_two_streams_is_one_of_its_host_until_both_have_ended():
+    both = [work("w", 4.0), Task("copy", "forward", "communication", duration_s=1.0)]
+    alone = machine_for(hosted(1, neighbour_slowdown_ratio=2.0), both)
+    alone.run(1)
+    assert alone.env.now == 4.0
+    # of three on a host, one other computes all the time: half as much slower as both others would make it
+    machine = machine_for(hosted(3, neighbour_slowdown_ratio=2.0), both, [work("w", 9.0)], [])
+    machine.run(1)
+    assert machine.ends_s[0] == [pytest.approx(6.0)]
+
+
 def test_short_tasks_late_in_a_long_run_come_to_an_end():
     tasks = [work("long", 5e4), *(work(f"short {i}", 1.3e-6 * (1 + i % 7)) for i in range(300))]
     machine = machine_for(hosted(2, neighbour_slowdown_ratio=1.37), tasks, tasks)

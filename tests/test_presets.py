@@ -11,17 +11,17 @@ from gssim.topology import LinkType
 from gssim.units import UserError, validated
 
 DEVICES = [
-    "v100-sxm2-32", "v100-sxm2-16", "v100-pcie-16", "p100-sxm2", "p100-pcie", "t4", "a100-sxm-40", "a100-sxm-80",
-    "a100-pcie-80", "a10", "l4", "l40s", "rtx3090", "rtx4090", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm",
-    "tpu-v2-chip", "tpu-v3-chip", "tpu-v4-chip",
+    "v100-sxm2-32", "v100-sxm2-16", "v100-sxm3-32", "v100-pcie-16", "p100-sxm2", "p100-pcie", "t4", "rtx2080ti",
+    "titan-rtx", "a100-sxm-40", "a100-sxm-80", "a100-pcie-80", "a10", "l4", "l40s", "rtx3090", "rtx4090", "h100-sxm",
+    "h100-sxm-96", "gh200", "h100-pcie", "h200-sxm", "b200-sxm", "gb200", "tpu-v2-chip", "tpu-v3-chip", "tpu-v4-chip",
 ]  # fmt: skip
 LINKS = [
-    "nvlink1-p100", "nvlink2-v100", "nvlink3-a100", "nvlink4-h100", "nvlink5-b200", "pcie3x16",
-    "pcie3x8", "pcie4x16",
-    "pcie5x16", "qpi-skl", "upi-spr", "xgmi-epyc", "ib-edr-100", "ib-hdr-200", "ib-ndr-400", "efa-400x8", "roce-100",
-    "tcp-10g", "tcp-25g", "tcp-100g", "wan-1g", "ici-v2",
+    "nvlink1-p100", "nvlink2-v100", "nvlink2-v100-4", "nvlink3-a100", "nvlink4-h100", "nvlink4-gh200", "nvlink5-b200",
+    "pcie3x16", "pcie3x8", "pcie4x16", "pcie4x16-8-gpus", "pcie5x16", "qpi-skl", "upi-spr", "xgmi-epyc", "ib-edr-100", "ib-hdr-200", "ib-ndr-400", "efa-400x8", "roce-100",
+    "tcp-1g", "tcp-10g", "tcp-25g", "tcp-25g-rtx2080ti", "tcp-50g-t4", "tcp-100g", "tcp-100g-v100", "tcp-100g-a100-40",
+    "tcp-100g-a100-80", "wan-1g", "ici-v2",
 ]  # fmt: skip
-TRUST = ("datasheet (checked)", "datasheet (recalled)", "measured", "assumed", "seed")
+TRUST = ("datasheet (checked)", "datasheet (recalled)", "measured", "assumed", "seed", "set by hand")
 
 
 def cluster_with(**changes):
@@ -46,9 +46,18 @@ def test_a_device_has_all_that_a_device_type_needs(name):
     device = TypeAdapter(DeviceType).validate_python(presets("devices")[name])
     assert device.kind == ("tpu" if name.startswith("tpu") else "cuda")
     assert device.source.startswith(TRUST)
-    assert 0.5 <= device.efficiency_ratio < 1
-    assert device.operation_overhead_s == 8e-6
+    assert 0.3 <= device.efficiency_ratio < 1
+    assert (device.operation_overhead_s > 0) == (device.kind == "cuda")  # XLA issues a step as one program
     assert (device.context_bytes > 0) == (device.kind == "cuda")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_source_says_where_efficiency_bandwidth_and_overhead_are_from(name):
+    """Data sheets tell none of them: each is measured, set to rows that others published, or assumed."""
+    source = presets("devices")[name]["source"]
+    assert "efficienc" in source
+    assert " % of the data sheet's " in source or "all of the data sheet's memory bandwidth" in source
+    assert "overhead of an operation" in source or "nothing is issued one by one" in source
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -60,7 +69,11 @@ def test_a_link_has_a_rate_a_latency_and_a_source(name):
 
 def test_only_devices_that_have_bf16_state_its_rate():
     without = {name for name, table in presets("devices").items() if "bf16" not in table["peak_flop_per_s"]}
-    assert without == {"v100-sxm2-32", "v100-sxm2-16", "v100-pcie-16", "p100-sxm2", "p100-pcie", "t4"}
+    assert without == {name for name in DEVICES if name.startswith(("v100", "p100", "t4", "rtx2080", "titan"))}
+
+
+def test_every_gpu_states_its_rate_in_fp16():
+    assert all("fp16" in table["peak_flop_per_s"] for table in presets("devices").values() if table["kind"] == "cuda")
 
 
 def test_newer_is_faster():
@@ -68,14 +81,15 @@ def test_newer_is_faster():
         devices = [TypeAdapter(DeviceType).validate_python(presets("devices")[name]) for name in names]
         rates = [device.memory_bandwidth_bytes_per_s for device in devices]
         assert rates == sorted(rates)
-    links = [TypeAdapter(LinkType).validate_python(presets("links")[name]) for name in LINKS[:5]]
+    names = [f"nvlink{i}" for i in ("1-p100", "2-v100", "3-a100", "4-h100", "5-b200")]
+    links = [TypeAdapter(LinkType).validate_python(presets("links")[name]) for name in names]
     assert [link.bandwidth_bytes_per_s / 1e9 for link in links] == [80, 150, 300, 450, 900]
 
 
 def test_a_name_stands_for_the_whole_table():
     device = cluster_with(device_types={"a": "a100-sxm-80"}).device_types["a"]
     assert device.memory_bytes == 80e9
-    assert device.peak_flop_per_s == {"fp32": 19.5e12, "bf16": 312e12}
+    assert device.peak_flop_per_s == {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12}
     assert device.source.startswith("preset a100-sxm-80: datasheet (checked)")
 
 
@@ -83,7 +97,7 @@ def test_a_table_says_what_differs_and_why():
     table = {"preset": "a100-sxm-80", "memory_bytes": "40 GB", "source": "our own"}
     device = cluster_with(device_types={"a": table}).device_types["a"]
     assert device.memory_bytes == 40e9
-    assert device.memory_bandwidth_bytes_per_s == 2039e9
+    assert device.memory_bandwidth_bytes_per_s == 1407e9
     assert device.source.startswith("our own; the rest: preset a100-sxm-80: ")
 
 

@@ -1,5 +1,6 @@
 """Published parameters: thresholds on their change, and the next forward beside them."""
 
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from real_runs import predicted, run_cases, scenario_file
@@ -118,7 +120,7 @@ def test_a_plan_that_says_nothing_of_publishing_asks_the_question_that_it_asked_
     assert said.scenario_id == pushed().scenario_id
     assert pushed(publish={"encoding": "coo", "threshold": 0}).scenario_id != pushed().scenario_id
     on_gpus = [pushed(backend="nccl", publish={"overlap": overlap}).scenario_id for overlap in (None, True, False)]
-    assert on_gpus[0] == on_gpus[1] != on_gpus[2]
+    assert on_gpus[0] == on_gpus[2] != on_gpus[1]
 
 
 # Beside the next forward ---------------------------------------------------------------------------------------------
@@ -169,9 +171,10 @@ def test_a_forward_that_is_long_enough_hides_all_but_what_its_first_layer_needs(
     assert serial.result.step_time_s - beside.result.step_time_s == pytest.approx(hidden_s, rel=1e-6)
 
 
-def test_publishing_overlaps_by_default_on_nccl_alone():
-    for backend, overlaps in (("nccl", True), ("gloo", False)):
-        assert pushed(backend=backend).policies.publish_overlaps is overlaps
+def test_publishing_overlaps_only_where_it_is_asked_for():
+    for backend in ("nccl", "gloo"):
+        assert pushed(backend=backend).policies.publish_overlaps is False
+        assert pushed(backend=backend, publish={"overlap": True}).policies.publish_overlaps is True
         assert pushed(backend=backend, overlap=False).policies.publish_overlaps is False
 
 
@@ -306,7 +309,8 @@ def test_modules_wait_for_their_own_buckets_and_for_those_of_modules_that_nobody
     names = {bucket: name for name, bucket in buckets.items()}
     waited: list[str] = []
     ended: list[bool] = []
-    waits = ForwardWaits(model, list(buckets.values()), lambda b: waited.append(names[b]), lambda: ended.append(True))
+    arrivals = Mock(wait=lambda b: waited.append(names[b]), finish=lambda: ended.append(True), under_way=False)
+    waits = ForwardWaits(model, list(buckets.values()), arrivals)
     x = torch.ones(1, 4)
     model(x)
     assert set(waited) == set(buckets)
@@ -319,6 +323,12 @@ def test_modules_wait_for_their_own_buckets_and_for_those_of_modules_that_nobody
     assert waits.called == set(model.modules()) - {model[0].lent}
     model.state_dict()
     assert ended
+    waited.clear()
+    copy.deepcopy(model)(x)
+    assert not waited
+    arrivals.under_way = True
+    with pytest.raises(RuntimeError, match=r"call optimizer\.finish\(\)"):
+        copy.deepcopy(model)
 
 
 # On ranks ------------------------------------------------------------------------------------------------------------

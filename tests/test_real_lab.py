@@ -21,11 +21,12 @@ from strategies import built as cluster_of
 from strategies import topology
 
 from gsreal.compiled import compiler
-from gsreal.lab.building import built
+from gsreal.lab.building import built, execute
 from gsreal.lab.check import missing
 from gsreal.lab.cleaning import LOCKS, namespaces_of, runs
 from gsreal.lab.network import network_of
 from gsreal.lab.processes import before_first
+from gsreal.lab.ranks import cut_off
 from gsreal.lab.throttle import Place, as_variable, throttle_library
 from gsreal.lab.verify import verify
 from gsreal.machine import usable_cores
@@ -185,6 +186,16 @@ def test_a_link_that_is_not_as_asked_is_found_out():
         found = verify(replace(network, wires=wires[:1]))
     assert found
     assert all("Mbit/s, not 40 (-" in " ".join(link.faults) for link in found)
+
+
+def test_a_rank_that_is_cut_off_is_named():
+    network = network_of(switch(), "test5")
+    devices = [node for node in network.nodes if node.address]
+    with built(network):
+        assert cut_off(devices) is None
+        (end,) = (end for wire in network.wires for end in wire.ends if end.namespace == devices[1].namespace)
+        execute([("ip", "-n", end.namespace, "link", "set", end.interface, "down")])
+        assert re.match(r"rank [01] \(.*\) cannot be reached from rank [01]: is a link down", cut_off(devices))
 
 
 def test_a_lab_that_cannot_be_built_is_taken_down_again():

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import loaded_of, scenario_of, star
 
+from gssim.files import write_text
 from gssim.result import (
     PHASES,
     Collective,
@@ -13,7 +14,6 @@ from gssim.result import (
     merge_collectives,
     phases_of,
     read_result,
-    write_text,
 )
 from gssim.simulate import simulate
 from gssim.units import UserError

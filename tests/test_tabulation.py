@@ -1,11 +1,14 @@
 """Sweeps as tables: every point a row, the same bytes however they were made, nothing lost on the way."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from strategies import write_files
 
 from gssim import chunks, tabulation
 from gssim.chunks import answers, by_likeness
+from gssim.files import FOLDER_MARK
 from gssim.inputs import Fingerprints, Unpacked, packed
 from gssim.parts import Parts, parts_folder
 from gssim.sweep import Point, load_sweep, points_of
@@ -151,10 +155,128 @@ def test_a_whole_table_is_not_made_again_unless_asked_or_something_is_otherwise(
     assert points_made() == (0, *first[1:])
     assert points_made("--again") == first
     Path("t.csv").unlink()
-    assert points_made() == first
+    assert points_made() == (0, *first[1:])
     path = folder / "base" / "pair.toml"
     path.write_text(path.read_text().replace('"1 GiB"', '"1.5 GiB"'))
     assert points_made()[0] == 10
+
+
+def sweep(gssim, *more, out="t.parquet"):
+    code, _, err = gssim("sweep", "sweep.toml", "--out", out, "--jobs", 1, *more)
+    return code, err
+
+
+def without_work(monkeypatch):
+    """Let no point be simulated from now on."""
+
+    def row_of(point, shared):
+        raise AssertionError(f"{point.name} is simulated")
+
+    monkeypatch.setattr(tabulation, "row_of", row_of)
+
+
+def test_a_kill_between_the_two_files_of_a_table_is_mended_by_the_next_run(folder, gssim):
+    sweep(gssim, out="whole.csv")
+    usual, renamed = Path.replace, []
+
+    def replace(self, target):
+        if renamed and self.suffix == ".partial":
+            raise SystemExit(9)
+        renamed.append(target)
+        return usual(self, target)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "replace", replace)
+        patched.setattr(Path, "unlink", lambda self, **_: None)  # a killed process tidies nothing up
+        assert sweep(gssim)[0] == 9
+    there = ["base", "sweep.toml", "t.csv", "t.parquet", "whole.csv", "whole.parquet"]
+    assert sorted(os.listdir()) != there
+    with pytest.MonkeyPatch.context() as patched:
+        without_work(patched)
+        assert sweep(gssim)[0] == 0
+    assert sorted(os.listdir()) == there
+    assert written("t.csv") == written("whole.csv")
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.csv"])
+@pytest.mark.parametrize("damage", ["one byte", "the end", "another table's"])
+def test_a_damaged_file_of_a_table_is_not_kept(folder, gssim, name, damage):
+    sweep(gssim)
+    whole, path = written("t.csv"), Path(name)
+    content = path.read_bytes()
+    if damage == "one byte":
+        place = content.index(b"gs") + 1
+        content = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    elif damage == "the end":
+        content = content[:-20]
+    else:
+        sweep(gssim, "--set", "workload.learning_rate=0.5", out="other.csv")
+        content = Path(name.replace("t.", "other.")).read_bytes()
+    path.write_bytes(content)
+    assert sweep(gssim)[0] == 0
+    assert written("t.csv") == whole
+
+
+def test_a_damaged_row_is_made_again(tmp_path):
+    parts = Parts(tmp_path / "t.parts", {"a", "b"})
+    parts.keep("a", {"x": 1.5})
+    parts.keep("b", {"x": 2.5})
+    parts.close()
+    (file,) = (tmp_path / "t.parts").iterdir()
+    file.write_bytes(file.read_bytes().replace(b"1.5", b"1.6"))
+    again = Parts(tmp_path / "t.parts", {"a", "b"})
+    assert ("a" in again, "b" in again) == (False, True)
+
+
+def test_a_folder_of_rows_that_holds_something_else_is_left_with_it(tmp_path):
+    parts = Parts(tmp_path / "t.parts", ())
+    parts.keep("a", {"x": 1.5})
+    (tmp_path / "t.parts" / "notes.jsonl").write_text("mine")
+    parts.remove()
+    assert os.listdir(tmp_path / "t.parts") == ["notes.jsonl"]
+
+
+@pytest.mark.parametrize(("out", "lock"), [("t.parquet", "t.parquet.lock"), ("results", "results/.gssim-sweep.lock")])
+def test_of_two_sweeps_into_one_place_the_second_is_refused_by_the_name_of_the_first(folder, gssim, out, lock):
+    many(folder, 3000).write_text(Path("sweep.toml").read_text().replace("plan.tp = 3", "plan.tp = 1"))
+    process = subprocess.Popen(
+        command("sweep.toml", "--out", out, "--jobs", 1), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    try:
+        until = time.monotonic() + 100
+        while not (Path(lock).exists() and Path(lock).read_text()) and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.01)
+        code, said, err = gssim("sweep", "sweep.toml", "--out", out.replace("parquet", "csv"), "--jobs", 1)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert (code, said) == (2, "")
+    (told,) = [line for line in err.splitlines() if line.startswith("gssim: ")]
+    assert f"is in use by process {process.pid} on " in told
+
+
+def test_a_part_of_the_points_does_not_replace_a_table_that_has_others(folder, gssim):
+    sweep(gssim)
+    whole = written("t.csv")
+    code, err = sweep(gssim, "--only", "sweep--gs--*")
+    assert code == 2
+    assert "--only chooses 6 points, and the table t.parquet has 4 others, such as sweep--ddp--" in err
+    assert written("t.csv") == whole
+    assert sweep(gssim, "--only", "*")[0] == 0  # all of them
+    assert sweep(gssim, "--only", "sweep--gs--*", out="part.csv")[0] == 0
+    assert sweep(gssim, out="part.csv")[0] == 0  # of more points
+    assert written("part.csv") == whole
+
+
+def test_the_file_beside_the_one_that_is_named_is_not_replaced_where_it_is_no_table(folder, gssim):
+    Path("notes.csv").write_text("my,notes\n")
+    code, err = sweep(gssim, out="notes.parquet")
+    assert code == 2
+    assert "notes.csv: is no table of gssim's" in err
+    assert Path("notes.csv").read_text() == "my,notes\n"
+    assert not Path("notes.parquet").exists()
 
 
 def test_fingerprints_tell_what_changes_a_prediction_and_nothing_else(folder):
@@ -190,7 +312,7 @@ def test_fingerprints_tell_what_changes_a_prediction_and_nothing_else(folder):
         (
             "[0]",
             "{ from = 1, to = 1e6, count = 1_000_000 }",
-            r"has 10,000,000 points; at most 1,000,000 are",
+            r"has 10,000,000 points: at most 1,000,000 are",
         ),
         (
             "run.seed = [0]",
@@ -320,17 +442,18 @@ def test_points_that_differ_in_rates_of_links_alone_are_handed_out_together(monk
 
 
 @contextmanager
-def dask_cluster(folder, workers):
+def dask_cluster(folder, workers, protocol="tcp"):
     """Give the address of a scheduler, and the processes of its workers, which see nothing of this directory."""
     folder.mkdir()
-    address, running = f"tcp://127.0.0.1:{_free_port()}", []
+    address, running = f"{protocol}://127.0.0.1:{_free_port()}", []
 
     def start(what, *arguments):
         line = [sys.executable, "-W", "ignore", "-m", f"distributed.cli.dask_{what}", *arguments]
         running.append(subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
     try:
-        start("scheduler", "--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--no-dashboard")
+        place = ("--host", f"{protocol}://127.0.0.1", "--port", address.rpartition(":")[2])
+        start("scheduler", *place, "--no-dashboard")
         for number in range(workers):
             start("worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", str(number))
         yield address, running[1:]
@@ -365,6 +488,26 @@ def test_dask_workers_make_the_same_table_and_a_killed_one_loses_nothing(folder)
     assert written("t.parquet") == written("whole.parquet")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+def test_dask_workers_are_reached_by_tls_as_dask_s_own_configuration_says(folder, monkeypatch):
+    line = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test -keyout key.pem -out cert.pem"
+    subprocess.run(line.split(), check=True, capture_output=True)
+    monkeypatch.setenv("DASK_DISTRIBUTED__COMM__TLS__CA_FILE", str(folder / "cert.pem"))
+    for who in ("CLIENT", "SCHEDULER", "WORKER"):
+        for what in ("CERT", "KEY"):
+            monkeypatch.setenv(f"DASK_DISTRIBUTED__COMM__TLS__{who}__{what}", str(folder / f"{what.lower()}.pem"))
+    with dask_cluster(folder / "elsewhere", 1, "tls") as (address, _):
+        line = command("sweep.toml", "--out", "t.parquet", "--dask", address)
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
+        assert ended.returncode == 0, ended.stderr
+        plain = command("sweep.toml", "--out", "p.parquet", "--dask", address.replace("tls", "tcp"))
+        refused = subprocess.run(plain, capture_output=True, text=True, timeout=200, check=False)
+    assert refused.returncode == 2
+    assert "no scheduler there" in refused.stderr
+    assert len(pl.read_parquet("t.parquet")) == 10
+
+
 def test_what_points_read_goes_with_them_and_messages_come_back_as_said_at_home(folder):
     there = Unpacked(packed(points()))
     for point in points():
@@ -373,7 +516,7 @@ def test_what_points_read_goes_with_them_and_messages_come_back_as_said_at_home(
         if point.variant != "cut":
             assert here.load().scenario == point.load().scenario
     root = Path(there.root)
-    assert {file.name for file in root.rglob("*") if file.is_file()} == {
+    assert {file.name for file in root.rglob("*") if file.is_file() and file.name != FOLDER_MARK} == {
         "scenario.toml",
         "pair.toml",
         "small.toml",
@@ -383,6 +526,29 @@ def test_what_points_read_goes_with_them_and_messages_come_back_as_said_at_home(
     assert there.told(f"{there.here(points()[0]).file}: plan") == "base/scenario.toml: plan"
     del there
     assert not root.exists()
+
+
+def test_only_files_that_scenarios_refer_to_by_their_keys_go_to_workers(folder):
+    """A question that reads like a file's name, or a key that is none, sends nothing of this machine's elsewhere."""
+    (folder / "secret.json").write_text('{"password": "x"}')
+    (folder / "base" / "secret.toml").write_text('password = "x"')
+    scenario = folder / "base" / "scenario.toml"
+    scenario.write_text(f'question = "{folder}/secret.json"\nname = "secret.toml"\n' + scenario.read_text())
+    pair = folder / "base" / "pair.toml"
+    pair.write_text('source = "secret.toml"\n' + pair.read_text().replace('source = "made', 'note = "made', 1))
+    asked = [
+        Point("p", scenario, ("cluster=base/pair.toml", f"question={folder}/secret.json", "notes=base/secret.toml"))
+    ]
+    names = {Path(path).name for path in json.loads(zlib.decompress(packed(asked).content))}
+    assert names == {"scenario.toml", "pair.toml", "tiny.toml", "tiny.json"}
+
+
+def test_tables_that_a_cluster_has_in_files_go_with_it_and_all_bytes_stay_as_they_are(folder):
+    (folder / "away").mkdir()
+    (folder / "away" / "types.toml").write_bytes(b"# \xff\r\n")
+    (folder / "base" / "apart.toml").write_text('device_types = "../away/types.toml"\n')
+    there = Unpacked(packed([Point("p", folder / "base" / "scenario.toml", ("cluster=base/apart.toml",))]))
+    assert (Path(there.root + str(folder)) / "away" / "types.toml").read_bytes() == b"# \xff\r\n"
 
 
 def test_a_part_of_another_run_is_read_beside_ones_own(tmp_path):

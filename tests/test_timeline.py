@@ -14,7 +14,8 @@ from test_analysis import assert_refused, make_result
 from analysis.__main__ import main
 from analysis.charts import timeline
 from analysis.timeline import Block, named_alike, read_step, step_of, uncovered
-from gssim.result import Span, phases_of, write_text
+from gssim.files import write_text
+from gssim.result import Span, phases_of
 from gssim.trace import Step, chrome_trace
 
 PREDICTED = [

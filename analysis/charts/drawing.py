@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from gssim.result import write_bytes
+from gssim.files import write_bytes
 
 STYLE = {
     **{

@@ -11,6 +11,7 @@ from typing import Any
 from analysis.convergence.effects import Effect, Spread, paired_difference, paired_ratio, spread
 from analysis.convergence.runs import Trained
 from analysis.convergence.study import Study
+from gssim.reading import as_text_cell
 from gssim.result import Collective, Result
 
 SENT_ONCE = ("all-to-all-v", "send")
@@ -148,7 +149,7 @@ def total_sent_bytes(entry: Collective) -> float:
 def write_csv(rows: Sequence[Row]) -> str:
     """Return the rows as CSV, a line for each variant; intervals are of 95 %."""
     stream = io.StringIO()
-    lines = [_line(row) for row in rows]
+    lines = [{key: as_text_cell(v) if isinstance(v, str) else v for key, v in _line(row).items()} for row in rows]
     writer = csv.DictWriter(stream, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.convergence.study import LoadedStudy, Variant, on_network, slug
-from gssim.result import Result, read_result, write_text
+from gssim.files import write_text
+from gssim.result import Result, read_result
 from gssim.scenario import Loaded, as_overrides, read_toml
 from gssim.simulate import simulate
 from gssim.units import RunFailedError, UserError, human_seconds
@@ -33,8 +34,10 @@ class Trained:
     """By network: this machine's, and those elsewhere."""
 
 
-def train(loaded: LoadedStudy, out: Path) -> list[Trained]:
-    """Return every variant's trainings and predictions; what `out` has already is taken from there.
+def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Trained]:
+    """Return every variant's trainings and predictions; a training that `out` has is taken from there, unless `again`.
+
+    It is kept whatever code it ran with, which its provenance says; predictions are always made anew.
 
     Seed by seed, and each variant of a seed in turn: a machine that gets slower does so for all of them.
     """
@@ -46,7 +49,9 @@ def train(loaded: LoadedStudy, out: Path) -> list[Trained]:
         for variant in study.variants:
             density = results[variant.density_of, seed].density.push if variant.density_of else None
             what = f"{variant.name}, seed {seed}"
-            results[variant.name, seed] = _trained(loaded, variant, seed, density, inputs, out, progress, what)
+            results[variant.name, seed] = _trained(
+                loaded, variant, seed, density, inputs, out, progress, what, again=again
+            )
     return [
         Trained(
             variant,
@@ -152,12 +157,14 @@ def _trained(
     out: Path,
     progress: _Progress,
     what: str,
+    *,
+    again: bool,
 ) -> Result:
     """Return the Result of one training: the one that is kept, or a new one."""
     overrides = [*loaded.overrides_of(variant, seed=seed, density=density), *inputs]
     asked = loaded.load(variant, seed=seed, density=density, extra=tuple(inputs))
     file = out / "results" / f"{asked.scenario.name}.{asked.scenario.scenario_id}.measured.json"
-    if file.exists() and stands_for(kept := read_result(file), asked):
+    if not again and file.exists() and stands_for(kept := read_result(file), asked):
         progress.kept()
         return kept
     progress.begins(what)
@@ -176,7 +183,9 @@ def stands_for(result: Result, asked: Loaded) -> bool:
 
 
 def _without_paths(part: Any) -> Any:
-    return {key: value for key, value in part.items() if key != "gradients"} if isinstance(part, dict) else part
+    """Return a part without where files lie, and without the model, of which the identity holds what is asked."""
+    left_out = ("gradients", "model")
+    return {key: value for key, value in part.items() if key not in left_out} if isinstance(part, dict) else part
 
 
 def _gsreal(arguments: Sequence[str]) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from analysis.convergence.study import Study
 from analysis.keys.wording import default_in_words, is_table, tables_in, value_in_words
 from gssim.cluster import Cluster
+from gssim.limits import LIMITS
 from gssim.scenario import Scenario, first_comment
 from gssim.sweep import Sweep
-from gssim.units import EXAMPLES
+from gssim.units import EXAMPLES, RANGES
 from gssim.workload import Model
 
 ROOTS: dict[type, str] = {
@@ -60,7 +61,24 @@ def page(folder: Path) -> str:
     parts = [INTRODUCTION.format(units=units), *_questions(folder)]
     for root, title in ROOTS.items():
         parts += [f"## {title}\n", *_sections(root)]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_limits()])
+
+
+def _limits() -> Iterator[str]:
+    """Yield what numbers may be, and how large things may be."""
+    yield "## Ranges and limits\n"
+    yield (
+        "Numbers are within these ranges (0 is allowed where it makes sense), so that all that follows from them is "
+        "finite.\n"
+    )
+    yield _table(
+        ["number", "from", "to"], [[kind, f"{least:g}", f"{most:g}"] for kind, (least, most) in RANGES.items()]
+    )
+    yield (
+        "Sizes have limits that are checked before anything of that size is built. `--no-limits`, which every command "
+        "has, lifts them all.\n"
+    )
+    yield _table(["limit", "most", "of"], [[f"`{name}`", f"{most:,}", of] for name, (most, of) in LIMITS.items()])
 
 
 def _questions(folder: Path) -> Iterator[str]:

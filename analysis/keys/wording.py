@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from gssim.units import UNITS, human_bytes
+from gssim.units import UNITS, UNSAID, human_bytes
 
 PLAIN = {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any value"}
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -86,7 +86,7 @@ def _limits(note: FieldInfo) -> list[str]:
     for each in note.metadata:
         for name, sign in LIMITS.items():
             limit = getattr(each, name, None)
-            if limit is not None and limit != MOST:
+            if limit is not None and limit not in (MOST, *UNSAID):
                 found.append(f"{sign} {limit:g}")
         if (fewest := getattr(each, "min_length", None)) is not None:
             found.append(f"(at least {fewest})")

@@ -1,7 +1,5 @@
 """What a folder holds that a report can show: Results, a comparison's tables, sweeps' tables, studies, traces."""
 
-import csv
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,8 @@ from analysis.rivals import rival_table
 from analysis.sweeps.table import SweepTable, is_table, read_table, table_from
 from analysis.table import ResultFile, find_results
 from analysis.timeline import Step, read_step
-from gssim.result import Result
+from gssim.reading import number_in, read_json, read_rows, read_text
+from gssim.result import PHASES, Result
 from gssim.units import UserError
 
 FEWEST_PREDICTIONS = 2
@@ -95,8 +94,9 @@ def contents_of(folder: Path) -> Contents:
 def _is_whole(file: ResultFile) -> bool:
     """Return whether a Result names its cluster and its model, as tables do."""
     scenario = file.result.scenario
-    tables = scenario.get("cluster"), scenario.get("workload", {}).get("model")
-    return all(isinstance(table, dict) and "name" in table for table in tables)
+    tables = scenario.get("cluster"), (scenario.get("workload") or {}).get("model")
+    named = all(isinstance(table, dict) and "name" in table for table in tables)
+    return named and set(PHASES) <= file.result.phases_s.keys()
 
 
 def _comparisons(folder: Path, joined: Joined) -> Iterable[Comparison]:
@@ -155,16 +155,24 @@ def _sweeps(folder: Path) -> Iterable[SweepTable]:
             yield read_table(path)
 
 
+NUMBERS_OF_STUDIES = (
+    *("push_density", "loss_mean", "step_time_mean_s"),
+    *(f"{name}{end}" for name in ("loss_change", "speed_up") for end in ("", "_low", "_high", "_mean")),
+)
+
+
 def _studies(folder: Path) -> Iterable[Training]:
     for path in sorted(folder.rglob("convergence.csv")):
-        with path.open(newline="", encoding="utf-8") as stream:
-            rows = tuple(csv.DictReader(stream))
-        if not rows or "variant" not in rows[0] or "loss_mean" not in rows[0]:
-            raise UserError(f"{path}: not a table of `analysis convergence`")
+        _, rows = read_rows(path, ("variant", "loss_mean"), "a table of `analysis convergence`")
+        if not rows:
+            raise UserError(f"{path}: not a table of `analysis convergence`: no rows")
+        for row in rows:
+            for column in NUMBERS_OF_STUDIES:
+                number_in(row, column, path)
         said = path.with_name("findings.txt")
-        findings = tuple(said.read_text(encoding="utf-8").splitlines()) if said.is_file() else ()
+        findings = tuple(read_text(said).splitlines()) if said.is_file() else ()
         place = path.parent.name if path.parent == folder else str(path.parent.relative_to(folder))
-        yield Training(place, rows, findings, tuple(sorted(path.parent.glob("loss_*.png"))))
+        yield Training(place, tuple(rows), findings, tuple(sorted(path.parent.glob("loss_*.png"))))
 
 
 def _overlays(folder: Path) -> Iterable[Overlay]:
@@ -182,8 +190,8 @@ def _overlays(folder: Path) -> Iterable[Overlay]:
 def _trace_of(path: Path) -> tuple[str, str] | None:
     """Return (scenario_id, source) of a trace; None of any other file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(path)
+    except UserError:
         return None
     if not isinstance(data, dict) or "traceEvents" not in data or not isinstance(data.get("otherData"), dict):
         return None

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from gssim.cluster import Cluster
 from gssim.nccl import GENERATIONS
+from gssim.presets import presets
 from gssim.topology.kinds import CUBE_MESH_DEVICES
-from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, Precision, Seconds, spec, validated
+from gssim.units import FlopPerSecond, PositiveFloat, PositiveInt, Precision, spec, validated
 
 FILE = "platforms.toml"
 
@@ -21,19 +22,19 @@ class Platform:
 
     names: tuple[str, ...]
     """What the tables call it, or what their entry begins with."""
-    device: dict[str, Any]
+    device: str
+    """A preset of gssim's; so are the links."""
     inside: Literal["nvswitch", "pcie", "cube-mesh", "none"]
-    inside_link: str | dict[str, Any]
+    inside_link: str
     devices: PositiveInt
     """In each server, unless the table says."""
     nics: PositiveInt
-    nic_link: str | dict[str, Any]
+    nic_link: str
     pcie_link: str
-    nccl: str | dict[str, Any]
+    nccl: str
+    """One of gssim's generations."""
     tensor_float_flop_per_s: FlopPerSecond | None = None
     """Of matrix products in TF32; absent: the device has none."""
-    full_efficiency_ratio: PositiveFloat | None = None
-    """What products in fp32 reach of the device's rate, without tensor cores; absent: as much as others do."""
     float8_ratio: PositiveFloat | None = None
     """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
     attention_ratio: PositiveFloat = 1.0
@@ -44,28 +45,13 @@ class Platform:
     """The rows, by their id, that numbers of the device were fitted to."""
 
 
-@spec
-class Hosts:
-    """What the hosts of all platforms have in common that tell nothing else."""
-
-    operation_overhead_s: Seconds
-    """Of issuing one operation."""
-    calibrated_on: tuple[str, ...]
-    """The rows that it was set to."""
-
-
 @cache
-def _file() -> tuple[Hosts, dict[str, Platform]]:
-    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
-    hosts = validated(Hosts, data.pop("hosts"), file=FILE, under="hosts")
-    for table in data.values():
-        table |= {**data.get(table.pop("like", ""), {}), **table}
-    return hosts, {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}
-
-
 def platforms() -> dict[str, Platform]:
     """Return every platform by its key in the file."""
-    return _file()[1]
+    data = tomllib.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
+    for table in data.values():
+        table |= {**data.get(table.pop("like", ""), {}), **table}
+    return {name: validated(Platform, table, file=FILE, under=name) for name, table in data.items()}
 
 
 def platform_of(gpu: str) -> Platform | None:
@@ -96,8 +82,18 @@ def float8_ratio_of(gpu: str) -> float | None:
 
 def calibration_rows() -> frozenset[str]:
     """Return the ids of all rows that a device's numbers were fitted to."""
-    hosts, every = _file()
-    return frozenset(hosts.calibrated_on).union(*(platform.calibrated_on for platform in every.values()))
+    return frozenset().union(*(platform.calibrated_on for platform in platforms().values()))
+
+
+def sixteen_bits_of(gpu: str) -> Precision:
+    """Return in what 16 bits a GPU multiplies: fp16 where it has no bf16; bf16 where the GPU is not known.
+
+    >>> sixteen_bits_of("V100-SXM2-16GB"), sixteen_bits_of("A100-SXM-80GB")
+    ('fp16', 'bf16')
+    """
+    platform = platform_of(gpu)
+    known = presets("devices")[platform.device]["peak_flop_per_s"] if platform else ()
+    return "fp16" if "fp16" in known and "bf16" not in known else "bf16"
 
 
 Server = tuple[str, int]
@@ -147,19 +143,18 @@ def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: 
     return validated(Cluster, data, file=FILE)
 
 
-def _age(nccl: str | dict[str, Any]) -> int:
+def _age(nccl: str) -> int:
     """Return where a platform's generation stands among all of them."""
-    return list(GENERATIONS).index(nccl if isinstance(nccl, str) else nccl["generation"])
+    return list(GENERATIONS).index(nccl.partition("-")[0])
 
 
-def _device(platform: Platform, precision: Precision, tensor_float: bool) -> dict[str, Any]:
-    """Return a platform's device as a cluster file has it."""
-    device = {"operation_overhead_s": _file()[0].operation_overhead_s, **platform.device}
-    if precision != "fp32":
-        return device
-    if tensor_float and platform.tensor_float_flop_per_s:
-        return {**device, "peak_flop_per_s": {"fp32": platform.tensor_float_flop_per_s}}
-    return {**device, "efficiency_ratio": platform.full_efficiency_ratio or device["efficiency_ratio"]}
+def _device(platform: Platform, precision: Precision, tensor_float: bool) -> str | dict[str, Any]:
+    """Return a platform's device as a cluster file has it: a preset, but for products in TF32, which gssim has not."""
+    if precision != "fp32" or not tensor_float or not platform.tensor_float_flop_per_s:
+        return platform.device
+    peaks = {"fp32": platform.tensor_float_flop_per_s}
+    source = f"analysis/published/{FILE}: TF32 on tensor cores"
+    return {"preset": platform.device, "peak_flop_per_s": peaks, "fp32_efficiency_ratio": None, "source": source}
 
 
 def _server(platform: Platform, device: str, devices: int, count: int) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Scores of published figures as a table for people, and as JSON."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -8,11 +7,11 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from analysis.published.score import BYTES_PER_PARAMETER, UTILISATION, Errors, Scored, Scores, SourceScore
+from gssim.console import plain_console
 
 PIPE_WIDTH = 140
 
@@ -63,7 +62,7 @@ def _row(row: Scored) -> dict[str, Any]:
 
 def print_scores(scores: Scores) -> None:
     """Print a line for each source and quantity, then what was skipped and why."""
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH, highlight=False)
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("source", overflow="fold", min_width=40)
     table.add_column("figure")
@@ -79,19 +78,18 @@ def print_scores(scores: Scores) -> None:
         table.add_column(header, justify="right", no_wrap=True)
     for each in scores.sources:
         for cells in _lines(each):
-            table.add_row(*map(escape, cells))
+            table.add_row(*cells)
     console.print(table)
     console.print(
         f"baseline: 6 x parameters x tokens / (GPUs x peak x {UTILISATION}); {BYTES_PER_PARAMETER} bytes a parameter",
-        markup=False,
     )
     for each in scores.sources:
         if each.calibration:
             rows = ", ".join(each.calibration)
-            console.print(f"calibrated on, and not scored, of {each.source}: {rows}", markup=False)
+            console.print(f"calibrated on, and not scored, of {each.source}: {rows}")
     for each in scores.sources:
         for reason, count in sorted(each.skipped.items(), key=lambda item: -item[1]):
-            console.print(f"skipped {count} of {each.source}: {reason}", markup=False)
+            console.print(f"skipped {count} of {each.source}: {reason}")
 
 
 def _lines(each: SourceScore) -> list[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.padding import Padding
 
 from analysis.report import console
@@ -16,9 +15,10 @@ def print_lines(lines: Sequence[Line]) -> None:
     for line in lines:
         if line.source != source:
             source = line.source
-            out.print(f"\n[bold]{escape(source)}[/bold]")
-        out.print(f"{escape(line.figure)}: stated {escape(line.stated)}")
+            out.print()
+            out.print(source, style="bold")
+        out.print(f"{line.figure}: stated {line.stated}")
         verdict = line.verdict if line.verdict != "only if" else "consistent only if"
         reason = f": {line.because}" if line.because else ""
         for text in (f"ours: {line.ours}", f"how: {line.how}", f"{verdict}{reason}"):
-            out.print(Padding(escape(text), (0, 0, 0, 4), expand=False))
+            out.print(Padding(text, (0, 0, 0, 4), expand=False))

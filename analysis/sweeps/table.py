@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from analysis.table import ResultFile, name_of, sweep_group, threshold_of
+from gssim.reading import of_text_cell
 from gssim.result import Result
 from gssim.sweep import SEPARATOR
 from gssim.table import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, kind_of, outcome, table_of
@@ -69,10 +70,13 @@ def read_table(path: Path) -> SweepTable:
         missing = _missing(columns)
         if missing is not None:
             raise UserError(f"{path}: not a sweep's table: no column '{missing}'; `gssim sweep --out FILE` writes one")
-        frame = pl.read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+        frame = _in_types(pl.read_parquet(path) if path.suffix == ".parquet" else _read_csv(path))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UserError(f"{path}: cannot be read as a table: {str(error).splitlines()[0]}") from None
     axes = tuple(column for column in columns if column not in (*POINT_COLUMNS, *RESULT_COLUMNS))
+    nested = [name for name, kind in frame.schema.items() if kind.is_nested() or kind == pl.Object]
+    if nested:
+        raise UserError(f"{path}: {nested[0]}: holds tables or lists; a sweep's table holds numbers and texts")
     rows = tuple(_checked(row, path) for row in frame.iter_rows(named=True))
     if not rows:
         raise UserError(f"{path}: a table without points")
@@ -126,6 +130,18 @@ def _read_csv(path: Path) -> pl.DataFrame:
     )
 
 
+def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return a table with its known columns in the types that they have; raise PolarsError where they cannot be."""
+    types: dict[Any, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
+    known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items() if name in frame.columns}
+    texts = [name for name, kind in frame.schema.items() if kind == pl.String and name not in known]
+    cast = frame.with_columns(pl.col(name).cast(kind, strict=True) for name, kind in known.items())
+    texts += [name for name, kind in known.items() if kind == pl.String]
+    return cast.with_columns(
+        pl.Series(name, [each and of_text_cell(each) for each in cast[name]], dtype=pl.String) for name in texts
+    )
+
+
 def _metadata(path: Path) -> dict[str, str]:
     parquet, _ = files_of(path)
     try:
@@ -136,6 +152,12 @@ def _metadata(path: Path) -> dict[str, str]:
 
 def _checked(row: Row, path: Path) -> Row:
     """Return a row that charts can rely on: with a time and a peak where it is answered."""
+    for column, value in row.items():
+        if isinstance(value, float) and column in RESULT_COLUMNS and not isfinite(value):
+            raise UserError(f"{path}: {row['point']}: {column} = {value}: must be finite")
+    for column in POINT_COLUMNS:
+        if row[column] is None and column != "variant":
+            raise UserError(f"{path}: {column}: a row has none")
     if row["status"] in (FITS, NOT_FITTING):
         for column in ("step_time_s", "peak_allocated_bytes"):
             value = row[column]

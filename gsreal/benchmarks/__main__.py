@@ -21,7 +21,7 @@ from gsreal.benchmarks.wrappers import gradient_hook_cost, sharded_unit_cost
 from gsreal.machine import device_name, provenance
 from gsreal.measure import MemoryCounter
 from gsreal.rank import run_on_rank
-from gssim.result import write_text
+from gssim.files import write_text
 from gssim.scenario import load_model
 from gssim.workload import Model
 

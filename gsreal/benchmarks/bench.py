@@ -12,6 +12,8 @@ import torch.distributed as dist
 from gsreal.lab.throttle import device_time_s
 from gsreal.machine import settle
 from gsreal.methods import make_optimizer
+from gsreal.rank import join
+from gsreal.watch import note_progress
 from gssim.cluster import Cluster, Device, DeviceType
 from gssim.units import validated
 from gssim.workload import Workload
@@ -37,9 +39,10 @@ class Bench:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        dist.init_process_group("gloo")
+        join("gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device = settle(_bare_cluster(settings, self.ranks), self.rank)
+        self._measurements = 0
         self._touched: torch.Tensor | None = None
         self.displace: Callable[[], object] = self._touch
         """Fills the caches with something else than what is measured next."""
@@ -47,6 +50,7 @@ class Bench:
     def alone(self, measure: Callable[[], Any]) -> Any:
         """Return what `measure` returns on rank 0, while the others wait; None elsewhere."""
         dist.barrier()
+        self._note()
         found = measure() if self.rank == 0 else None
         dist.barrier()
         return found
@@ -54,9 +58,14 @@ class Bench:
     def together(self, measure: Callable[[], Any]) -> Any:
         """Return what `measure` returns here, while every other rank measures too."""
         dist.barrier()
+        self._note()
         found = measure()
         dist.barrier()
         return found
+
+    def _note(self) -> None:
+        self._measurements += 1
+        note_progress(f"measurement {self._measurements} begun")
 
     def mean_over_ranks(self, value: float) -> float:
         """Return the mean of what every rank gives; all of them call this."""

@@ -21,6 +21,7 @@ from gsreal.benchmarks.steps import batch_of, elapsed_s, middle_batch_size, now,
 from gsreal.build import DTYPES, build_module, logits_of, loss_of
 from gsreal.layers import layer_boundaries
 from gsreal.measure import MemoryCounter
+from gsreal.rank import everybodys
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 
@@ -292,8 +293,7 @@ def _lateness(bench: Bench, steps: list[_Step]) -> float | None:
     """
     if bench.ranks == 1:
         return None
-    times: list[Any] = [None] * bench.ranks
-    dist.all_gather_object(times, [step.lasted_s for step in steps])
+    times = everybodys([step.lasted_s for step in steps])
     distances = [abs(a - b) / ((a + b) / 2) for other in times[1:] for a, b in zip(times[0], other, strict=True)]
     return statistics.median(distances) / (0.6745 * 2**0.5)
 

@@ -3,24 +3,30 @@
 import gzip
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gsreal.compiled import cache_folder
 from gsreal.data.tokenisers import Tokeniser
+from gsreal.watch import note_progress
 from gssim.data import TextFolder
+from gssim.files import writing
+from gssim.limits import excess
 from gssim.units import UserError
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
 PIECE_BYTES = 2**20
 """Long documents are tokenised in pieces of about this size, which end with a line."""
+LONGEST_LINE_BYTES = 2**28
+"""A document of `.jsonl` is a line, which is read whole."""
 
 
 def token_stream(data: TextFolder, chosen: Tokeniser) -> NDArray[np.unsignedinteger]:
@@ -56,7 +62,7 @@ def _dtype(vocabulary: int) -> Any:
 def _cache_folder(data: TextFolder) -> Path:
     if data.cache is not None:
         return Path(data.cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gsreal"
+    return cache_folder()
 
 
 def _identity(data: TextFolder, files: list[Path]) -> str:
@@ -69,19 +75,17 @@ def _identity(data: TextFolder, files: list[Path]) -> str:
 
 
 def _write(made: Path, files: list[Path], chosen: Tokeniser, dtype: Any) -> None:
-    """Write the file of tokens, or nothing: ranks that do it at the same time write the same."""
+    """Write the file of tokens, or nothing; of ranks that need it at the same time one does, and the others wait."""
     end = np.array([chosen.end], dtype=dtype)
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=made.parent, prefix="unfinished-")
-        try:
-            with os.fdopen(handle, "wb") as out:
-                for path in files:
-                    for piece in _pieces(path):
-                        out.write((end if piece is None else chosen.ids(piece).astype(dtype)).tobytes())
-            Path(name).replace(made)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        with suppress(FileExistsError), writing(made) as out:
+            if made.exists():  # another rank has made it, for which `writing` waited
+                raise FileExistsError
+            for path in files:
+                for piece in _pieces(path):
+                    note_progress("it makes tokens")
+                    out.write((end if piece is None else chosen.ids(piece).astype(dtype)).tobytes())
     except OSError as error:
         raise UserError(f"workload.data.cache = '{made.parent}': cannot be written: {error}") from None
 
@@ -90,7 +94,10 @@ def _pieces(path: Path) -> Iterator[bytes | None]:
     """Yield a file's text in pieces, None after each document."""
     try:
         with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
-            yield from _json_lines(file, path) if ".jsonl" in path.suffixes else _whole(file)
+            for piece in _json_lines(file, path) if ".jsonl" in path.suffixes else _whole(file):
+                if (why := excess("expanded_bytes", file.tell())) is not None:
+                    raise UserError(f"workload.data.folder: {path}: {why}")
+                yield piece
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"workload.data.folder: {path}: cannot be read: {error}") from None
 
@@ -105,13 +112,18 @@ def _whole(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes | None]:
 
 
 def _json_lines(file: BinaryIO | gzip.GzipFile, path: Path) -> Iterator[bytes | None]:
-    for number, line in enumerate(file, start=1):
+    for number in count(1):
+        line = file.readline(LONGEST_LINE_BYTES)
+        if not line:
+            return
+        if len(line) == LONGEST_LINE_BYTES:
+            raise UserError(f"workload.data.folder: {path}: line {number} has {LONGEST_LINE_BYTES:,} bytes or more")
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
             yield text.encode("utf-8", errors="replace")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"workload.data.folder: {path}: line {number} is no JSON object with a field 'text'"
             ) from None

@@ -16,8 +16,8 @@ update and publish from it.
 
 What is published can be thresholded too (`Publish`): owners then send parameters only once they are far enough from
 what was last published of them, keep a master copy in any precision, and everybody trains on what was published.
-Published parameters may be under way while the next forward begins: each module waits for its own. By default they are
-on GPUs; `publish_overlaps` says so for CPUs.
+Parameters are up to date when `step` returns, unless `publish_overlaps` asks for the next forward to begin while they
+are under way: then each module waits for its own, and whatever else reads them must call `finish` first.
 
 Where ranks are devices of several nodes (a mesh of two axes), gradients are added up inside the node first, densely,
 and the mean over the node's samples is thresholded and pushed across. With `parameters="sharded"` the model is sharded

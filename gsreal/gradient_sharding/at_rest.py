@@ -6,8 +6,9 @@ and finds the same values there once it has been gathered again). In the meantim
 values: every element is the same NaN.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from gsreal.gradient_sharding.beside import Lane
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.hierarchy import Levels
 from gsreal.gradient_sharding.observer import Observer
+from gsreal.gradient_sharding.partition import Partition
 from gsreal.master import master_type
 from gssim.division import Division
 
@@ -54,15 +56,19 @@ class Unit(Bucket):
         self._wait: Callable[[], None] | None = None
         """Waits for the gather that is under way, if one is."""
         self._nothing = self.flat.new_full((), torch.nan)
+        self._shapes = [parameter.shape for parameter in parameters]
+        self.check: Callable[[Unit], None] = lambda unit: None
+        """Called before parameters get values, while they should have none."""
 
     def take_shard(self, *, master: bool = False) -> None:
         """Make what the owner keeps and updates, and free the rest."""
         if self._is_alone:
             super().take_shard(master=master)
             return
-        self.has_master = True
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=True))
+        self.has_master = self.shard.dtype != own.dtype  # else the model's own state has the same values
+        self.join()
         self.free()
 
     def gather(self, when: str = "") -> None:
@@ -78,6 +84,7 @@ class Unit(Bucket):
             with self.observe(f"take all-gather {self.name}{when}", "exposed_communication"):
                 self._wait()
             self._wait = None
+        self.check(self)
         for parameter, place in self.places.items():
             parameter.data = self.flat[place].view(parameter.shape)
         self.is_whole = True
@@ -124,7 +131,7 @@ class Unit(Bucket):
             self._complete(leaves=leaves)
 
     def _complete(self, *, leaves: bool) -> None:
-        """Free the parameters; collect all gradients, zeros for parameters that got none, where they leave."""
+        """Free the parameters; collect all gradients that there are where they leave."""
         self.free()
         if leaves:
             for parameter in self.parameters:
@@ -135,9 +142,25 @@ class Unit(Bucket):
         """Leave it to the next gather to bring what was updated to the parameters."""
         super().write_back() if self._is_alone else self.free()
 
-    def adopt(self) -> None:
-        """Make the parameters' present values the shard's."""
-        self.shard.data.copy_(self.flat[self.own])
+    @property
+    def holds_values(self) -> bool:
+        """Whether parameters have their values between steps: those of a rank alone."""
+        return self._is_alone
+
+    def addresses(self) -> list[tuple[int, torch.Size]]:
+        """Return where the values of every parameter must be, or the one element in their place, and in which shape."""
+        if not self.is_whole:
+            return [(self._nothing.data_ptr() if shape.numel() else 0, shape) for shape in self._shapes]
+        size, start = self.flat.element_size(), self.flat.data_ptr()
+        first = [start + size * place.start for place in self.places.values()]
+        return [(at if shape.numel() else 0, shape) for at, shape in zip(first, self._shapes, strict=True)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse to be copied or saved: a copied model would gather into the first one's parameters."""
+        raise RuntimeError(
+            "a model whose parameters are sharded can be neither copied nor saved as a whole: take model.state_dict() "
+            "on all ranks"
+        )
 
 
 UNITS = "_gradient_sharding_units"
@@ -152,13 +175,20 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Give all parameters of a model sharded at rest their values inside: every rank must enter. Reading alone."""
+    """Give all parameters of a model sharded at rest their values inside: every rank must enter.
+
+    What is written to them inside, on all ranks alike, their owners keep.
+    """
     resting = [unit for unit in units_of(model) if not unit.is_whole]
     for unit in resting:
         unit.gather()
+    versions = [(unit, [parameter._version for parameter in unit.parameters]) for unit in units_of(model)]
     try:
         yield
     finally:
+        for unit, before in versions:
+            if [parameter._version for parameter in unit.parameters] != before:
+                unit.adopt(slice(None))
         for unit in resting:
             unit.free()
 
@@ -168,6 +198,7 @@ def divide_into_units(
 ) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
     """Return (name, module, its parameters) of each unit: every block from the last on, then all the rest, the root.
 
+    A block whose parameters have several types is as many units.
     What a block shares with another module is the root's. Raises ValueError where a block is no part of the model, or
     one is inside another.
     """
@@ -185,7 +216,18 @@ def divide_into_units(
     home = {parameter: next(iter(units)) if len(units) == 1 else -1 for parameter, units in owners.items()}
     found = [(names[block], block, [p for p in parameters if home[p] == i]) for i, block in enumerate(blocks)][::-1]
     found.append(("root", model, [p for p in parameters if home[p] == -1]))
-    return [each for each in found if each[2]]
+    return [part for each in found for part in _by_type(*each)]
+
+
+def _by_type(
+    name: str, module: nn.Module, parameters: Sequence[nn.Parameter]
+) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Return a unit for each type and device of a module's parameters: one flat tensor has one."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    names = [name, *(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, _ in list(kinds)[1:])]
+    return [(each, module, members) for each, members in zip(names, kinds.values(), strict=False)]
 
 
 def make_units(
@@ -193,7 +235,7 @@ def make_units(
     blocks: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter],
     levels: Levels,
-    shard_shares: Sequence[float],
+    partition: Partition,
     *,
     observe: Observer,
 ) -> list[Unit]:
@@ -206,7 +248,7 @@ def make_units(
     lane = Lane(parameters[0].device)
     units = []
     for index, (name, module, members) in enumerate(divide_into_units(model, blocks, parameters)):
-        division = levels.division(sum(parameter.numel() for parameter in members), shard_shares)
+        division = partition.divide([parameter.numel() for parameter in members])
         unit = Unit(index, members, division, name=name, module=module, levels=levels, lane=lane, observe=observe)
         units.append(unit)
     model.__dict__[UNITS] = tuple(units)
@@ -225,13 +267,20 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
     forward = dict(pairwise(reversed(units))) if prefetch else {}
     backward = dict(pairwise([*root, *units[: len(units) - len(root)]])) if prefetch else {}
     for unit in units:
-        unit.module.register_forward_pre_hook(partial(_before_forward, unit, forward.get(unit)))
-        unit.module.register_forward_hook(partial(_after_forward, unit, backward.get(unit), kept or unit in root))
+        before = partial(_before_forward, unit, forward.get(unit))
+        after = partial(_after_forward, unit, backward.get(unit), kept or unit in root)
+        # what is compiled must not take storage that comes and goes, nor exchanges, into its graphs
+        unit.module.register_forward_pre_hook(torch.compiler.disable(before))
+        unit.module.register_forward_hook(torch.compiler.disable(after))
     if units:
         model.register_state_dict_pre_hook(_gather_all)
         model.register_state_dict_post_hook(_copied)
         model.register_load_state_dict_pre_hook(_gather_all)
         model.register_load_state_dict_post_hook(_adopted)
+        of_parameter = {parameter: unit for unit in units for parameter in unit.parameters}
+        for module in model.modules():
+            if module is not model:
+                module.register_state_dict_pre_hook(partial(_refuse_alone, of_parameter))
 
 
 def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inputs: Any) -> None:
@@ -243,7 +292,9 @@ def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inp
 def _after_forward(
     unit: Unit, following: Unit | None, stays: bool, _module: nn.Module, _inputs: Any, outputs: Any
 ) -> None:
-    differentiable = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]
+    if _in_backward():
+        return  # a checkpoint computes it once more: what is used next is its backward, and that frees it
+    differentiable = [each for each in _tensors(outputs) if each.requires_grad]
 
     def before_backward(_gradient: Tensor) -> None:
         unit.gather(" backward")
@@ -256,9 +307,39 @@ def _after_forward(
         unit.free()
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Give the tensors of a module's outputs, those in dataclasses and other plain objects too."""
+    seen: set[int] = set()
+    left = [outputs]
+    while left:
+        for leaf in tree_leaves(left.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+                seen.add(id(leaf))
+                left.append(list(vars(leaf).values()))
+            elif is_dataclass(leaf) and id(leaf) not in seen:  # with slots
+                seen.add(id(leaf))
+                left.append([getattr(leaf, each.name) for each in fields(leaf)])
+
+
 def _gather_all(model: nn.Module, *_state_dict_and_more: Any) -> None:
     for unit in units_of(model):
         unit.gather()
+
+
+def _refuse_alone(of_parameter: Mapping[nn.Parameter, Unit], module: nn.Module, *_prefix_and_more: Any) -> None:
+    """Raise RuntimeError where a part of a model is read whose parameters have no values; from the whole, they have."""
+    for parameter in module.parameters(recurse=False):
+        if parameter in of_parameter and not of_parameter[parameter].is_whole:
+            raise RuntimeError(
+                "a part of a model whose parameters are sharded has no values of its own: take state_dict() of the "
+                "whole model, on all ranks"
+            )
 
 
 def _copied(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -272,5 +353,5 @@ def _copied(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
 
 def _adopted(model: nn.Module, _incompatible_keys: Any) -> None:
     for unit in units_of(model):
-        unit.adopt()
+        unit.adopt(slice(None))
         unit.free()

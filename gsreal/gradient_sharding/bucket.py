@@ -1,10 +1,32 @@
-"""Parameters that travel together, and what their owners hold of them."""
+"""Parameters that travel together, and what their owners hold of them.
+
+A parameter that no backward reached on a rank is absent there, as `None` is on one device: its place in the bucket is
+filled with negative zeros. Sums keep them only where all ranks are absent, and gradients that exist are stored without
+them, so that owners see in what comes anyway whether a parameter has a gradient at all.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from gsreal.master import master_type
 from gssim.division import Division
+
+ABSENT = -0.0
+"""In place of every element of a gradient that does not exist."""
+CHUNK_ELEMENTS = 1 << 20
+"""Looked at together, so that a search for absent gradients takes little memory."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A range of an owner's shard that the optimizer updates as one tensor."""
+
+    tensor: nn.Parameter
+    """What the optimizer has: the shard itself, or a view of a range of it."""
+    place: slice
+    """Where it is in the shard."""
 
 
 class Bucket:
@@ -20,6 +42,8 @@ class Bucket:
         self, index: int, parameters: list[nn.Parameter], division: Division, *, node: int, place: int = 0
     ) -> None:
         self.index, self.parameters = index, parameters
+        self.group_index = 0
+        """Which of the optimizer's groups has its pieces."""
         size = sum(parameter.numel() for parameter in parameters)
         self.whole = torch.empty(size, dtype=parameters[0].dtype, device=parameters[0].device)
         """The replica of all places."""
@@ -37,13 +61,22 @@ class Bucket:
         self.places = {parameter: _clipped(slot, first, end) for parameter, slot in self.slots.items()}
         """Where each parameter is in the place, as far as it is there."""
         self.shard: nn.Parameter
+        self.pieces: list[Piece] = []
+        """What the optimizer has of the shard: usually all of it in one piece."""
+        self.reached: set[nn.Parameter] = set()
+        """Parameters that a backward of this step reached on this rank."""
+        self.updated: set[nn.Parameter] = set()
+        """Parameters that got a gradient in the last step."""
+        self.zeroed: set[nn.Parameter] = set()
+        """Parameters whose gradients were set to zero, not to None: they have one in the next step."""
         self.has_master = False
-        """Whether the shard is a copy, not a part of the replica."""
+        """Whether the shard has values that the model's parameters do not have: finer ones, or unpublished ones."""
         self.weight = 1.0
         """What gradients are multiplied by as they are collected: this rank's part of its node's loss terms."""
         self.gradient: Tensor | None = None
         """Of all places; once it is reduced in the node, of this rank's."""
         self.missing = set(parameters)
+        self._addresses = [(p.data_ptr(), p.shape) for p in parameters]
 
     def take_shard(self, *, master: bool = False) -> None:
         """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32.
@@ -53,6 +86,24 @@ class Bucket:
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=master))
         self.has_master = master or self.shard.dtype != own.dtype
+        self.join()
+
+    def join(self) -> None:
+        """Let the optimizer have the shard in one piece."""
+        self.pieces = [Piece(self.shard, slice(0, self.shard.numel()))]
+
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether the optimizer has the shard itself."""
+        return len(self.pieces) == 1 and self.pieces[0].tensor is self.shard
+
+    def cut_by_parameter(self) -> None:
+        """Let the optimizer have every parameter of the shard for itself, in its shape."""
+        values = self.shard.detach()
+        parts = [(parameter.shape or (1,), self.owned(parameter)[1]) for parameter in self.parameters]
+        self.pieces = [
+            Piece(nn.Parameter(values[part].view(shape)), part) for shape, part in parts if part.stop > part.start
+        ]
 
     def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
         """Take a parameter's gradient out of the backward, unless it stays there to add up."""
@@ -61,9 +112,11 @@ class Bucket:
             self.missing.discard(parameter)
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's gradient, zeros where it has none, into the bucket."""
+        """Move a parameter's gradient into the bucket; where it has none, note that."""
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
+        if parameter.grad is not None:
+            self.reached.add(parameter)
         _copy_gradient(parameter, self.gradient[self.slots[parameter]], self.weight)
         parameter.grad = None
 
@@ -73,7 +126,7 @@ class Bucket:
         return not any(parameter.requires_grad for parameter in self.missing)
 
     def end_backward(self, *, leaves: bool) -> None:
-        """Complete what leaves: by what earlier backwards left of parameters that got nothing in this one, or zeros."""
+        """Complete what leaves by what earlier backwards left of parameters that this one did not reach."""
         if leaves:
             for parameter in self.parameters:
                 if parameter in self.missing:
@@ -88,6 +141,48 @@ class Bucket:
             return 0, slice(0, 0)
         return first - slot.start, slice(first - begin, end - begin)
 
+    def piece_of(self, parameter: nn.Parameter) -> tuple[Piece, int, slice] | None:
+        """Return the piece that has what this rank owns of a parameter, where that begins in it, and its place there.
+
+        None where it owns nothing of it.
+        """
+        start, part = self.owned(parameter)
+        for piece in self.pieces:
+            if piece.place.start <= part.start < part.stop <= piece.place.stop:
+                return piece, start, slice(part.start - piece.place.start, part.stop - piece.place.start)
+        return None
+
+    def show_gradients(self) -> None:
+        """Let every piece see its part of the shard's gradient."""
+        if self.shard.grad is not None and not self.is_one_piece:
+            for piece in self.pieces:
+                piece.tensor.grad = self.shard.grad[piece.place].view(piece.tensor.shape)
+
+    def forget_gradients(self, *, set_to_none: bool) -> None:
+        """Forget the gradients of the shard; `set_to_none`: else they are zero where there were any."""
+        self.reached.clear()
+        if set_to_none or self.shard.grad is None:
+            self.shard.grad = None
+            for piece in self.pieces:
+                piece.tensor.grad = None
+        else:
+            self.shard.grad.zero_()
+
+    def absent(self) -> set[nn.Parameter]:
+        """Return which parameters of the shard got a gradient on no rank.
+
+        Only those are looked for that this rank did not reach either: a device is waited for in steps without them
+        in no case.
+        """
+        owned = [(p, self.owned(p)[1]) for p in self.parameters if p not in self.reached and p not in self.zeroed]
+        owned = [(parameter, part) for parameter, part in owned if part.stop > part.start]
+        gradient = self.shard.grad
+        if not owned or gradient is None:
+            return set()
+        firsts = torch.stack([gradient[part.start] for _, part in owned])
+        candidates = [each for each, is_absent in zip(owned, _are_absent(firsts).tolist(), strict=True) if is_absent]
+        return {parameter for parameter, part in candidates if _all_absent(gradient[part])}
+
     def keep(self, gradient: Tensor, weight: float) -> None:
         """Keep the own range's gradient, which is never thresholded; later pushes of a step add to the first."""
         if self.shard.grad is None:
@@ -95,23 +190,53 @@ class Bucket:
         else:
             self.shard.grad.add_(gradient.to(self.shard.dtype), alpha=weight)
 
+    @property
+    def holds_values(self) -> bool:
+        """Whether parameters have their values between steps."""
+        return True
+
+    def addresses(self) -> list[tuple[int, torch.Size]]:
+        """Return where the values of every parameter must be, and in which shape."""
+        return self._addresses
+
+    def adopt(self, part: slice, *, rounded: bool = True) -> None:
+        """Make a part of the replica the master copy's, after it was written to from outside.
+
+        `rounded`: the replica has what the master has, but in its own precision; where that is so still, it is kept.
+        """
+        master, replica = self.shard.detach()[part], self.flat[self.own][part]
+        if rounded:
+            replica = torch.where(master.to(replica.dtype) == replica, master, replica.to(master.dtype))
+        master.copy_(replica)
+
     def write_back(self) -> None:
         """Bring what was updated to the replica."""
         if self.shard.dtype != self.flat.dtype:
             self.flat[self.own].copy_(self.shard.detach())
 
 
+def _are_absent(values: Tensor) -> Tensor:
+    """Return for every value whether it is the negative zero of a gradient that does not exist."""
+    values = values.real if values.is_complex() else values
+    return values.signbit().logical_and_(values == 0)
+
+
+def _all_absent(gradient: Tensor) -> bool:
+    return all(bool(_are_absent(part).all()) for part in gradient.split(CHUNK_ELEMENTS))
+
+
 def _copy_gradient(parameter: nn.Parameter, slot: Tensor, weight: float) -> None:
-    """Write a parameter's gradient times `weight`, dense or sparse, or zeros where it has none, into its flat place."""
+    """Write a parameter's gradient times `weight`, dense or sparse, into its flat place, or that it has none.
+
+    To add it to zero turns negative zeros into positive ones, in as many passes as to copy it.
+    """
     gradient = parameter.grad
     if gradient is None:
-        slot.zero_()
+        slot.fill_(ABSENT)
     elif gradient.is_sparse:
         slot.zero_().view(parameter.shape).add_(gradient, alpha=weight)
-    elif weight == 1:
-        slot.copy_(gradient.reshape(-1))
     else:
-        torch.mul(gradient.reshape(-1), weight, out=slot)
+        torch.add(slot.new_zeros(()), gradient.reshape(-1), alpha=weight, out=slot)
 
 
 def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, slice]:

@@ -1,6 +1,6 @@
 """`shard_gradients`: takes a model and makes the optimizer of its shards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,15 +14,21 @@ from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
 from gsreal.gradient_sharding.observer import Observer, unobserved
-from gsreal.gradient_sharding.options import check_options, checked_shares, shards_in_groups, unowned
+from gsreal.gradient_sharding.optimizers import OptimizerFactory, check_factory, check_holds
+from gsreal.gradient_sharding.options import (
+    check_options,
+    check_parameters,
+    checked_shares,
+    find_groups,
+    shards_in_groups,
+    unowned,
+)
+from gsreal.gradient_sharding.partition import Partition
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher
 from gsreal.gradient_sharding.sharding import GradientSharding
 from gsreal.gradient_sharding.together import trained_parameters, travelling_together
 from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, resolved_push
-
-OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
-"""Makes an optimizer of parameters, or of groups of them, as torch's optimizers take them."""
 
 
 def shard_gradients(
@@ -39,11 +45,12 @@ def shard_gradients(
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     skip_nonfinite: bool = False,
+    whole_tensors: bool = False,
     point_to_point: bool = True,
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
-    publish_overlaps: bool | None = None,
+    publish_overlaps: bool = False,
     overlap: bool | None = None,
     observe: Observer = unobserved,
 ) -> GradientSharding:
@@ -51,8 +58,10 @@ def shard_gradients(
 
     Parameters are moved into flat buckets (they stay views of them) and made equal to the first rank's, and so are
     buffers, once: as each rank trains, its BatchNorm statistics become its own. `optimizer_factory` gets this rank's
-    shards and must return an elementwise optimizer. Assumes that the loss is the mean over the rank's own samples; set
-    `.weights` where ranks have unequal batches. Parameters that a backward does not reach have zero gradients.
+    shards and must return an elementwise optimizer of exactly these: it is tried on small tensors first. Assumes that
+    the loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches. Parameters that
+    no rank's backward reaches are passed over, as on one device (with a threshold: those that neither their owner
+    reached, nor anything was sent of).
 
     `mesh`, `group`: the ranks, all by default. On a mesh of two axes, (nodes, devices of a node), gradients are
     reduce-scattered inside the node first, and pushed across nodes.
@@ -73,11 +82,15 @@ def shard_gradients(
     `skip_nonfinite`: without a scaler, skip steps with NaN or infinite gradients (`skipped_steps` counts them); costs a
     scalar all-reduce a step, or nothing where `clip_grad_norm_` is called.
 
+    `whole_tensors`: every parameter has one owner, as near to the shares as can be, who updates it in its shape: for
+    optimizers that look at whole matrices or norms of layers (Muon, Adafactor, LAMB). Such shards never change owners.
+
     `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own. `parameter_order`: the
     order in which gradients become ready (reversed registration by default). `overlap`: whether gathers and reductions
     inside nodes begin early, to go on beside the compute: by default where they can (nccl). False: pushes, too, are
-    waited for where they begin. `publish_overlaps`: whether the next forward begins while published parameters are
-    under way, each module waiting for its own (by default on GPUs only).
+    waited for where they begin. `publish_overlaps`: let the next forward begin while published parameters are under
+    way, each module waiting for its own. Whatever else reads parameters between `step` and the forward (a moving
+    average, a norm, `torch.save`) must then call `optimizer.finish()` first, or it finds old values.
 
     Raises ValueError where parameters, units and options do not fit one another.
     """
@@ -85,35 +98,48 @@ def shard_gradients(
     publish = publish or Publish()
     check_options(parameters, units, publish, param_groups)
     shares = checked_shares(shard_shares, len(levels.ranks), scaler)
+    if parameters != "replicated":
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
+    thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
+    check_parameters(trained, thresholded=thresholded)
+    check_factory(optimizer_factory, param_groups, like=next(iter(trained.values())), whole_tensors=whole_tensors)
+    partition = levels.partition(shares, whole_tensors=whole_tensors)
     buckets: Sequence[Bucket]
     if parameters == "replicated":
         found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
-        buckets = [_bucket(i, each.parameters, levels, shares) for i, each in enumerate(found)]
-        group_of = [each.group for each in found]
+        buckets = [_bucket(i, each.parameters, levels, partition) for i, each in enumerate(found)]
+        for bucket, each in zip(buckets, found, strict=True):
+            bucket.group_index = each.group
     else:
-        buckets = make_units(model, units, list(trained.values()), levels, shares, observe=observe)
-        group_of = [0] * len(buckets)
+        buckets = make_units(model, units, list(trained.values()), levels, partition, observe=observe)
+    if partition.idle_owners:
+        raise ValueError("whole_tensors: some ranks would own no parameter; take fewer ranks, or other shard_shares")
     _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
     device = buckets[0].flat.device
     beside = runs_beside(levels.across, device) if overlap is None else overlap
     gather_just_in_time(model, kept=parameters == "gathered", prefetch=beside)
-    optimizer = optimizer_factory(shards_in_groups(buckets, group_of, param_groups))
+    if whole_tensors:
+        for bucket in buckets:
+            bucket.cut_by_parameter()
+    shards = shards_in_groups(buckets, param_groups)
+    optimizer = optimizer_factory(shards)
+    check_holds(optimizer, shards)
+    find_groups(buckets, optimizer)
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
     waits = overlap is False
     pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=not waits)
-    publish_overlaps = device.type == "cuda" if publish_overlaps is None else publish_overlaps
     publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, inside=levels.inside)
     if publish_overlaps and parameters == "replicated":
-        ForwardWaits(model, list(buckets), publisher.wait, publisher.finish)
+        ForwardWaits(model, list(buckets), publisher)
     in_node = InNode(levels.inside, device, overlap=beside, observe=observe)
     names = {parameter: name for name, parameter in trained.items()}
     parts = (buckets, optimizer, pusher, publisher, levels, in_node)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
 
 
-def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, shares: Sequence[float]) -> Bucket:
-    division = levels.division(sum(parameter.numel() for parameter in parameters), shares)
+def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, partition: Partition) -> Bucket:
+    division = partition.divide([parameter.numel() for parameter in parameters])
     return Bucket(index, parameters, division, node=levels.node, place=levels.place)
 
 

@@ -16,7 +16,7 @@ from gsreal.exchanges import reduce_scatter_v
 from gsreal.gradient_sharding.beside import Lane
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.observer import Observer
-from gssim.division import Division, divide
+from gsreal.gradient_sharding.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Levels:
         """Which of them this one is."""
         return 0 if self.inside is None else dist.get_rank(self.inside)
 
-    def division(self, elements: int, shard_shares: Sequence[float]) -> Division:
-        """Return how a bucket is divided, given every rank's share, in the order of `ranks`."""
-        return divide(elements, by_node=self._by_node(shard_shares))
+    def partition(self, shard_shares: Sequence[float], *, whole_tensors: bool = False) -> Partition:
+        """Return what divides buckets, given every rank's share, in the order of `ranks`."""
+        return Partition(self._by_node(shard_shares), whole_tensors=whole_tensors)
 
     def weigh(self, weights: Sequence[float]) -> tuple[tuple[float, ...], float]:
         """Return every node's part of the step's loss terms, and this rank's part of its node's, given every rank's."""
@@ -80,6 +80,16 @@ class Levels:
         for group in (self.across, self.inside):
             if group is not None:
                 dist.all_reduce(tensor, op, group=group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        found = [value]
+        for group in (self.across, self.inside):
+            if group is not None:
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, found, group=group)
+                found = [each for part in parts for each in part]
+        return found
 
 
 def levels_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Levels:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gsreal.gradient_sharding.bucket import ABSENT
 from gsreal.gradient_sharding.scratch import Scratch, count, listed
 from gssim import encodings
 from gssim.encodings import INDEX_BYTES
@@ -68,7 +69,8 @@ class Encoding:
 
     def _fill_dense(self, message: Tensor, part: Tensor, flags: Tensor, clear: bool) -> None:
         for first, last in self.scratch.chunks(part.numel()):
-            sent = self.scratch.magnitudes[: last - first].copy_(flags[first:last]).mul_(part[first:last])
+            sent = self.scratch.magnitudes[: last - first].copy_(part[first:last])
+            sent.masked_fill_(flags[first:last].logical_not_(), ABSENT)  # so that what nobody sends is known as absent
             message[first:last].copy_(sent)
             if clear:  # of what is summed up more precisely than it is sent, the rounding is not kept
                 part[first:last].sub_(sent if part.dtype == sent.dtype else message[first:last])

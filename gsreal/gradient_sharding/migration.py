@@ -29,8 +29,14 @@ def migrate(
     """Give every rank of `group` its share of each bucket; return the bytes that this rank sent (a collective).
 
     To be called by all ranks between `step` and the next backward, with equal shares: gradients that wait to be used
-    would be lost. Assumes that what has a shard's shape in the optimizer's state is elementwise.
+    would be lost. Assumes that what has a shard's shape in the optimizer's state is elementwise. Raises RuntimeError
+    where a shard is in pieces: its parameters have had unequal numbers of updates, which new owners would not know.
     """
+    if not all(bucket.is_one_piece for bucket in buckets):
+        raise RuntimeError(
+            "shards cannot change their owners: the optimizer has parameters of them apart (whole_tensors, or some got "
+            "no gradient in some steps); save state_dict() and load it into a new shard_gradients with other shares"
+        )
     sent = 0
     rank = dist.get_rank(group)
     for bucket in buckets:
@@ -54,6 +60,7 @@ def migrate(
                 state[name] = moved
         if is_view:
             bucket.shard.data = bucket.flat[bucket.own]
+        bucket.join()
     return sent
 
 

@@ -1,12 +1,15 @@
 """What training with Gradient Sharding needs, said before it runs: bytes of memory and bytes sent, by closed forms."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gsreal.gradient_sharding.partition import Partition
 from gsreal.gradient_sharding.residuals import PRECISIONS
 from gsreal.gradient_sharding.together import Togetherness, trained_parameters, travelling_together
 from gsreal.master import master_type
@@ -16,7 +19,8 @@ from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, resolved_
 
 COUNT_BYTES = 8
 """A count of entries, told to every owner for each bucket."""
-PROBE_ELEMENTS = 1024
+SHAPE = torch.Size((32, 32))
+PROBE_ELEMENTS = SHAPE.numel()
 """Of the parameter on which an optimizer is tried to see how much state it makes."""
 
 
@@ -86,6 +90,7 @@ def memory_and_traffic(
     bucket_bytes: float = DDP_BUCKET_BYTES,
     first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
     parameter_order: Sequence[str] | None = None,
+    whole_tensors: bool = False,
 ) -> Needs:
     """Return what `shard_gradients` with the same arguments will need on `rank`; the model may be on `meta`.
 
@@ -102,13 +107,18 @@ def memory_and_traffic(
     shares = tuple(shard_shares) if shard_shares is not None else share_solver.even(ranks)
     parameters = trained_parameters(model, parameter_order)
     buckets = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
-    sizes = [_Size.of(bucket, shares, rank) for bucket in buckets]
+    partition = Partition([[share] for share in shares], whole_tensors=whole_tensors)
+    sizes = [_Size.of(bucket, partition, rank) for bucket in buckets]
     flat, scalars, sgd = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
+    state_bytes = sum(int(flat[size.dtype] * size.own) + scalars[size.dtype] for size in sizes)
+    if whole_tensors:
+        owned = [p for bucket, size in zip(buckets, sizes, strict=True) for p in size.owned(bucket, rank)]
+        state_bytes = sum(_tensor_state_bytes(optimizer_factory, param_groups, Counter(owned)))
     rules = resolved_push(push or Push(), sgd=sgd)
     return Needs(
         parameters_bytes=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
         master_bytes=sum(size.shard_bytes for size in sizes if size.is_cast),
-        optimizer_state_bytes=sum(int(flat[size.dtype] * size.own) + scalars[size.dtype] for size in sizes),
+        optimizer_state_bytes=state_bytes,
         threshold_bytes=_threshold_bytes(sizes, rules),
         gradient_bytes=sum(size.shard_bytes for size in sizes),
         backward_bytes=_most_gradient_bytes(sizes, ranks),
@@ -129,14 +139,21 @@ class _Size:
     device: torch.device
 
     @staticmethod
-    def of(bucket: Togetherness, shares: Sequence[float], rank: int) -> "_Size":
+    def of(bucket: Togetherness, partition: Partition, rank: int) -> "_Size":
         elements = [parameter.numel() for parameter in bucket.parameters]
-        parts = tuple(end - start for start, end in share_solver.ranges(sum(elements), shares))
+        parts = partition.divide(elements).owned[0]
         return _Size(bucket.parameters[0].dtype, parts, parts[rank], max(elements), bucket.parameters[0].device)
 
     @property
     def elements(self) -> int:
         return sum(self.parts)
+
+    def owned(self, bucket: Togetherness, rank: int) -> list[tuple[torch.Size, torch.dtype]]:
+        """Return shape and type of the parameters of which a rank owns the first element: where they are whole, all."""
+        first, last = sum(self.parts[:rank]), sum(self.parts[: rank + 1])
+        starts = accumulate((p.numel() for p in bucket.parameters), initial=0)
+        placed = zip(bucket.parameters, starts, strict=False)
+        return [(p.shape or torch.Size((1,)), p.dtype) for p, start in placed if first <= start < last]
 
     @property
     def value_bytes(self) -> int:
@@ -209,13 +226,36 @@ def _state_bytes(
     flat: dict[torch.dtype, float] = {}
     scalars: dict[torch.dtype, int] = {}
     for dtype in dtypes:
-        probe = nn.Parameter(torch.zeros(PROBE_ELEMENTS, dtype=master_type(dtype)))
-        probe.grad = torch.zeros_like(probe)
-        rest = [{**group, "params": []} for group in groups[1:]] if groups else []
-        optimizer = factory([{**groups[0], "params": [probe]}, *rest] if groups else [probe])
+        probe, optimizer = _tried(factory, groups, SHAPE, dtype)
         sgd = isinstance(optimizer, torch.optim.SGD)
-        optimizer.step()
         made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
         flat[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape == probe.shape) / PROBE_ELEMENTS
         scalars[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape != probe.shape)
     return flat, scalars, sgd
+
+
+def _tried(
+    factory: Callable[[list[Any]], torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]] | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """Return a parameter of a shape, and its optimizer after a step with zero gradients."""
+    probe = nn.Parameter(torch.zeros(shape, dtype=master_type(dtype)))
+    probe.grad = torch.zeros_like(probe)
+    rest = [{**group, "params": []} for group in groups[1:]] if groups else []
+    optimizer = factory([{**groups[0], "params": [probe]}, *rest] if groups else [probe])
+    optimizer.step()
+    return probe, optimizer
+
+
+def _tensor_state_bytes(
+    factory: Callable[[list[Any]], torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]] | None,
+    owned: Mapping[tuple[torch.Size, torch.dtype], int],
+) -> Iterator[int]:
+    """Give the optimizer's bytes for parameters that it has whole, by shape, type and number."""
+    for (shape, dtype), count in owned.items():
+        probe, optimizer = _tried(factory, groups, shape, dtype)
+        made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+        yield count * sum(value.numel() * value.element_size() for value in made)

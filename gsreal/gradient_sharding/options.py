@@ -26,6 +26,15 @@ def check_options(
         raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
 
 
+def check_parameters(parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:
+    """Raise ValueError where parameters have no values yet, or have no order by which they could be thresholded."""
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on meta: give it values first (model.to_empty(device=...), and initialise)")
+        if thresholded and parameter.is_complex():
+            raise ValueError(f"{name} is complex: thresholds are for real gradients; push and publish it densely")
+
+
 def checked_shares(
     shares: Sequence[float] | None, ranks: int, scaler: torch.amp.GradScaler | None
 ) -> tuple[float, ...]:
@@ -45,13 +54,21 @@ def unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Te
     return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
 
 
-def shards_in_groups(
-    buckets: Sequence[Bucket], group_of: Sequence[int], groups: Sequence[Mapping[str, Any]] | None
-) -> list[Any]:
+def find_groups(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:
+    """Note in which of the optimizer's groups each bucket's pieces are; raise ValueError where they are in several."""
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for bucket in buckets:
+        found = {group_of[id(piece.tensor)] for piece in bucket.pieces}
+        if len(found) > 1:
+            raise ValueError("optimizer_factory makes groups of its own: give them to shard_gradients as param_groups")
+        bucket.group_index = next(iter(found), bucket.group_index)
+
+
+def shards_in_groups(buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]] | None) -> list[Any]:
     """Return what the optimizer is made of: this rank's shards, in groups where the user has groups."""
     if groups is None:
-        return [bucket.shard for bucket in buckets]
+        return [piece.tensor for bucket in buckets for piece in bucket.pieces]
     return [
-        {**group, "params": [b.shard for b, at in zip(buckets, group_of, strict=True) if at == number]}
+        {**group, "params": [piece.tensor for b in buckets if b.group_index == number for piece in b.pieces]}
         for number, group in enumerate(groups)
     ]

@@ -95,6 +95,11 @@ class Publisher:
         if arrival is not None:
             arrival()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether parameters have yet to arrive at this replica."""
+        return bool(self._arrivals)
+
     def finish(self) -> None:
         """Wait for all buckets."""
         for bucket in list(self._arrivals):
@@ -110,13 +115,17 @@ class Publisher:
             self._arrivals[bucket] = exchange()
 
     def _aside(self, exchange: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Do it in a stream of its own, and return what lets the current stream wait for it."""
+        """Do it in a stream of its own, and return what lets the current stream wait for it.
+
+        Messages that the compute's stream has packed are kept until then: their memory would go to its next tensors
+        while they are being sent.
+        """
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             exchange()()
         event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(event)
+        return partial(_wait_for, event, exchange)
 
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
         """Send a whole bucket round; return what ends that."""
@@ -151,8 +160,7 @@ class Publisher:
 
         A dense message is a view of the replica.
         """
-        (rate,) = [group["lr"] for group in optimizer.param_groups if any(p is bucket.shard for p in group["params"])]
-        threshold = absolute_threshold(self.rules, float(rate))
+        threshold = absolute_threshold(self.rules, float(optimizer.param_groups[bucket.group_index]["lr"]))
         assert threshold is not None
         with self.observe(f"threshold publish bucket {bucket.index}", "compression"):
             replica, encoding = bucket.flat[bucket.own], self.encodings[bucket.flat.dtype]
@@ -200,6 +208,11 @@ class Publisher:
 
 def _nothing() -> None:
     """There is nothing left to do."""
+
+
+def _wait_for(event: torch.cuda.Event, _exchange: object) -> None:
+    """Let the current stream wait for an event; what was exchanged until then is let go of behind that."""
+    torch.cuda.current_stream().wait_event(event)
 
 
 def update_reaching(replica: Tensor, master: Tensor, threshold: float, scratch: Scratch) -> Tensor:

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding import state
+from gsreal.gradient_sharding.at_rest import Unit
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
-from gsreal.gradient_sharding.frozen import frozen_kept
 from gsreal.gradient_sharding.hierarchy import InNode, Levels
 from gsreal.gradient_sharding.migration import migrate
+from gsreal.gradient_sharding.pieces import pass_over_absent
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
+from gsreal.gradient_sharding.watch import Watch
 from gssim import shares as share_solver
 
 
@@ -47,6 +49,10 @@ class GradientSharding(torch.optim.Optimizer):
         self.scaler, self.skip_nonfinite = scaler, skip_nonfinite
         self.skipped_steps = 0
         """Steps that were not made because a gradient was NaN or infinite, the same on every rank."""
+        self.watch = Watch(model, buckets, names)
+        for bucket in buckets:
+            if isinstance(bucket, Unit):
+                bucket.check = self.watch.check_places
         self._others = [p for p in model.parameters() if p not in names]
         self._norm: Tensor | None = None
         self._spoilt = False
@@ -128,7 +134,7 @@ class GradientSharding(torch.optim.Optimizer):
     def _push_complete(self) -> None:
         """Push buckets in order, as far as they are complete, so that all ranks push in the same order."""
         while self._next < len(self.buckets) and self.buckets[self._next].complete:
-            self.buckets[self._next].end_backward(leaves=True)  # zeros for those that are frozen
+            self.buckets[self._next].end_backward(leaves=True)  # those that are frozen have no gradient
             self._push_reduced()
             self.in_node.begin(self.buckets[self._next])
             if not self.in_node.overlaps:
@@ -142,7 +148,7 @@ class GradientSharding(torch.optim.Optimizer):
             self.pusher.push(bucket)
 
     def _end_backward(self) -> None:
-        """Finish a backward's pushes, with zeros for parameters that got no gradient."""
+        """Finish a backward's pushes, without the gradients of parameters that got none."""
         self._in_backward = False
         for bucket in self.buckets[self._next :]:
             bucket.end_backward(leaves=self._collecting)
@@ -153,6 +159,7 @@ class GradientSharding(torch.optim.Optimizer):
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
+            bucket.show_gradients()
         if self.scaler is not None and self._collecting:
             self._tell_scaler()
 
@@ -242,6 +249,7 @@ class GradientSharding(torch.optim.Optimizer):
                 loss = closure()
         self.finish()
         self._check_parameters()
+        self.watch.adopt_writes()
         if self._is_spoilt():
             self._forget_shard_gradients(set_to_none=True)
             self.pusher.drop_broken()
@@ -251,8 +259,9 @@ class GradientSharding(torch.optim.Optimizer):
 
     def _update(self) -> None:
         with self.pusher.observe("optimizer", "optimizer"):
-            with frozen_kept(self.buckets, self.optimizer):
-                self.optimizer.step()
+            for bucket in self.buckets:
+                pass_over_absent(bucket, self.optimizer)
+            self.optimizer.step()
             self._forget_shard_gradients(set_to_none=True)
             self.publisher.write_back(self.buckets)
         self.pusher.end_step()
@@ -261,7 +270,8 @@ class GradientSharding(torch.optim.Optimizer):
     def finish(self) -> None:
         """Wait until this replica has all that was published, which may still be under way when `step` returns.
 
-        A forward and `state_dict` do so themselves: only what reads parameters directly need call this.
+        With `publish_overlaps` alone. A forward and `state_dict` do so themselves, but what reads parameters directly
+        must call this first.
         """
         self.publisher.finish()
 
@@ -272,23 +282,24 @@ class GradientSharding(torch.optim.Optimizer):
                 "a parameter that was frozen when shard_gradients was called requires gradients now, but has no owner; "
                 "call shard_gradients with all that will ever be trained, and freeze after that"
             )
-        for bucket in self.buckets:
-            first = bucket.parameters[0]
-            if bucket.is_replica and first.data_ptr() != bucket.whole[bucket.slots[first]].data_ptr():
-                raise RuntimeError(
-                    f"{self.names[first]} is no longer in its bucket: move and cast a model (.to, .half, assign=True) "
-                    "before shard_gradients"
-                )
+        self.watch.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`."""
+        """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`.
+
+        Not `set_to_none`: parameters that had gradients have zero ones in the next step, so that momentum and decay go
+        on where a backward does not reach them.
+        """
+        for bucket in self.buckets:
+            bucket.zeroed = set() if set_to_none else bucket.zeroed | bucket.updated | bucket.reached
         self._forget_shard_gradients(set_to_none=set_to_none)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
     def _forget_shard_gradients(self, *, set_to_none: bool) -> None:
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for bucket in self.buckets:
+            bucket.forget_gradients(set_to_none=set_to_none)
         self._norm, self._spoilt = None, False
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -308,6 +319,7 @@ class GradientSharding(torch.optim.Optimizer):
         After `model.load_state_dict`: where owners keep no master copy, the model's parameters are what they update.
         """
         self.finish()
+        self.watch.adopt_writes()
         state.load_whole(self, state_dict)
 
     def sharded(self) -> "state.Sharded":
@@ -322,11 +334,16 @@ class GradientSharding(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Take the model's parameters into the owners' master copies: after they were written to from outside."""
+        """Take the model's parameters into the owners' master copies.
+
+        After they were written to in ways that torch's version counters do not see (`parameter.data.clamp_()`); of
+        others (`load_state_dict`, in place under `no_grad`) the next step knows by itself.
+        """
         self.finish()
         for bucket in self.buckets:
-            if bucket.is_replica and bucket.has_master:  # units do so as the model's state is loaded
-                bucket.shard.copy_(bucket.flat[bucket.own])
+            if bucket.has_master and bucket.holds_values:  # units do so as the model's state is loaded
+                bucket.adopt(slice(None), rounded=False)
+        self.watch.note_versions()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: what is not in a bucket from the start has no owner."""

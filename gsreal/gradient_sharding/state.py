@@ -1,35 +1,53 @@
 """The optimizer's state by parameter name: whole on every rank, or every rank's own part for torch's checkpoints.
 
-Both say nothing of buckets, ranks or shares, so that any number of ranks with any shares takes them up again.
+Both say nothing of buckets, ranks or shares, so that any number of ranks with any shares takes them up again. A
+parameter that no step has updated yet has no state in the whole one, as in torch's.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.gradient_sharding.frozen import elementwise
+from gsreal.gradient_sharding.bucket import Bucket, Piece
 from gsreal.gradient_sharding.part import Part
+from gsreal.gradient_sharding.pieces import cut_where, elementwise
 
 if TYPE_CHECKING:
     from gsreal.gradient_sharding.sharding import GradientSharding
 
 MASTER = "master"
 """Under this key is the owner's master copy of a parameter, where it keeps one."""
+State = dict[str, Any]
+"""Of one tensor, by key."""
+
+
+# Whole ---------------------------------------------------------------------------------------------------------------
 
 
 def whole(sharding: "GradientSharding") -> dict[str, Any]:
-    """Return every owner's state by parameter name (a collective: the owners' parts are all-reduced)."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return every owner's state by parameter name (a collective: owners tell what they have, and all-reduce it)."""
+    described: dict[str, dict[str, torch.dtype]] = {}
+    others: dict[str, State] = {}
+    own = {name: (bucket, *_owned_state(sharding, bucket, p)) for name, bucket, p in _owned(sharding)}
+    told = {name: ({k: v.dtype for k, v in values.items()}, _on_host(rest)) for name, (_, values, rest) in own.items()}
+    for of_rank in sharding.levels.gather_objects(told):
+        for name, (dtypes, rest) in of_rank.items():
+            described.setdefault(name, {}).update(dtypes)
+            others.setdefault(name, {}).update(rest)
+    found: dict[str, State] = {}
     for bucket in sharding.buckets:
-        values, others = _states(sharding, bucket)
-        gathered = {key: _gathered(sharding, bucket, value) for key, value in values.items()}
-        for parameter in bucket.parameters:
-            state = {key: flat[bucket.slots[parameter]].view(parameter.shape) for key, flat in gathered.items()}
-            state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
+        names = {parameter: sharding.names[parameter] for parameter in bucket.parameters}
+        keys = {key: dtype for name in names.values() for key, dtype in described.get(name, {}).items()}
+        gathered = {key: _gathered(sharding, bucket, key, keys[key]) for key in sorted(keys)}
+        for parameter, name in names.items():
+            values = {key: gathered[key][bucket.slots[parameter]] for key in described.get(name, {})}
+            state = {key: value.clone().view(parameter.shape) for key, value in values.items()}
+            state |= {key: _on(value, bucket) for key, value in others.get(name, {}).items()}
             if state:
-                found[sharding.names[parameter]] = {key: _own_memory(value) for key, value in state.items()}
+                found[name] = state
     return {"state": found, "param_groups": _groups(sharding), "updates": sharding.pusher.steps}
 
 
@@ -37,23 +55,34 @@ def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
     """Take the own part of what `whole` returned; raise ValueError where it is another optimizer's or model's."""
     load_groups(sharding, saved["param_groups"])
     sharding.pusher.steps = saved.get("updates", 0)
-    if not saved["state"]:
+    known = {name for group in saved["param_groups"] for name in group["params"]}
+    if not any(set(state) - {MASTER} for state in saved["state"].values()):
         sharding.state.clear()
-        sharding.take_parameters()
-        return
-    initialise(sharding.optimizer)
+        if not saved["state"]:
+            sharding.take_parameters()
+            return
+    else:
+        initialise(sharding.optimizer)
     for bucket in sharding.buckets:
-        values, others = _states(sharding, bucket)
-        for parameter in bucket.parameters:
-            state = _saved_state(saved["state"], sharding.names[parameter], {*values, *others} - {MASTER})
-            start, part = bucket.owned(parameter)
+        states = {p: _saved_state(saved["state"], known, sharding.names[p]) for p in bucket.parameters}
+        _separate(sharding, bucket, states)
+        for parameter, state in states.items():
+            found = bucket.piece_of(parameter)
+            if found is None:
+                continue
+            piece, start, part = found
+            if not set(state) - {MASTER}:  # no step has updated it
+                sharding.state.pop(piece.tensor, None)
+            values, rest = _state(sharding, bucket, piece, part)
+            _check_keys(state, {*values, *rest} - {MASTER}, sharding.names[parameter])
             for key, value in values.items():
                 if key not in state and not bucket.is_replica:
                     continue  # the model's state has brought it
                 source = parameter.detach() if key not in state else state[key]  # without a master: the parameter
-                value[part] = source.reshape(-1)[start : start + part.stop - part.start].to(value.device, value.dtype)
-            for key, value in others.items():
-                _replace(sharding, bucket, key, value, state[key])
+                taken = source.reshape(-1)[start : start + part.stop - part.start]
+                value.copy_(taken.to(value.device, value.dtype))
+            for key, value in rest.items():
+                _replace(sharding, piece, key, value, state[key])
 
 
 def load_groups(sharding: "GradientSharding", saved: list[dict[str, Any]]) -> None:
@@ -64,30 +93,79 @@ def load_groups(sharding: "GradientSharding", saved: list[dict[str, Any]]) -> No
         group.update({key: value for key, value in options.items() if key != "params"})
 
 
-def initialise(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the first step makes, of zeros, where there is none yet.
+# Before the first step -----------------------------------------------------------------------------------------------
 
-    By a step with zero gradients and a learning rate of zero, as torch.distributed.checkpoint.state_dict does. Assumes
-    an optimizer whose state begins with zeros, as that of SGD, Adam and AdamW does; loading overwrites it.
+
+class _FirstValues(dict[str, Any]):
+    """A tensor's state that notes the value with which every key begins, before a step changes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: State = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.first.setdefault(key, _own_memory(value))
+        super().__setitem__(key, value)
+
+
+class _FirstStates(defaultdict[Tensor, dict[str, Any]]):
+    """States of an optimizer that begin when they are asked for, and note the values with which they begin."""
+
+    def __init__(self) -> None:
+        super().__init__(_FirstValues)
+
+    def __setitem__(self, key: Tensor, value: dict[str, Any]) -> None:
+        if isinstance(value, _FirstValues):
+            super().__setitem__(key, value)
+            return
+        state = self[key] = _FirstValues()
+        for name, each in value.items():
+            state[name] = each
+
+
+def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
+    """Return the state with which the first step of each tensor begins that has none yet; nothing is changed.
+
+    The optimizer makes it in a step with zero gradients and without decay, whose other effects are undone: so it is
+    zeros for Adam's moments, but ones for NAdam's product, and the learning rate for Rprop's step sizes.
     """
-    if optimizer.state:
-        return
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    kept = [(each.detach().clone(), each.grad) for each in trained]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    for each in trained:
-        each.grad = torch.zeros_like(each)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for each, (values, gradient) in zip(trained, kept, strict=True):
-        each.detach().copy_(values)
-        each.grad = gradient
-        for value in optimizer.state[each].values():
-            if isinstance(value, Tensor):
-                value.zero_()
+    fresh = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)]
+    if not fresh:
+        return {}
+    kept = {p: (p.detach().clone(), p.grad) for p in fresh}
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in kept]
+    gradients = {p: p.grad for p in others}
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    state, optimizer.state = optimizer.state, _FirstStates()
+    try:
+        for p in fresh:
+            p.grad = torch.zeros_like(p)
+        for p in others:
+            p.grad = None
+        for group in optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+        with torch.no_grad():
+            optimizer.step()
+        return {p: dict(optimizer.state[p].first) for p in fresh if p in optimizer.state}  # type: ignore[attr-defined]
+    finally:
+        optimizer.state = state
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if "weight_decay" in group:
+                group["weight_decay"] = decay
+        for p, (values, gradient) in kept.items():
+            p.detach().copy_(values)
+            p.grad = gradient
+        for p, gradient in gradients.items():
+            p.grad = gradient
+
+
+def initialise(optimizer: torch.optim.Optimizer) -> None:
+    """Give every tensor that has no state yet the one with which its first step begins; loading overwrites it."""
+    optimizer.state.update(first_states(optimizer))
+
+
+# For torch.distributed.checkpoint ------------------------------------------------------------------------------------
 
 
 class Sharded:
@@ -98,50 +176,112 @@ class Sharded:
 
     def __init__(self, sharding: "GradientSharding") -> None:
         self.sharding = sharding
+        self._first: dict[Tensor, State] = {}
+        """State of tensors that have none yet, as it was last returned."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the own part: views of it, so that what is loaded into it is loaded in place."""
-        initialise(self.sharding.optimizer)
+        self._first = first_states(self.sharding.optimizer)
         found: dict[str, Any] = {}
-        for bucket in self.sharding.buckets:
-            values, others = _states(self.sharding, bucket)
-            for parameter in bucket.parameters:
-                start, part = bucket.owned(parameter)
-                owned = {key: Part({(start,): value[part]}, (parameter.numel(),)) for key, value in values.items()}
-                found[self.sharding.names[parameter]] = owned | others
+        for name, bucket, parameter in _owned(self.sharding):
+            values, others = _owned_state(self.sharding, bucket, parameter, self._first)
+            start = bucket.owned(parameter)[0]
+            owned = {key: Part({(start,): value}, (parameter.numel(),)) for key, value in values.items()}
+            found[name] = owned | {key: _own_memory(value) for key, value in others.items()}
         # a tuple is saved as one object: its lists and numbers are replaced as a whole when it is loaded
         updates = torch.tensor(self.sharding.pusher.steps)
         return {"state": found, "param_groups": tuple(_groups(self.sharding)), "updates": updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what was loaded: the tensors of the state are in place already."""
-        load_groups(self.sharding, list(state_dict["param_groups"]))
-        self.sharding.pusher.steps = int(state_dict["updates"])
-        for bucket in self.sharding.buckets:
-            loaded = state_dict["state"][self.sharding.names[bucket.parameters[0]]]
-            for key, value in _states(self.sharding, bucket)[1].items():
-                _replace(self.sharding, bucket, key, value, loaded[key])
+        sharding = self.sharding
+        load_groups(sharding, list(state_dict["param_groups"]))
+        sharding.pusher.steps = int(state_dict["updates"])
+        sharding.state.update(self._first)
+        self._first = {}
+        for bucket in sharding.buckets:
+            states = {p: state_dict["state"].get(sharding.names[p], {}) for p in bucket.parameters}
+            _separate(sharding, bucket, states)
+            for parameter in bucket.parameters:
+                found = bucket.piece_of(parameter)
+                if found is not None:
+                    for key, value in _state(sharding, bucket, found[0], found[2])[1].items():
+                        _replace(sharding, found[0], key, value, states[parameter][key])
 
 
-def _states(sharding: "GradientSharding", bucket: Bucket) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a bucket's states that have a value for each element of the shard, the master copy too, and the others."""
-    state = sharding.optimizer.state.get(bucket.shard, {})
-    values = elementwise(state, bucket)
+# By parameter --------------------------------------------------------------------------------------------------------
+
+
+def _owned(sharding: "GradientSharding") -> list[tuple[str, Bucket, nn.Parameter]]:
+    """Return the names of the parameters of which this rank owns some, and in which buckets they are."""
+    return [
+        (sharding.names[parameter], bucket, parameter)
+        for bucket in sharding.buckets
+        for parameter in bucket.parameters
+        if bucket.piece_of(parameter) is not None
+    ]
+
+
+def _owned_state(
+    sharding: "GradientSharding", bucket: Bucket, parameter: nn.Parameter, first: Mapping[Tensor, State] | None = None
+) -> tuple[dict[str, Tensor], State]:
+    """Return what `_state` does of the own part of a parameter."""
+    found = bucket.piece_of(parameter)
+    assert found is not None
+    return _state(sharding, bucket, found[0], found[2], first)
+
+
+def _state(
+    sharding: "GradientSharding",
+    bucket: Bucket,
+    piece: Piece,
+    part: slice,
+    first: Mapping[Tensor, State] | None = None,
+) -> tuple[dict[str, Tensor], State]:
+    """Return the states with a value for each element of a part of a piece, the master copy too, and the others.
+
+    `first`: of those that have none yet.
+    """
+    state = sharding.optimizer.state.get(piece.tensor) or (first or {}).get(piece.tensor, {})
+    flat = elementwise(state, piece)
+    values = {key: value[part] for key, value in flat.items()}
     others = {key: value for key, value in state.items() if key not in values and value is not None}
     if bucket.has_master:
-        values[MASTER] = bucket.shard.detach()
+        values[MASTER] = piece.tensor.detach().view(-1)[part]
     return values, others
 
 
-def _gathered(sharding: "GradientSharding", bucket: Bucket, value: Tensor) -> Tensor:
+def _gathered(sharding: "GradientSharding", bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
     """Return all owners' values of a bucket: each adds its own to zeros."""
-    flat = torch.zeros(bucket.whole.numel(), dtype=value.dtype, device=value.device)
+    flat = torch.zeros(bucket.whole.numel(), dtype=dtype, device=bucket.whole.device)
     for parameter in bucket.parameters:
-        start, part = bucket.owned(parameter)
-        first = bucket.slots[parameter].start + start
-        flat[first : first + part.stop - part.start] = value[part]
+        if bucket.piece_of(parameter) is None:
+            continue
+        value = _owned_state(sharding, bucket, parameter)[0].get(key)
+        if value is not None:
+            first = bucket.slots[parameter].start + bucket.owned(parameter)[0]
+            flat[first : first + value.numel()] = value
     sharding.levels.all_reduce(flat)
     return flat
+
+
+def _separate(sharding: "GradientSharding", bucket: Bucket, states: Mapping[nn.Parameter, State]) -> None:
+    """Cut a bucket's pieces where parameters were updated unequally often: what is no tensor of their elements says so.
+
+    Those that this rank owns nothing of do not count.
+    """
+
+    def kind(parameter: nn.Parameter) -> Any:
+        return {key: _plain(value) for key, value in states[parameter].items() if key != MASTER}
+
+    cut_where(bucket, sharding.optimizer, kind)
+
+
+def _plain(value: Any) -> Any:
+    """Return what tells one value of a state from another; of elements, only that they are there."""
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 else None
+    return value
 
 
 def _own_memory(value: Any) -> Any:
@@ -149,27 +289,44 @@ def _own_memory(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def _on_host(state: State) -> State:
+    """Return tensors that other ranks can be told."""
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _on(value: Any, bucket: Bucket) -> Any:
+    """Return a tensor of more than one element on a bucket's device; numbers of steps stay where torch has them."""
+    return value.to(bucket.flat.device) if isinstance(value, Tensor) and value.dim() else value
+
+
 def _groups(sharding: "GradientSharding") -> list[dict[str, Any]]:
     """Return the options of the groups, with the names of their parameters."""
-    names = {id(bucket.shard): [sharding.names[p] for p in bucket.parameters] for bucket in sharding.buckets}
     return [
-        {**group, "params": sorted(name for shard in group["params"] for name in names[id(shard)])}
-        for group in sharding.param_groups
+        {
+            **group,
+            "params": sorted(sharding.names[p] for b in sharding.buckets if b.group_index == number for p in b.slots),
+        }
+        for number, group in enumerate(sharding.param_groups)
     ]
 
 
-def _saved_state(saved: dict[str, Any], name: str, keys: set[str]) -> dict[str, Any]:
-    """Return what was saved of a parameter; raise ValueError where something is missing."""
-    state: dict[str, Any] = saved.get(name, {})
+def _saved_state(saved: Mapping[str, State], known: set[str], name: str) -> State:
+    """Return what was saved of a parameter, nothing if no step had updated it; raise ValueError if none is known."""
+    if name not in saved and name not in known:
+        raise ValueError(f"nothing was saved of parameter '{name}': another model")
+    return saved.get(name, {})
+
+
+def _check_keys(state: State, keys: set[str], name: str) -> None:
+    """Raise ValueError where something is missing of what was saved of a parameter."""
     missing = sorted(keys - set(state))
     if missing:
         raise ValueError(f"nothing was saved of '{missing[0]}' of parameter '{name}': another optimizer or model")
-    return state
 
 
-def _replace(sharding: "GradientSharding", bucket: Bucket, key: str, value: Any, saved: Any) -> None:
-    """Give a bucket a state that is no tensor of its elements, such as the number of steps."""
+def _replace(sharding: "GradientSharding", piece: Piece, key: str, value: Any, saved: Any) -> None:
+    """Give a piece a state that is no tensor of its elements, such as the number of steps."""
     if isinstance(value, Tensor):
         value.copy_(torch.as_tensor(saved))
     else:
-        sharding.optimizer.state[bucket.shard][key] = saved
+        sharding.optimizer.state[piece.tensor][key] = saved

@@ -5,7 +5,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,16 +15,16 @@ from typing import Any
 import tomli_w
 
 from gsreal.benchmarks.bench import Settings
-from gsreal.calibrate import backend_cost_data, device_type_data, rounded, source_of
+from gsreal.calibrate import GUARD, backend_cost_data, device_type_data, rounded, source_of
 from gsreal.lab.building import built
-from gsreal.lab.interrupts import unwinding
 from gsreal.lab.lab import Lab, lab_of
 from gsreal.lab.network import FASTEST_BYTES_PER_S
 from gsreal.lab.ranks import run_ranks
 from gsreal.lab.throttle import MOST_OF_THE_CORES, share_of
 from gsreal.machine import processor_name, usable_cores
 from gssim.cluster import BackendCost, Cluster, Device, DeviceType, Link
-from gssim.result import write_text
+from gssim.ending import unwinding
+from gssim.files import scratch_folder, write_files
 from gssim.units import validated
 
 RATES_BYTES_PER_S = (12.5e6, 125e6)
@@ -158,11 +157,11 @@ def backend_data(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(lab: Lab, settings: Settings, *, shaped: bool = False) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+    with scratch_folder("gsreal-") as folder:
         made = Path(folder, "measured.json")
         arguments = [json.dumps(asdict(settings)), str(made)]
         with unwinding(), built(lab.network, shaped=shaped) as network:
-            run_ranks(lab.network, lab.places, "gsreal.benchmarks", arguments, check=network.check)
+            run_ranks(lab.network, lab.places, "gsreal.benchmarks", arguments, check=network.check, guard=GUARD)
         measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
         return measured
 
@@ -173,8 +172,9 @@ def write_types(path: Path, types: dict[str, Any], backend: dict[str, Any]) -> N
         validated(DeviceType, rounded(data), file=str(path), under=name)
     validated(BackendCost, rounded(backend), file=str(path), under="backend_cost")
     words = "by gsreal calibrate --lab: "
-    write_text(path, f"# Written {words}what emulated devices do.\n" + tomli_w.dumps(rounded(types)))
-    write_text(backend_path(path), f"# Written {words}what gloo costs there.\n" + tomli_w.dumps(rounded(backend)))
+    said = f"# Written {words}what emulated devices do.\n" + tomli_w.dumps(rounded(types))
+    costs = f"# Written {words}what gloo costs there.\n" + tomli_w.dumps(rounded(backend))
+    write_files({path: said.encode(), backend_path(path): costs.encode()})
 
 
 def backend_path(path: Path) -> Path:

@@ -4,7 +4,6 @@ A lab holds a lock on a file that is named after its run; the kernel lets go of 
 lock can be taken is dead, and labs that are running are left alone.
 """
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from gsreal.lab.namespaces import FOLDER
 from gsreal.lab.network import PREFIX
+from gssim.files import held_lock, release_lock
 
 LOCKS = Path("/run/gsreal-lab")
 
@@ -46,23 +46,21 @@ def _names(folder: Path) -> list[str]:
 @contextmanager
 def claimed(run_id: str) -> Iterator[bool]:
     """Hold a run's lock, which goes when the run ends; False where another process holds it."""
-    LOCKS.mkdir(parents=True, exist_ok=True)
     path = LOCKS / f"{run_id}.lock"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    while True:
+        LOCKS.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # the last one that ended meanwhile took the folder away
+            handle = held_lock(path)
+            break
+    if handle is None:
+        yield False
+        return
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            path.unlink(missing_ok=True)
-            with suppress(OSError):
-                LOCKS.rmdir()  # the last one
+        yield True
     finally:
-        os.close(handle)
+        release_lock(path, handle)
+        with suppress(OSError):
+            LOCKS.rmdir()  # the last one
 
 
 def take_down(run_id: str) -> list[str]:

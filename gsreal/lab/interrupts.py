@@ -3,29 +3,8 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Like the user's interrupt, these unwind the stack."""
-
-
-class EndedError(SystemExit):
-    """A signal asked this process to end; its exit code is the shell's for that signal."""
-
-
-def _unwind(number: int, frame: FrameType | None) -> None:
-    raise EndedError(128 + number)
-
-
-@contextmanager
-def unwinding() -> Iterator[None]:
-    """Let signals that end the process raise EndedError, so that contexts are left properly."""
-    before = {number: signal.signal(number, _unwind) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+from gssim.ending import ENDING
 
 
 @contextmanager

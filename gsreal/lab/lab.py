@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +11,16 @@ from typing import Any
 from gsreal.lab.building import built
 from gsreal.lab.check import check_compiler, check_tools
 from gsreal.lab.cleaning import runs
-from gsreal.lab.interrupts import unwinding
 from gsreal.lab.network import Network, network_of
 from gsreal.lab.ranks import run_ranks
 from gsreal.lab.throttle import Place, cores_of, share_of, throttle_library
 from gsreal.lab.verify import Verified, verify
+from gsreal.launch import Guard
 from gsreal.machine import device_name, processor_name, usable_cores
+from gsreal.watch import DEFAULT_TIMEOUT_S
 from gssim.cluster import Cluster
+from gssim.ending import unwinding
+from gssim.files import scratch_folder
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded
 from gssim.units import RunFailedError, UserError
@@ -69,7 +71,9 @@ def emulated_name(cluster: Cluster, rank: int) -> str:
     return f"{device_name(torch.device('cpu'))}-at-{share_of(kind):g}"
 
 
-def run_lab(loaded: Loaded, overrides: Sequence[str], *, trace: Path | None = None) -> Result:
+def run_lab(
+    loaded: Loaded, overrides: Sequence[str], *, trace: Path | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Result:
     """Run the scenario in its lab, and return the Result that rank 0 made, with what the links were.
 
     `overrides`: with which it was loaded from its file. Raises RunFailedError where a rank fails, or the network cannot
@@ -77,14 +81,15 @@ def run_lab(loaded: Loaded, overrides: Sequence[str], *, trace: Path | None = No
     """
     lab = lab_of(loaded.scenario.cluster, where=loaded.file)
     _warn_of_other_labs()
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
+    with scratch_folder("gsreal-") as folder:
         made = Path(folder, "measured.json")
         arguments = [loaded.file, json.dumps(overrides), str(made), str(trace.absolute()) if trace else "", "", "0"]
         with unwinding(), built(lab.network) as network:
             links = verify(lab.network)
             report(lab.network.run_id, links)
             places = lab.places[: loaded.scenario.ranks]
-            run_ranks(lab.network, places, "gsreal.worker", arguments, check=network.check)
+            guard = Guard(timeout_s)
+            run_ranks(lab.network, places, "gsreal.worker", arguments, check=network.check, guard=guard)
         found = read_result(made)
     return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=network.netem)})
 

@@ -50,8 +50,14 @@ class End:
 class Wire:
     """A link in both directions."""
 
-    name: str
+    between: tuple[str, str]
+    """Names of the nodes that it joins, which may have any characters."""
     ends: tuple[End, End]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return " - ".join(self.between)
 
     @property
     def is_delayed(self) -> bool:
@@ -156,7 +162,7 @@ def _wire(nodes: tuple[Node, ...], number: int, there: _Edge, back: _Edge) -> Wi
         )
         for side, edge in enumerate((there, back))
     )
-    return Wire(f"{nodes[there.source].name} - {nodes[there.target].name}", (ends[0], ends[1]))
+    return Wire((nodes[there.source].name, nodes[there.target].name), (ends[0], ends[1]))
 
 
 def _next_hops(target: int, edges: dict[tuple[int, int], _Edge]) -> dict[int, int]:

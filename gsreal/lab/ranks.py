@@ -1,77 +1,47 @@
-"""Starts a rank in every device's namespace, and says which failed and why.
+"""Starts a rank in every device's namespace, and says which failed and why."""
 
-They find each other by `env://`: in namespaces, torchrun's agents wait for each other in vain when all is done
-(measured with torch 2.13).
-"""
-
-import os
-import subprocess
+import socket
 import sys
-import tempfile
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import IO
+from concurrent.futures import ThreadPoolExecutor
 
-from gsreal.lab.interrupts import deferred, uninterrupted
-from gsreal.lab.namespaces import FOLDER
-from gsreal.lab.network import ADDRESS_DEVICE, Network
+from gsreal.lab.namespaces import FOLDER, in_namespace
+from gsreal.lab.network import ADDRESS_DEVICE, Network, Node
 from gsreal.lab.processes import before_first
 from gsreal.lab.throttle import Place, as_variable
-from gsreal.launch import reason_of
-from gsreal.machine import ENVIRONMENT
-from gsreal.rank import LAUNCHER
-from gssim.units import RunFailedError
+from gsreal.launch import Guard, Start
+from gsreal.launch import run_ranks as run_anywhere
 
-PORT = 29500
-"""Of the first rank's store: in its own namespace no port is taken."""
-GRACE_S = 10.0
-"""How long the other ranks get to end, and to report, after one has failed."""
-LOOK_S = 0.05
-
-
-class Rank:
-    """A rank's process and what it says."""
-
-    def __init__(self, number: int, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        self.number, self.log = number, log
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                preexec_fn=before_first,
-                start_new_session=True,
-            )
+ANSWER_S = 1.0
+"""How long a device gets to answer whether it can be reached."""
+CLOSED_PORT = 9
 
 
 def run_ranks(
-    network: Network, places: Sequence[Place], module: str, arguments: Sequence[str], *, check: Callable[[], None]
+    network: Network,
+    places: Sequence[Place],
+    module: str,
+    arguments: Sequence[str],
+    *,
+    check: Callable[[], None],
+    guard: Guard | None = None,
 ) -> None:
     """Run `python -m module arguments...` on a rank in each place; raise RunFailedError where one of them fails.
 
     `check` is called now and then, to raise where what the ranks stand on has failed. No process outlives the call,
     whatever ends it.
     """
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as folder:
-        reports, ranks = Path(folder), list[Rank]()
-        try:
-            for number, place in enumerate(places):
-                command = rank_command(network, number, module, arguments)
-                environment = {**os.environ, **ENVIRONMENT, **rank_environment(network, places, number)}
-                environment |= {"GSREAL_REPORTS": folder, LAUNCHER: str(os.getpid()), **as_variable(place)}
-                with deferred():
-                    ranks.append(Rank(number, command, environment, reports / f"rank-{number}.log"))
-            with ranks[0].log.open(encoding="utf-8", errors="replace") as progress:
-                failed = _wait(ranks, progress, check)
-        finally:
-            with uninterrupted():
-                _end(ranks)
-        if failed:
-            raise RunFailedError(_reason(reports, failed))
+    starts = [
+        Start(
+            rank_command(network, number, module, arguments),
+            {**rank_environment(places, number), **as_variable(place)},
+            before_first,
+        )
+        for number, place in enumerate(places)
+    ]
+    nodes = network.nodes[: len(places)]
+    run_anywhere(starts, guard or Guard(), check=check, explain=lambda: cut_off(nodes))
 
 
 def rank_command(network: Network, number: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -83,56 +53,41 @@ def rank_command(network: Network, number: int, module: str, arguments: Sequence
     return ["nsenter", inside, sys.executable, "-m", module, *arguments]
 
 
-def rank_environment(network: Network, places: Sequence[Place], number: int) -> dict[str, str]:
-    """Return what tells a rank who it is and where the others are."""
-    first = network.nodes[0].address
-    assert first is not None, "rank 0 runs on a device"
+def rank_environment(places: Sequence[Place], number: int) -> dict[str, str]:
+    """Return what tells a rank who it is and where it listens."""
     return {
         "RANK": str(number),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(len(places)),
         "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": first,
-        "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": ADDRESS_DEVICE,
     }
 
 
-def _wait(ranks: Sequence[Rank], progress: IO[str], check: Callable[[], None]) -> list[Rank]:
-    """Wait until all ranks have ended, or some time after one has failed; return those that failed.
-
-    The time is for the others, to report why they fail then. Rank 0's progress is passed on meanwhile.
-    """
-    until_s = float("inf")
-    while time.monotonic() < until_s:
-        codes = [rank.process.poll() for rank in ranks]
-        _pass_on(progress)
-        if None not in codes:
-            break
-        check()
-        if any(codes):
-            until_s = min(until_s, time.monotonic() + GRACE_S)
-        time.sleep(LOOK_S)
-    return [rank for rank in ranks if rank.process.returncode]
+def cut_off(nodes: Sequence[Node]) -> str | None:
+    """Return which rank cannot be reached by others, in words; None where all can."""
+    pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        found = pool.map(lambda pair: _reaches(nodes[pair[0]], nodes[pair[1]]), pairs)
+        cut = [pair for pair, reached in zip(pairs, found, strict=True) if not reached]
+    if not cut:
+        return None
+    rank, _ = Counter(end for pair in cut for end in pair).most_common(1)[0]
+    others = sorted({end for pair in cut if rank in pair for end in pair} - {rank})
+    those = ", ".join(map(str, others))
+    return f"rank {rank} ({nodes[rank].name}) cannot be reached from rank {those}: is a link down?"
 
 
-def _reason(reports: Path, failed: Sequence[Rank]) -> str:
-    """Return why ranks failed: what one reported, or how one died that had no time to."""
-    dead = min(failed, key=lambda rank: (Path(reports, f"rank-{rank.number}.json").exists(), rank.number))
-    log = dead.log.read_text(encoding="utf-8", errors="replace")
-    return str(reason_of(reports, (dead.number, dead.process.returncode), log))
+def _reaches(source: Node, target: Node) -> bool:
+    """Return whether a message of one device arrives at another, where no port is open."""
 
+    def connect() -> bool:
+        try:
+            socket.create_connection((str(target.address), CLOSED_PORT), ANSWER_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return True
 
-def _pass_on(log: IO[str]) -> None:
-    for line in log:
-        if line.startswith("gsreal:"):
-            sys.stderr.write(line)
-            sys.stderr.flush()
-
-
-def _end(ranks: Sequence[Rank]) -> None:
-    for rank in ranks:
-        with suppress(ProcessLookupError):
-            rank.process.kill()
-    for rank in ranks:
-        rank.process.wait()
+    return in_namespace(source.namespace, connect)

@@ -11,10 +11,14 @@ from gsreal.lab.lab import lab_of
 from gsreal.lab.network import Network, network_of
 from gsreal.lab.throttle import share_of
 from gssim.cluster import Cluster
-from gssim.result import Result, file_name, read_result, write_text
+from gssim.files import remove_partial, write_text
+from gssim.result import Result, file_name, read_result
 from gssim.scenario import Loaded
 from gssim.sweep import Point, loaded_point
 from gssim.units import RunFailedError, UserError, human_seconds, validated
+
+LOCK = ".gsreal-lab.lock"
+"""In a folder of measurements; whoever measures there holds it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int,
 
 def kept(cell: Cell) -> Result | None:
     """Return the measurement, if it is there already: of the same question on the same emulated cluster."""
+    remove_partial(cell.file)
     try:
         found = read_result(cell.file)
         cluster = validated(Cluster, found.scenario["cluster"], file=str(cell.file))
@@ -78,12 +83,14 @@ def emulated(cluster: Cluster) -> tuple[Network, tuple[tuple[str, float], ...], 
     return network_of(cluster, "", where="cluster"), tuple(devices), cluster.algorithms
 
 
-def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result]) -> list[Result]:
+def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again: bool = False) -> list[Result]:
     """Return the Results of all cells; `run` measures what is not there, and each is written as soon as it ends.
+
+    What is there stays, whatever code measured it (its provenance says which), unless `again`.
 
     Raises RunFailedError at the end where some failed; they are not there, so that the next call tries them again.
     """
-    found = {cell.file: result for cell in cells if (result := kept(cell)) is not None}
+    found = {} if again else {cell.file: result for cell in cells if (result := kept(cell)) is not None}
     missing = [cell for cell in cells if cell.file not in found]
     if found:
         _say(f"{len(found)} of {len(cells)} are there already")

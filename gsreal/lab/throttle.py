@@ -9,6 +9,7 @@ threads are not slowed down, as little as a network card would be by a slow GPU 
 import ctypes
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from gssim.units import RunFailedError, UserError
 
 VARIABLE = "GSREAL_LAB_PLACE"
 """Environment variable in which a rank finds its place."""
+LEAST_SHARE_RATIO = 0.01
+"""Of a core: a device of less would sleep for a tenth of a second at a time, a hundred times as long as it computes."""
 MOST_OF_THE_CORES = 0.8
 """Of all cores together; the rest is for gloo's threads and the kernel's work for the network."""
 
@@ -50,6 +53,11 @@ def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tu
     >>> cores_of([0.2, 0.8, 0.4], [4, 5], where="example")
     (5, 4, 5)
     """
+    if min(shares) < LEAST_SHARE_RATIO:
+        raise UserError(
+            f"{where}: device_types: lab.cpu_share_ratio = {min(shares):g}: the lab's devices have at least "
+            f"{LEAST_SHARE_RATIO:g} of a core"
+        )
     total, room = sum(shares), MOST_OF_THE_CORES * len(cores)
     if total > room + 1e-9:
         raise UserError(
@@ -67,8 +75,14 @@ def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tu
 
 
 def throttle_library() -> Path | None:
-    """Return the compiled throttle, or None where nothing compiles it."""
-    return compiled(Path(__file__).with_name("throttle.cpp"), ["-shared", "-fPIC"])
+    """Return the compiled throttle, or None where nothing compiles it; raise UserError where it could not be loaded."""
+    library = compiled(Path(__file__).with_name("throttle.cpp"), ["-shared", "-fPIC"])
+    if library is not None and re.search(r"[\s:]", str(library)):  # the dynamic linker takes these for separators
+        raise UserError(
+            f"{library.parent}: LD_PRELOAD, which slows devices down, cannot name a path with a space or a colon: name "
+            "another folder with XDG_CACHE_HOME"
+        )
+    return library
 
 
 def own_place() -> Place | None:
@@ -106,7 +120,12 @@ def take(place: Place) -> None:
     """Pin this thread to its core, and slow it down to its share of it."""
     os.sched_setaffinity(0, {place.core})
     if place.cpu_share_ratio < 1:
-        throttle = ctypes.CDLL(place.library).gsreal_throttle
+        try:
+            throttle = ctypes.CDLL(None).gsreal_throttle
+        except AttributeError:
+            raise RunFailedError(
+                f"{place.library}: was not loaded by LD_PRELOAD: nothing slows this rank down"
+            ) from None
         throttle.argtypes = [ctypes.c_double]
         failed = throttle(place.cpu_share_ratio)
         if failed:

@@ -93,7 +93,7 @@ def measured(network: Network) -> tuple[Verified, ...]:
     found = []
     for wire in network.wires:
         a, b = wire.ends
-        there, back = wire.name.split(" - ")
+        there, back = wire.between
         mean_delay_s = (a.delay_s + b.delay_s) / 2  # of a round trip, no more can be told
         delay_s = _settled(partial(_delay_once, a, b), mean_delay_s)
         for ends, name in (((a, b), f"{there} -> {back}"), ((b, a), f"{back} -> {there}")):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gsreal.measure.memory import MemoryCounter
 from gsreal.measure.timeline import Mark, Timeline
+from gsreal.rank import everybodys
 from gssim.result import Span
 from gssim.trace import Arrow, Held, Step, arrows_among
 
@@ -39,8 +40,7 @@ class RankStep:
 
 def middle_step(ends_s: Sequence[float]) -> int:
     """Return which step is of median length on average over the ranks: the same one on each, all of which call this."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, list(ends_s))
+    every = everybodys(list(ends_s))
     steps = zip(*(pairwise(each) for each in every), strict=True)
     lengths = [fmean(after - before for before, after in pairs) for pairs in steps]
     return sorted(range(len(lengths)), key=lambda step: (lengths[step], step))[len(lengths) // 2]

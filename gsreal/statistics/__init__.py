@@ -14,9 +14,9 @@ import torch
 from gsreal.machine import provenance
 from gsreal.statistics.books import MULTIPLES, Books
 from gsreal.statistics.training import Gradients, Replica, one_thread
+from gssim.files import write_text
 from gssim.gradients import GradientStatistics
 from gssim.plan import Push
-from gssim.result import write_text
 from gssim.scenario import Scenario
 from gssim.units import validated
 

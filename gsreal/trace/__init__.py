@@ -7,21 +7,21 @@ many equal blocks a few are traced, see `repeated`.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 
 from gsreal.trace.fit import NoPolynomialError, Shape, fitted_layers, grouped
 from gsreal.trace.parts import with_parts
-from gsreal.trace.recorder import Record
-from gsreal.trace.repeated import lengthened, shortened
+from gsreal.trace.recorder import Record, Work
+from gsreal.trace.repeated import KEPT, Stack, lengthened, shortened
 from gsreal.trace.step import fake_module, fewest_units, record_step, without_values
 from gssim.units import UserError
 from gssim.workload import Layer, Model, TokenInput
 
-__all__ = ["trace", "trace_at"]
+__all__ = ["Counted", "trace", "trace_at"]
 
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5
@@ -29,15 +29,30 @@ TRACED_UNITS = (2, 3)
 """One alone may be of another kind: torch takes a dimension of one element as contiguous however it is laid out."""
 
 
-def trace(model: Model, *, where: str) -> Model:
+@dataclass(frozen=True)
+class Counted:
+    """Operations of one step, forward and backward, of a batch of one shape."""
+
+    batch_size: int
+    sequence_length: int | None
+    operations: dict[str, Work]
+    """By name."""
+
+
+def _ignored(_counted: Counted) -> None:
+    """Take no notice of what was counted."""
+
+
+def trace(model: Model, *, where: str, on_counted: Callable[[Counted], None] = _ignored) -> Model:
     """Return `model` (name, source, module, input; its layers are ignored) with its layers traced.
 
-    Raises UserError where the module cannot be built, or where its cost is no polynomial in the batch size.
+    `on_counted` is called with the operations of the largest step. Raises UserError where the module cannot be built,
+    where its cost is no polynomial in the batch size, and for an operation whose cost is unknown.
     """
     lengths = _sequence_lengths(model)
     checked = (CHECKED_BATCH_SIZE, _checked_length(model, lengths))
     try:
-        layers, sliced = _layers(model, lengths, checked, where)
+        layers, sliced = _layers(model, lengths, checked, where, on_counted)
     except NoPolynomialError as error:
         raise UserError(
             f"{where}: {error}; give one sequence length with --sequence-length to trace it there alone"
@@ -52,11 +67,13 @@ def trace(model: Model, *, where: str) -> Model:
     )
 
 
-def trace_at(model: Model, sequence_length: int, *, where: str) -> Model:
+def trace_at(
+    model: Model, sequence_length: int, *, where: str, on_counted: Callable[[Counted], None] = _ignored
+) -> Model:
     """Return `model` traced at one sequence length only: its quantities depend on the batch size alone."""
     checked = (CHECKED_BATCH_SIZE, sequence_length)
     try:
-        layers, sliced = _layers(model, (sequence_length,), checked, where)
+        layers, sliced = _layers(model, (sequence_length,), checked, where, on_counted)
     except NoPolynomialError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(
@@ -71,31 +88,50 @@ def trace_at(model: Model, sequence_length: int, *, where: str) -> Model:
 
 
 def _layers(
-    model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
+    model: Model,
+    lengths: Sequence[int | None],
+    checked: tuple[int, int | None],
+    where: str,
+    on_counted: Callable[[Counted], None],
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
     """Return the model's layers, whole, and with their blocks cut (none where these cannot be)."""
     found = shortened(model, where)
     if found is not None:
         short, stack = found
-        whole, cut = (lengthened(layers, stack) for layers in _traced(short, lengths, checked, where))
-        if whole is not None and cut is not None:
-            return grouped(whole), grouped(cut)
-    whole, cut = _traced(model, lengths, checked, where)
+        traced, traced_cut, largest = _traced(short, lengths, checked, where)
+        longer, longer_cut = lengthened(traced, stack), lengthened(traced_cut, stack)
+        if longer is not None and longer_cut is not None:
+            on_counted(Counted(*checked, _operations(largest, stack)))
+            return grouped(longer), grouped(longer_cut)
+    whole, cut, largest = _traced(model, lengths, checked, where)
+    on_counted(Counted(*checked, _operations(largest, None)))
     return grouped(whole), grouped(cut)
+
+
+def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
+    """Return the work of all layers by operation; `stack`: the block in its middle stands for those left out."""
+    found: dict[str, Work] = {}
+    middle = record.modules.index(f"{stack.path}.{KEPT // 2}") if stack else -1
+    for layer, operations in record.by_operation.items():
+        times = stack.count - KEPT + 1 if stack and layer == middle else 1
+        for name, work in operations.items():
+            found[name] = found.get(name, Work()) + work.times(times)
+    return found
 
 
 def _traced(
     model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
-) -> tuple[list[Layer], list[Layer]]:
-    """Return all layers, one for each module, whole and with their blocks cut."""
+) -> tuple[list[Layer], list[Layer], Record]:
+    """Return all layers, one for each module, whole and with their blocks cut, and what the largest step showed."""
     shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
-    found = fitted_layers(records, record_step(model, *checked, where=where), checked)
+    largest = record_step(model, *checked, where=where)
+    found = fitted_layers(records, largest, checked)
     whole = with_parts(model, found, shapes, checked, where=where)
     try:
-        return whole, _traced_cut(model, shapes, checked, where)
+        return whole, _traced_cut(model, shapes, checked, where), largest
     except NoPolynomialError:  # what a rank does depends on how much it holds: then it is not known how to cut them
-        return whole, []
+        return whole, [], largest
 
 
 def _traced_cut(

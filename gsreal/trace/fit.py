@@ -36,6 +36,7 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
             place = (index, phase)
             costs[f"{key}_flop"] = fit(lambda r, p=place: r.flop[p], f"{name}: FLOP")
             costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
+            costs[f"{key}_streamed_bytes"] = fit(lambda r, p=place: r.streamed[p], f"{name}: streamed bytes")
         if name in first.blocks:
             costs |= _recomputed(first, index, name, fit)
         layers.append(
@@ -70,6 +71,7 @@ def _recomputed(
         return {
             f"{kind}_flop": fit(lambda r: work(r).flop, f"{name}: recomputed FLOP"),
             f"{kind}_bytes": fit(lambda r: work(r).bytes_moved, f"{name}: recomputed bytes"),
+            f"{kind}_streamed_bytes": fit(lambda r: work(r).streamed, f"{name}: recomputed streamed bytes"),
             f"{kind}_operations": work(first).operations,
         }
 

@@ -163,11 +163,13 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     name, place = layers[index].name, (index, "b")
     flop = {shape: record.flop[place] for shape, record in records.items()}
     moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
+    streamed = {shape: record.streamed[place] for shape, record in records.items()}
     handed = handed_on(fitted_buffers(records, checked, index - 1, name))
     back = handed_back(fitted_buffers(records, checked, index + 1, name))
     return PartialBackward(
         backward_flop=fitted_polynomial(flop, checked, f"{name}: FLOP"),
         backward_bytes=fitted_polynomial(moved, checked, f"{name}: bytes"),
+        backward_streamed_bytes=fitted_polynomial(streamed, checked, f"{name}: streamed bytes"),
         backward_operations=first.operations[place],
         parameters=parameters_of(records, index, name),
         buffers=fitted_buffers(records, checked, index, name),

@@ -2,23 +2,16 @@
 
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from gsreal.recompute import COMPUTE_HEAVY
-
-aten = torch.ops.aten
-# torch counts no FLOP for the CPU's flash attention; its arguments are those of the CUDA kernel
-FLOP_ALIASES = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
+from gsreal.trace.flop import flop_of
 
 
 @dataclass
@@ -39,10 +32,18 @@ class Work:
     flop: int = 0
     bytes_moved: int = 0
     operations: int = 0
+    streamed: int = 0
+    """Of `bytes_moved`, those of operations without FLOP (all but matrix products, convolutions and attention) that
+    move something: `_unsafe_view`, which torch does not call a view, is one."""
 
     def __add__(self, other: "Work") -> "Work":
         """Return what both do."""
-        return Work(self.flop + other.flop, self.bytes_moved + other.bytes_moved, self.operations + other.operations)
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(one + another for one, another in pairs))
+
+    def times(self, count: int) -> "Work":
+        """Return what so many of them do."""
+        return Work(*(count * one for one in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Record:
     blocks: set[str]
     flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    streamed: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Of `bytes_moved`, those of operations without FLOP that move something."""
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -71,6 +74,8 @@ class Record:
     """Positions at which operations (not views) run, by layer and phase."""
     names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))
     """Their names."""
+    by_operation: dict[int, dict[str, Work]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Work)))
+    """By layer: name of an operation -> its work, forward and backward."""
     heavy: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Those of compute-heavy operations."""
     overwritten: set[int] = field(default_factory=set)
@@ -107,7 +112,7 @@ class Recorder(TorchDispatchMode):
     def work(self) -> Work:
         """Return what the present phase of the present layer has done so far."""
         place, record = (self.layer, self.phase), self.record
-        return Work(record.flop[place], record.bytes_moved[place], record.operations[place])
+        return Work(record.flop[place], record.bytes_moved[place], record.operations[place], record.streamed[place])
 
     def again(self) -> Again:
         """Return what is run again where the present layer's forward need not go on."""
@@ -130,7 +135,7 @@ class Recorder(TorchDispatchMode):
         self._written(func, args)
         result = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        if outputs and not func.is_view:
+        if not func.is_view and (outputs or func._schema.is_mutable):
             self._count(func, args, kwargs, result, inputs, outputs, place)
         for tensor in outputs:
             self._born(tensor)
@@ -146,15 +151,17 @@ class Recorder(TorchDispatchMode):
         outputs: list[Tensor],
         place: tuple[int, str],
     ) -> None:
-        packet = FLOP_ALIASES.get(func._overloadpacket, func._overloadpacket)
-        flop = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        moved = {id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}
-        self.record.flop[place] += flop
-        self.record.bytes_moved[place] += sum(moved.values())
+        flop = flop_of(func, args, kwargs, result, [*inputs, *outputs])
+        moved = sum({id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
+        work = Work(flop, moved, 1, 0 if flop or _is_alias(func, inputs, outputs) else moved)
+        self.record.flop[place] += work.flop
+        self.record.bytes_moved[place] += work.bytes_moved
+        self.record.streamed[place] += work.streamed
         self.record.operations[place] += 1
+        self.record.by_operation[place[0]][str(func._overloadpacket)] += work
         heavy = func in COMPUTE_HEAVY
         if not heavy:
-            self.light[place] += Work(flop, sum(moved.values()), 1)
+            self.light[place] += work if flop else replace(work, bytes_moved=work.streamed)
         self.record.counted[place].append(self.position[place])
         self.record.names[place].append(str(func))
         if heavy and place[1] == "f":
@@ -190,3 +197,11 @@ class Recorder(TorchDispatchMode):
         alive.freed = self.now()
         if self.live.get(key) is alive:
             del self.live[key]
+
+
+def _is_alias(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Return whether an operation writes nothing, and hands on what it reads."""
+    if func._schema.is_mutable:
+        return False
+    there = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.untyped_storage()._cdata in there for tensor in outputs)

@@ -8,13 +8,20 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gsreal.build import DTYPES, build_module, example_batch, first_line, logits_of, loss_of
+from gsreal.build import DTYPES, build_module, example_batch, logits_of, loss_of
+from gsreal.hugging_face import first_line
 from gsreal.layers import layer_boundaries, layer_modules
 from gsreal.tensor_slices import cut_of, is_linear, slice_block
+from gsreal.trace.flop import UnknownOperationError
 from gsreal.trace.hugging_face import sequences_not_packed
 from gsreal.trace.recorder import Record, Recorder
 from gssim.units import UserError
@@ -24,7 +31,25 @@ from gssim.workload import Model
 def fake_module(model: Model, where: str) -> nn.Module:
     """Return the module; one initialisation of torch's asks for values, which fake tensors do not have."""
     with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
-        return build_module(model.module, where=where)
+        module = build_module(model.module, where=where)
+    others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}
+    if others:
+        raise UserError(
+            f"{where}: the module has parameters in {', '.join(sorted(others))}, but is traced in "
+            f"{model.traced_precision}, to which a run casts all: make them in torch's default type, or give "
+            "--precision"
+        )
+    return module
+
+
+class _GroupedProductsOfAnyType(TorchDispatchMode):
+    """Gives fake tensors grouped products in the types that kernels take; torch's shape function takes bf16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype not in (torch.float32, torch.float16):
+            return func(*args, **kwargs)
+        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
 
 
 @contextmanager
@@ -42,7 +67,7 @@ def traced_precision(model: Model) -> Iterator[None]:
 def without_values(model: Model) -> Iterator[None]:
     """Let tensors have no values while the context lasts, and the model do what it does where they have."""
     whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=False), traced_precision(model), whole:
+    with FakeTensorMode(allow_non_fake_inputs=False), _GroupedProductsOfAnyType(), traced_precision(model), whole:
         yield
 
 
@@ -60,14 +85,18 @@ def record_step(
         stand_in = _StandIn()
         cut = _cut_blocks(module, chosen, units, stand_in) if units else {}
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
-        modules = _executed(module, list(chosen), inputs, targets, where)
+        _check_positions(module, sequence_length, where)
+        modules = _executed(module, list(chosen), inputs, targets, model, where)
         record = Record(modules, blocks={name for name in modules if chosen[name]})
         record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
         record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
-        _record_saved(record, module, inputs, targets, stand_in)
-        module.zero_grad(set_to_none=True)
-        _record_operations(record, module, inputs, targets, where, stand_in)
-        _record_unsaved(record, module, inputs, targets, stand_in)
+        try:
+            _record_saved(record, module, inputs, targets, stand_in)
+            module.zero_grad(set_to_none=True)
+            _record_operations(record, module, inputs, targets, where, stand_in)
+            _record_unsaved(record, module, inputs, targets, stand_in)
+        except UnknownOperationError as error:
+            raise UserError(f"{where}: {error}") from None
     return record
 
 
@@ -102,7 +131,28 @@ def fewest_units(model: Model, where: str) -> int:
         return min((cut.units(block) if cut else 0 for cut, block in zip(cuts, blocks, strict=True)), default=0)
 
 
-def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, where: str) -> list[str]:
+def _check_positions(module: nn.Module, sequence_length: int | None, where: str) -> None:
+    """Raise UserError where a Hugging Face model has no embedding for the last positions: fake tensors do not tell."""
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
+        raise UserError(
+            f"{where}: the config has max_position_embeddings = {longest}, but sequences of {sequence_length} tokens "
+            "are asked for (input.maximum_sequence_length)"
+        )
+
+
+def _check_logits(logits: Tensor, model: Model, where: str) -> None:
+    """Raise UserError where a module has fewer logits than targets may say: fake tensors do not tell."""
+    source = model.input
+    key = "classes" if source.classes is not None else "vocabulary"
+    needed = getattr(source, key)
+    if logits.shape[-1] < needed:
+        raise UserError(f"{where}: the module has logits for {logits.shape[-1]} classes, but input.{key} = {needed}")
+
+
+def _executed(
+    module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, model: Model, where: str
+) -> list[str]:
     """Return the chosen modules at which a layer begins, in the order in which they run.
 
     Modules that take nothing that carries a gradient (embeddings side by side) belong to the first of them.
@@ -120,11 +170,23 @@ def _executed(module: nn.Module, chosen: list[str], inputs: Tensor, targets: Ten
 
     handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
     try:
-        loss = loss_of(module(inputs), targets)
+        output = module(inputs)
+        logits = logits_of(output)
+        loss = loss_of(logits, targets)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise UserError(
+            f"{where}: what the module does depends on the values of its tensors ({error}), and a trace has none; of "
+            "Hugging Face's experts, experts_implementation = 'grouped_mm' does not"
+        ) from None
     except Exception as error:
         raise UserError(
             f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
         ) from error
+    if model.module.hugging_face is not None and not hasattr(output, "logits"):
+        raise UserError(
+            f"{where}: module.hugging_face.auto_class = '{model.module.hugging_face.auto_class}': has no head"
+        )
+    _check_logits(logits, model, where)
     if not loss.requires_grad:
         raise UserError(f"{where}: the module has no parameters to train")
     for handle in handles:

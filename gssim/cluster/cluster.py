@@ -23,7 +23,7 @@ from gssim.cluster.costs import (
 )
 from gssim.nccl import GENERATIONS, NcclTuning
 from gssim.presets import expanded
-from gssim.topology import Topology, Wiring, build, wiring_of_links
+from gssim.topology import Topology, Wiring, build, check_size, wiring_of_links
 from gssim.units import (
     Bytes,
     BytesPerSecond,
@@ -34,6 +34,7 @@ from gssim.units import (
     PositiveInt,
     Precision,
     Seconds,
+    Variation,
     Watts,
     spec,
 )
@@ -56,15 +57,18 @@ class DeviceType:
     """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
     kind: Literal["cpu", "cuda", "tpu"]
-    """What computes there; it decides on the backend that serves it and on how memory is counted."""
+    """What computes there; it decides on the backend that serves it and on how memory is counted. On a `tpu`, XLA
+    compiles the step: operations that stream are fused with the products beside them, and so is an update."""
     memory_bytes: PositiveBytes
     """Capacity: what needs more does not fit."""
     peak_flop_per_s: dict[Precision, FlopPerSecond]
     """Dense matrix rate by precision."""
     efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the peak that large matrix products reach."""
+    """Share of the peak that a training's matrix products reach."""
+    fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The same of products in fp32, which no tensor cores do; absent: `efficiency_ratio`."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
-    """Rate at which operations without much arithmetic read and write."""
+    """Rate at which operations without much arithmetic read and write, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
     """Host time to issue one operation; a step is never faster than its operations are issued."""
     workspace_bytes: Bytes = 0.0
@@ -86,9 +90,9 @@ class DeviceType:
     neighbour_slowdown_ratio: Slowdown = 1.0
     """Compute time while every other device of the host computes, over compute time alone. In the lab, where each
     device is a host: while one as fast computes on the same core."""
-    step_jitter_ratio: NonNegativeFloat = 0.0
+    step_jitter_ratio: Variation = 0.0
     """Random variation of a whole step's compute (standard deviation over median): what makes peers late."""
-    task_jitter_ratio: NonNegativeFloat = 0.0
+    task_jitter_ratio: Variation = 0.0
     """Random variation of a single layer's compute, on top of the step's."""
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
     """Measured, by optimizer; without, an update goes by memory bandwidth."""
@@ -121,7 +125,14 @@ class DeviceType:
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
-        optional = ("busy_power_w", "idle_power_w", "communicating_excess_ratio", "posting", "resident_threads")
+        optional = (
+            "busy_power_w",
+            "idle_power_w",
+            "communicating_excess_ratio",
+            "posting",
+            "resident_threads",
+            "fp32_efficiency_ratio",
+        )
         for key in [key for key in optional if data[key] is None]:
             del data[key]
         return data
@@ -241,8 +252,9 @@ class Cluster:
     backend_cost: BackendCost | None = None
     """Fixed costs of messages and collectives; absent: only what links take. Or the name of a file of this table."""
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
-    """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), or a table, in which the key
-    `generation` says where it starts from; ampere's if absent."""
+    """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), a machine that they were fitted to
+    (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table, in which the key `generation` says which of these it starts
+    from; ampere's if absent."""
     algorithms: dict[str, str] = field(default_factory=dict)
     """Algorithm by kind of collective, where it is not the backend's own; `best`: what is predicted to be fastest."""
     cores_per_rank: Count = 0
@@ -256,6 +268,8 @@ class Cluster:
             self._fill(self.topology)
         else:
             self._check_names()
+        if not self.devices:
+            raise ValueError("devices: at least one is needed, or a topology that has one")
         for device in self.devices:
             if device.type not in self.device_types:
                 allowed = ", ".join(sorted(self.device_types))
@@ -265,6 +279,7 @@ class Cluster:
                 raise ValueError(f"device_types.{name}.expandable_segments: kind {kind.kind!r} has none; allowed: no")
 
     def _fill(self, topology: Topology) -> None:
+        check_size(topology)
         found = build(topology)
         devices, switches = _devices(found.devices), found.switches
         # `dataclasses.replace` hands over what was filled in before
@@ -277,8 +292,6 @@ class Cluster:
         object.__setattr__(self, "switches", switches)
 
     def _check_names(self) -> None:
-        if not self.devices:
-            raise ValueError("devices: at least one is needed, or a topology")
         names = Counter([*(device.name for device in self.devices), *self.switches])
         repeated = sorted(name for name, count in names.items() if count > 1)
         if repeated:

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from gssim.scratch import ScratchText
-from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, Seconds, spec
+from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, Seconds, TimeRatio, spec
 
-Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Slowdown = TimeRatio
 
 
 @spec

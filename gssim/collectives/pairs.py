@@ -1,7 +1,7 @@
 """What each of many sends to each other, where most of them send the same: it grows with members, not with pairs."""
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Pairs(Sequence[tuple[float, ...]]):
             members = np.flatnonzero(kinds == kind)
             runs = np.cumsum(np.r_[0, row[1:] != row[:-1]])[members]  # to leave out one of a run or another is the same
             _, first, run = np.unique(runs, return_index=True, return_inverse=True)
-            found[members] = _sums_without(np.tile(row, (len(first), 1)), members[first])[run]
+            found[members] = _sums_without(partial(_repeated, row), members[first], len(row))[run]
         return tuple(found.tolist())
 
     @cached_property
@@ -74,7 +74,8 @@ class Pairs(Sequence[tuple[float, ...]]):
         runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
         columns = np.column_stack([runs, rows.T])
         _, first, like = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-        return tuple(_sums_without(rows[kinds][:, first].T, first)[like.ravel()].tolist())
+        sums = _sums_without(lambda some: rows[:, some][kinds].T, first, len(kinds))
+        return tuple(sums[like.ravel()].tolist())
 
     @cached_property
     def kind_count(self) -> int:
@@ -168,11 +169,23 @@ class Exchange(Hops):
         return sent, received
 
 
-def _sums_without(rows: Floats, own: Ints) -> Floats:
-    """Return the sum of each row without its own element."""
-    kept = rows.copy()
-    kept[np.arange(len(own)), own] = 0.0
-    sums: Floats = np.cumsum(kept, axis=1)[:, -1]
+def _repeated(row: Floats, some: Ints) -> Floats:
+    return np.tile(row, (len(some), 1))
+
+
+AT_ONCE = 2**22
+"""Numbers that are summed together: those of all pairs of many members would not fit into memory."""
+
+
+def _sums_without(rows: Callable[[Ints], Floats], own: Ints, length: int) -> Floats:
+    """Return the sum of a row for each of `own` without that element; `rows` makes those of some of them."""
+    sums = np.zeros(len(own))
+    some = max(1, AT_ONCE // max(1, length))
+    for begin in range(0, len(own), some):
+        part = own[begin : begin + some]
+        kept = np.ascontiguousarray(rows(part))
+        kept[np.arange(len(part)), part] = 0.0
+        sums[begin : begin + some] = np.cumsum(kept, axis=1)[:, -1]
     return sums
 
 

@@ -36,7 +36,8 @@ class Host:
     ) -> None:
         self.env, self.devices, self.members, self.coupled = env, devices, members, coupled
         self.core_share = core_share
-        self.computing: set[int] = set()
+        self.computing: Counter[int] = Counter()
+        """By class: on how many of its streams it computes, for it may on several at once."""
         self.communicating: dict[int, Counter[Load]] = defaultdict(Counter)
         """By class: collectives under way, by what they ask of the device."""
         self.changed = env.event()
@@ -49,7 +50,7 @@ class Host:
         """Take the simulated time of `alone_s` of a device's compute under what else goes on at the host."""
         if alone_s <= 0:
             return
-        self.computing.add(rank_class)
+        self.computing[rank_class] += 1
         self._change()
         remaining = alone_s
         ended = False
@@ -61,7 +62,9 @@ class Host:
             yield self._first_of(end, self.changed)
             remaining = max(0.0, remaining - (self.env.now - began_s) / slowdown)
             ended = end.processed  # the clock decides: late in a run `remaining` may never round to 0
-        self.computing.discard(rank_class)
+        self.computing[rank_class] -= 1
+        if not self.computing[rank_class]:
+            del self.computing[rank_class]
         self._change()
 
     def _first_of(self, *events: simpy.Event) -> simpy.Event:

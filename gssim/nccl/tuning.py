@@ -1,5 +1,6 @@
 """NCCL's constants by platform, and the words for what it runs."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -78,3 +79,18 @@ GENERATIONS: dict[str, NcclTuning] = {
     "blackwell": _generation((282, 90, 70), 8000, nvls_ratio=0.74, simple_hop_ratio=MEASURED_NVSWITCH_HOP_RATIO),
 }
 """Published constants by GPU generation, the data sheets' memory bandwidths, and the measured ratios above."""
+GENERATIONS |= {
+    # fitted on every other size of an all-reduce over eight V100 of a DGX-1 (vTrain: 1 MB to 1 GB, nccl-tests)
+    "volta-dgx-1": replace(GENERATIONS["volta"], latency_s=23e-6, simple_hop_ratio=0.91, bandwidth_ratio=0.931),
+    # the latency was set by hand to row 34 of AMP's trials, whose blocks are cut and whose micro-batches are small
+    "volta-t4": replace(GENERATIONS["volta"], latency_s=500e-6),
+    # as the first, over eight A100 of a DGX A100
+    "ampere-dgx-a100": replace(
+        GENERATIONS["ampere"],
+        latency_s=34e-6,
+        simple_hop_ratio=0.30,
+        pipeline_latency_s=1.87e-6,
+        bandwidth_ratio=0.805,
+    ),
+}
+"""The same with constants that were fitted to machines of these generations."""

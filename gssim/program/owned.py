@@ -96,6 +96,7 @@ def _in_role(layer: Layer, role: str) -> Layer:
         part = PartialBackward(
             backward_flop=NO_COST,
             backward_bytes=NO_COST,
+            backward_streamed_bytes=NO_COST,
             backward_operations=0,
             buffers=layer.untrained_buffers or (),
         )
@@ -106,6 +107,7 @@ def _in_role(layer: Layer, role: str) -> Layer:
         parameters=part.parameters,
         backward_flop=part.backward_flop,
         backward_bytes=part.backward_bytes,
+        backward_streamed_bytes=part.backward_streamed_bytes,
         backward_operations=part.backward_operations,
         buffers=part.buffers,
     )

@@ -6,12 +6,12 @@ from gssim.scenario.loading import first_comment, load_cluster, load_model, load
 from gssim.scenario.overrides import as_overrides, parsed_override, toml
 from gssim.scenario.question import Loaded, Run, Scenario, single_device
 from gssim.scenario.rates import (
+    achieved_flop_per_s,
     as_it_runs,
     has_master_copy,
     layer_profile,
     master_bytes,
     pause_excess,
-    peak_flop_per_s,
     sample_costs,
     takes_tokens,
     value_bytes,
@@ -23,6 +23,7 @@ __all__ = [
     "Loaded",
     "Run",
     "Scenario",
+    "achieved_flop_per_s",
     "after_step",
     "as_it_runs",
     "as_overrides",
@@ -37,7 +38,6 @@ __all__ = [
     "master_bytes",
     "parsed_override",
     "pause_excess",
-    "peak_flop_per_s",
     "read_toml",
     "sample_costs",
     "schedule_of",

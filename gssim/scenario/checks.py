@@ -1,6 +1,8 @@
 """What of workload, plan and cluster does not go together."""
 
 from gssim.conditions import applied, ends_of
+from gssim.encodings import MOST_INDEXED, too_long
+from gssim.limits import excess
 from gssim.plan import Plan, Push
 from gssim.policies import Policies, refuse_what_cannot_run
 from gssim.scenario.question import Scenario
@@ -16,6 +18,7 @@ def check(scenario: Scenario, *, file: str) -> None:
         policies = scenario.policies
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+    _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
     _check_publish(scenario, policies, file)
@@ -33,6 +36,18 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_slow_downs(scenario, policies, file)
     if scenario.plan.shares.replan:
         _check_replanning(scenario, policies, file)
+
+
+def _check_sizes(scenario: Scenario, file: str) -> None:
+    """Refuse steps that would take more to lower than is allowed."""
+    layers = sum(layer.repeats for layer in scenario.workload.model.layers)
+    run, micro_batches = scenario.run, scenario.plan.micro_batches
+    sizes = [("layer_passes", layers * micro_batches, f"plan.micro_batches = {micro_batches}")]
+    if scenario.plan.sends_by_data:
+        sizes.append(("distinct_steps", run.warmup_steps + run.steps, f"run.steps = {run.steps}"))
+    for name, size, key in sizes:
+        if (why := excess(name, size)) is not None:
+            raise UserError(f"{file}: {key}: {why}")
 
 
 def _check_slow_downs(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -167,6 +182,7 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
     plan, push = scenario.plan, scenario.plan.push
     if policies.gradients == "push":
         _check_threshold(scenario, file)
+        _check_indices(scenario, file)
         return
     default = Plan(method=plan.method).push
     for key in ("threshold", *NEED_A_THRESHOLD, "encoding"):
@@ -176,6 +192,18 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.push.{key} = {value!r}: method '{plan.method}' pushes no gradients; "
                 "allowed with gs, gs_z3, gs_hier"
             )
+
+
+def _check_indices(scenario: Scenario, file: str) -> None:
+    """Refuse indices for ranges that are longer than they can tell: those of the largest tensor are, at least."""
+    largest = max(
+        (parameter.elements for layer in scenario.workload.model.layers for parameter in layer.parameters), default=0
+    )
+    for name, table in (("push", scenario.plan.push), ("publish", scenario.plan.publish)):
+        if table.selects and table.encoding == "coo" and largest > MOST_INDEXED:
+            elements = largest * max(scenario.shard_shares)
+            if elements > MOST_INDEXED:
+                raise UserError(f"{file}: plan.{name}.{too_long(elements)}")
 
 
 def _check_publish(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from gssim.cluster import Cluster
 from gssim.data import PATHS
 from gssim.gradients import GradientStatistics, read_gradients
+from gssim.reading import read_text
 from gssim.scenario.checks import check
 from gssim.scenario.overrides import parsed_override, put
 from gssim.scenario.question import Loaded, Scenario
@@ -18,11 +19,17 @@ from gssim.workload import Model, unrolled
 
 
 def load_scenario(
-    path: Path, overrides: Sequence[str] = (), *, gradients_needed: bool = True, shared: Shared | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    gradients_needed: bool = True,
+    searched: bool = False,
+    shared: Shared | None = None,
 ) -> Loaded:
     """Return the scenario in the TOML file `path`, with `overrides` like `plan.push.threshold=1e-3` applied.
 
     Files that it names are looked up beside it, files that an override names first from the working directory.
+    `searched`: gradient statistics are read for the thresholds of its search too, not for its own plan's alone.
     `shared`: what other scenarios that were loaded have in common with it. Raises UserError (one line: file, key path,
     value, what is allowed) for whatever the user can mend.
     """
@@ -45,7 +52,8 @@ def load_scenario(
         data["search"] = data["search"] | {"study": str(study)}
     scenario = validated(Scenario, data, file=file)
     check(scenario, file=file)
-    statistics = _statistics(scenario, file, folders, shared) if gradients_needed else None
+    wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
+    statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None
     return Loaded(file=file, scenario=scenario, gradients=statistics)
 
 
@@ -120,14 +128,7 @@ def _copied(value: Any) -> Any:
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text and the parsed content of a TOML file; raise UserError where there is none or it is broken."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: cannot be read: it is no text in UTF-8: {error.reason}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    text = read_text(path)
     try:
         return text, tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets without end
@@ -224,9 +225,9 @@ def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, An
 
 
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared: Shared) -> GradientStatistics | None:
-    if not scenario.plan.sends_by_data:
-        return None
     name = scenario.workload.gradients
+    if name is None and not scenario.plan.sends_by_data:
+        return None  # the search says so
     if name is None:
         table = "push" if scenario.plan.push.selects else "publish"
         raise UserError(

@@ -5,12 +5,13 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from gssim import shares
 from gssim.cluster import Cluster, DeviceType
 from gssim.conditions import Conditions
 from gssim.gradients import GradientStatistics
+from gssim.limits import excess
 from gssim.mesh import DATA_AXES
 from gssim.plan import Plan, Push, resolved_push
 from gssim.policies import TWO_LEVELS, Policies, resolve
@@ -20,7 +21,7 @@ from gssim.scenario.rates import sample_costs
 from gssim.scenario.stages import cut_layers
 from gssim.shared import Shared
 from gssim.space import SearchSpace
-from gssim.units import Count, PositiveInt, spec, spec_with_memory
+from gssim.units import RANGES, Count, PositiveInt, TimeRatio, spec, spec_with_memory
 from gssim.workload import LayerInstance, Workload, unrolled
 
 
@@ -34,7 +35,7 @@ class SlowDown:
     """Of the steps that count, from 0."""
     steps: PositiveInt | None = None
     """How many; absent: to the end of the run."""
-    compute_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    compute_ratio: TimeRatio
     """Time of its forwards, backwards and updates over that without. (In a real run it does as much more work.)"""
 
     def covers(self, step: int) -> bool:
@@ -58,6 +59,15 @@ class Run:
     slowdowns: tuple[SlowDown, ...] = ()
     """Ranks that are slower than their devices for a while, in both worlds."""
 
+    def __post_init__(self) -> None:
+        """Refuse more steps than are allowed, and slow-downs of one rank that come to more than one may be."""
+        if (why := excess("steps", self.warmup_steps + self.steps)) is not None:
+            raise ValueError(f"steps, warmup_steps: {why}")
+        for each in self.slowdowns:
+            ratio = self.slowed(each.first_step)[each.rank]
+            if ratio > RANGES["ratio of times"][1]:
+                raise ValueError(f"slowdowns: together rank {each.rank} takes {ratio:g} times as long in a step")
+
     def slowed(self, step: int) -> dict[int, float]:
         """Return the ranks that are slow in a step (of those that count, from 0), and by how much."""
         found: dict[int, float] = {}
@@ -67,9 +77,17 @@ class Run:
         return found
 
 
+LONGEST_NAME = 200
+"""Bytes of a scenario's name: file systems take 255, and a Result's file says its question and source too."""
+
+
 def _for_files(name: str) -> str:
     if not name or "/" in name or not name.isprintable():
         raise ValueError("files are named after it: at least one character, all printable, none of them '/'")
+    if len(name.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"files are named after it: at most {LONGEST_NAME} bytes are allowed, it has {len(name.encode())}"
+        )
     return name
 
 

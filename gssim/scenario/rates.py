@@ -25,7 +25,7 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
             if largest:
                 return 0.0, sum(n * curve.at(largest) for n, curve in curves) / largest
     flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
-    return 0.0, flop / (peak_flop_per_s(device, workload.precision) * device.efficiency_ratio)
+    return 0.0, flop / achieved_flop_per_s(device, workload.precision)
 
 
 def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
@@ -45,7 +45,7 @@ def _layer_cost_s(device: DeviceType, workload: Workload, layer: Layer, samples:
     if profile is not None:
         return profile.forward_s.at(samples) + profile.backward_s.at(samples)
     one = _training_flop(layer, workload.sequence_length or 1) / layer.repeats
-    return samples * one / (peak_flop_per_s(device, workload.precision) * device.efficiency_ratio)
+    return samples * one / achieved_flop_per_s(device, workload.precision)
 
 
 def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
@@ -80,6 +80,12 @@ def _is_of(profile: Profile, workload: Workload) -> bool:
     """Return whether a profile is of the workload's model, precision and sequence length."""
     same = profile.model == workload.model.name and profile.precision == workload.precision
     return same and profile.sequence_length in (None, workload.sequence_length)
+
+
+def achieved_flop_per_s(device: DeviceType, precision: Precision) -> float:
+    """Return the rate that matrix products reach; raise UserError as `peak_flop_per_s` does."""
+    own_ratio = device.fp32_efficiency_ratio if precision == "fp32" else None
+    return peak_flop_per_s(device, precision) * (device.efficiency_ratio if own_ratio is None else own_ratio)
 
 
 def peak_flop_per_s(device: DeviceType, precision: Precision) -> float:

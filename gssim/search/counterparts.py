@@ -78,4 +78,4 @@ def _with_plan(loaded: Loaded, candidate: Candidate) -> Loaded:
     """Return the scenario with another plan; raise UserError where it cannot run."""
     scenario = replace(loaded.scenario, plan=candidate.plan)
     check(scenario, file=loaded.file)
-    return replace(loaded, scenario=scenario)
+    return replace(loaded, scenario=scenario, gradients=loaded.gradients if scenario.plan.sends_by_data else None)

@@ -1,20 +1,18 @@
 """What a search found, for people, on the console."""
 
 import shlex
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from gssim.console import PIPE_WIDTH
+from gssim.console import PIPE_WIDTH, plain_console
 from gssim.plan import Plan
 from gssim.search import Found, Outcome
 from gssim.search.batches import PLAN
 from gssim.search.reasons import bound_by, memory_lack, reason
-from gssim.units import human_bytes, human_seconds
+from gssim.units import human_bytes, human_seconds, one_line
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
 """What else is shown of each plan, by objective, and the factor to that unit."""
@@ -25,27 +23,27 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
 
     `run`: the words of the command that predicts the scenario as it was asked about.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    console = plain_console(PIPE_WIDTH)
     if question:
-        console.print(question, style="bold", highlight=False)
+        console.print(one_line(question), style="bold", highlight=False)
     console.print(_counts(found), highlight=False)
     if not found.best:
         for line in nothing_fits(found):
-            console.print(line, highlight=False, markup=False)
+            console.print(line, highlight=False)
         return
     console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
     for rank, each in enumerate(found.best, start=1):
-        console.print(f"{rank}: {reason(each.result)}", highlight=False, markup=False)
+        console.print(f"{rank}: {reason(each.result)}", highlight=False)
     console.print(_plan_table(found, found.front, "front of time and memory"))
     for name, rival in found.comparisons(found.best[0]):
-        console.print(f"{name}: {_compared(rival)}", highlight=False, markup=False)
+        console.print(f"{name}: {_compared(rival)}", highlight=False)
     if found.space.study is not None:
         said = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
-        console.print(said, highlight=False, markup=False)
+        console.print(said, highlight=False)
     for line in left_out(found):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
     first = shlex.join([*run, "--set", found.best[0].candidate.override])
-    console.print(f"the first: {first}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"the first: {first}", highlight=False, soft_wrap=True)
 
 
 def nothing_fits(found: Found) -> list[str]:

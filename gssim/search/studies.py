@@ -4,10 +4,10 @@ A study's table has a row for each variant that was trained (`analysis convergen
 and its kind, but not what else a variant changed: of several with the same threshold the worst counts.
 """
 
-import csv
 import math
 from pathlib import Path
 
+from gssim.reading import read_rows
 from gssim.units import UserError
 
 COLUMNS = ("control", "threshold", "kind", "loss_change_high")
@@ -19,30 +19,18 @@ def loss_changes(file: Path, kind: str) -> dict[float, float]:
     Controls, and variants of which no interval is known, are left out. Raises UserError where the file is none.
     """
     found: dict[float, float] = {}
-    for number, row in enumerate(_rows(file), start=2):
+    for number, row in enumerate(read_rows(file, COLUMNS, "a table of a study")[1], start=2):
         if row["control"] == "True" or row["kind"] != kind or not row["loss_change_high"]:
             continue
         try:
             threshold, change = float(row["threshold"]), float(row["loss_change_high"])
         except ValueError:
+            threshold = change = math.nan
+        if not (threshold >= 0 and math.isfinite(change)):
             said = f"{row['threshold']!r}, {row['loss_change_high']!r}"
-            raise UserError(f"{file}: line {number}: threshold, loss_change_high = {said}: no numbers") from None
+            raise UserError(f"{file}: line {number}: threshold, loss_change_high = {said}: no numbers")
         found[threshold] = max(change, found.get(threshold, -math.inf))
     return found
-
-
-def _rows(file: Path) -> list[dict[str, str]]:
-    try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            reader = csv.DictReader(lines)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise UserError(f"{file}: no table of a study: column {missing[0]} is missing")
-            return [{name: row[name] or "" for name in COLUMNS} for row in reader]
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file}: no table of a study: {error}") from None
 
 
 def allowed(

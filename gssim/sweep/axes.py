@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gssim.data import PATHS
+from gssim.limits import excess
 from gssim.scenario import toml
 from gssim.units import UserError, parse_quantity, quantity_of
 
@@ -15,7 +16,6 @@ FILES = ("cluster", "workload.model", "workload.gradients", *(f"workload.data.{k
 Place = dict[str, Any]
 """Values by their keys' whole paths: one place on an axis, or on several that are linked."""
 RANGE_KEYS = ("from", "to", "count", "scale")
-MOST_VALUES = 1_000_000
 DIGITS = 6
 """Significant ones of the values inside a range: nobody asks for 3.1622776601683795e-05."""
 
@@ -88,8 +88,10 @@ def values_between(key: str, table: Mapping[str, Any], where: str) -> list[float
             raise UserError(f"{where}.{name}: unknown key; allowed in a range: {', '.join(RANGE_KEYS)}")
     first, last = (_end(key, table, name, where) for name in ("from", "to"))
     count, scale = table.get("count"), table.get("scale", "linear")
-    if type(count) is not int or not 2 <= count <= MOST_VALUES:
-        raise UserError(f"{where}.count = {count!r}: must be a number of values, from 2 to {MOST_VALUES:,}")
+    if type(count) is not int or count < 2:
+        raise UserError(f"{where}.count = {count!r}: must be a number of values, at least 2")
+    if (why := excess("points", count)) is not None:
+        raise UserError(f"{where}.count: {why}")
     if scale not in ("linear", "log"):
         raise UserError(f"{where}.scale = {scale!r}: allowed: 'linear', 'log'")
     if scale == "log" and not (first > 0 and last > 0):

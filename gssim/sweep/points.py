@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from gssim.limits import excess
 from gssim.scenario import Loaded, as_overrides, load_scenario, parsed_override, read_toml
 from gssim.shared import Shared
 from gssim.sweep.axes import FILES, Place, dimensions, flat, label, shown
@@ -19,8 +20,6 @@ from gssim.sweep.conditions import condition
 from gssim.sweep.file import Group, Sweep, parts_of_variant
 from gssim.units import UserError
 
-MOST_POINTS = 1_000_000
-"""Before any is left out. More than anybody waits for; a product of axes grows beyond it unawares."""
 SEPARATOR = "--"
 """Between the parts of a point's name; what stands before the first one is its group."""
 
@@ -59,8 +58,8 @@ def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tup
     """
     groups = sweep.groups or (Group(name=file.stem),)
     count = sum(variant.size for group in groups for variant in _variants(sweep, group))
-    if count > MOST_POINTS:
-        raise UserError(f"{file}: has {count:,} points; at most {MOST_POINTS:,} are allowed")
+    if (why := excess("points", count)) is not None:
+        raise UserError(f"{file}: has {why}")
     _check_conditions(sweep, groups, file, overrides)
     keys, shared = axis_keys(sweep), Shared()
     points = tuple(point for group in groups for point in _points(sweep, group, file, overrides, keys, shared))

@@ -20,6 +20,7 @@ from gssim.topology.kinds import (
     Topology,
     Torus,
 )
+from gssim.topology.sizes import check_size, size_of
 from gssim.topology.wiring import Built, Wiring, wiring_of_links
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "Torus",
     "Wiring",
     "build",
+    "check_size",
+    "size_of",
     "structure_of",
     "wiring_of_links",
 ]

@@ -30,6 +30,8 @@ class PartialBackward:
     """Bytes read and written in it."""
     backward_operations: Count
     """How many the host issues."""
+    backward_streamed_bytes: Quantity | None = None
+    """Of these bytes, those of operations that do next to no arithmetic; absent: not known apart."""
     parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
     """Those that are trained, with their moments in this backward."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
@@ -38,6 +40,14 @@ class PartialBackward:
     """When it lets go of what the layer before handed on; absent: that one keeps it longer itself."""
     gradient_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
     """When it lets go of the gradient of its output; absent: not known to differ."""
+
+    @model_serializer(mode="wrap")
+    def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return plain data: what is not known apart makes no other calibration."""
+        data: dict[str, Any] = inner(self)
+        if data.get("backward_streamed_bytes") is None:
+            data.pop("backward_streamed_bytes", None)
+        return data
 
 
 @spec

@@ -6,6 +6,7 @@ blocks cut: each quantity is a polynomial in b and s for what every rank has, an
 the u units that the rank holds. `gssim.slices` makes layers as above of them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from gssim.limits import excess
 from gssim.units import Count, PositiveInt, Precision, spec
 from gssim.workload.layer import Layer
 
@@ -26,7 +28,7 @@ class HuggingFace:
     auto_class: str = "AutoModelForCausalLM"
     """Of transformers: what makes a model of the config."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What differs from the architecture's own config."""
+    """What differs from the architecture's own config. `use_cache` is off; a hub's code and weights are refused."""
 
 
 @spec
@@ -34,7 +36,8 @@ class Module:
     """Where the real module comes from: a factory by its dotted path, or a Hugging Face config."""
 
     factory: str | None = None
-    """Dotted path of what returns the module."""
+    """Dotted path of what returns the module. `gsreal` calls it: one of `gsreal.models` and `transformers.models`, and
+    any other with `--trust-code`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the factory, by name."""
     hugging_face: HuggingFace | None = None
@@ -115,6 +118,24 @@ class Model:
     """In the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
     """The layers with their blocks cut among ranks, see [Note: units]; empty: not known how to cut them."""
+
+    def __post_init__(self) -> None:
+        """Refuse a model that is too large, and layers that share a name."""
+        sizes = {
+            "layers": sum(layer.repeats for layer in self.layers),
+            "tensors": sum(layer.repeats * len(layer.parameters) for layer in self.layers),
+            "elements": self.elements,
+        }
+        for name, size in sizes.items():
+            if (why := excess(name, size)) is not None:
+                raise ValueError(f"layers: {why}")
+        for kind, names in (
+            ("layers", [layer.name for layer in self.layers]),
+            ("modules", [module for layer in self.layers for module in layer.modules]),
+        ):
+            twice = [name for name, times in Counter(names).items() if times > 1]
+            if twice:
+                raise ValueError(f"layers: two {kind} are named {twice[0]!r}; each needs a name of its own")
 
     @property
     def elements(self) -> int:

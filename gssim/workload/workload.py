@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gssim.data import Data, Glue, ImageFolder, TextFolder
-from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, spec
+from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Precision, limited, spec
 from gssim.workload.model import ImageInput, Model, TokenInput
 
 
@@ -17,16 +17,18 @@ class Workload:
     """A model file (`gsreal trace`), or its table."""
     gradients: str | None = None
     """Gradient statistics file: needed where a threshold is set."""
-    global_batch_size: PositiveInt
+    global_batch_size: Annotated[PositiveInt, limited("samples")]
     """Samples of one step, of all ranks together."""
-    sequence_length: PositiveInt | None = None
+    sequence_length: Annotated[PositiveInt, limited("sequence_length")] | None = None
     """Tokens of a sample; models of tokens need it, others have none."""
     precision: Precision = "fp32"
-    """`bf16`: parameters, activations and gradients in bf16, and an fp32 master copy that the optimizer updates."""
+    """`bf16`, `fp16`: parameters, activations and gradients in it, and an fp32 master copy that the optimizer updates.
+    `fp16` is predicted only: a real run would have to scale its loss."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
     """As torch has them."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
-    """Which of torch's: `default` is foreach on CUDA and for-loop on a CPU; they differ in memory and time."""
+    """Which of torch's: `default` is foreach on CUDA, for-loop on a CPU and fused on a TPU, where XLA compiles the
+    update; they differ in memory and time."""
     learning_rate: PositiveFloat = 1e-3
     """Constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -39,6 +41,8 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuse shapes and data that the model cannot take."""
         source = self.model.input
+        if not self.model.layers:
+            raise ValueError("model: has no layers; `gsreal trace` writes them")
         if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
             raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
         if isinstance(source, ImageInput):

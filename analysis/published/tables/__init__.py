@@ -1,6 +1,5 @@
 """Tables of published figures, each kind known by its columns."""
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from analysis.published.tables.many import many_sources
 from analysis.published.tables.megatron import megatron_tests
 from analysis.published.tables.sailor import sailor
 from analysis.published.tables.vtrain import vtrain
+from gssim.reading import read_rows
 from gssim.units import UserError
 
 Row = Mapping[str, str]
@@ -44,18 +44,17 @@ def read_table(path: Path) -> list[Record]:
 
     Raises UserError where there is no such file, or its columns are of no kind that is known.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    columns = set(reader.fieldnames or ())
+    names, rows = read_rows(path)
+    columns = set(names)
     kind = next((each for each in KINDS if each.columns <= columns), None)
     if kind is None:
-        known = "; ".join(f"{each.name} ({', '.join(sorted(each.columns))})" for each in KINDS)
-        raise UserError(f"{path}: its columns are those of no table of runs that is known; allowed: {known}")
+        nearest = max(KINDS, key=lambda each: len(each.columns & columns))
+        missing = ", ".join(sorted(nearest.columns - columns))
+        known = ", ".join(each.name for each in KINDS)
+        raise UserError(
+            f"{path}: its columns are those of no table of runs that is known ({known}); "
+            f"{nearest.name} needs {missing} too"
+        )
     return list(_read(rows, kind, path.stem))
 
 

@@ -7,6 +7,7 @@ Model Parallel Strategies with Heterogeneity Awareness", section 5.1) and DeepSp
 from collections.abc import Mapping
 from itertools import pairwise
 
+from analysis.published.platforms import sixteen_bits_of
 from analysis.published.runs import Run, SkippedError
 from analysis.published.shape import Software, gpt
 from analysis.published.tables.fields import method_of, micro_batches_of, needed, padded, positive
@@ -45,7 +46,9 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
             vocabulary=padded(VOCABULARY, tp),
             sequence_length=SEQUENCE,
         ),
-        software=Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True),
+        software=Software(
+            precision=sixteen_bits_of(GPU), early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True
+        ),
         method=method_of(dp, tp, pp),
         dp=dp,
         tp=tp,

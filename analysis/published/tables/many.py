@@ -1,9 +1,10 @@
 """The table of many sources: training throughput and memory by torchtitan, Megatron-LM and others."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
-from analysis.published.platforms import float8_ratio_of, platform_of
+from analysis.published.platforms import float8_ratio_of, platform_of, sixteen_bits_of
 from analysis.published.runs import Method, Metric, Run, SkippedError
 from analysis.published.shape import Shape, Software
 from analysis.published.tables.fields import count, divided, method_of, needed, positive
@@ -43,6 +44,9 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
     """Return what a row says; raise SkippedError where it lacks something, or is of a kind that is not scored."""
     _refuse(record)
     dp, tp, pp, context = _axes(record)
+    software = _software(record, tp, pp, context)
+    if software.precision == "bf16":
+        software = replace(software, precision=sixteen_bits_of(record["gpu"]))
     micro, micro_batches = _batches(record, dp, pp)
     memory = positive(record, "mem_gib")
     metric = next((name for start, name in METRICS.items() if record["mem_kind"].startswith(start)), None)
@@ -52,7 +56,7 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
         gpu=record["gpu"],
         per_node=count(record, "gpus_per_node"),
         shape=_shape(record),
-        software=_software(record, tp, pp, context),
+        software=software,
         method=_method(record, dp * context, pp, tp),
         dp=dp,
         tp=tp,

@@ -1,0 +1,128 @@
+"""Notes how far the ranks of a run have come, and finds which of them holds up the others.
+
+A rank overwrites a file of its own after each step. Where none of them has been written for the time-out, the launcher
+asks the kernel which rank is stopped, and each rank where it is: `faulthandler` writes the stack of its main thread
+when a signal comes, also while it waits in C++.
+"""
+
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+REPORTS = "GSREAL_REPORTS"
+"""Environment variable in which a rank finds the folder of what it tells the launcher."""
+DEFAULT_TIMEOUT_S = 600.0
+ANSWER_S = 3.0
+"""How long ranks get to say where they are."""
+WAITS = re.compile(r'File "[^"]*[/\\](torch[/\\]distributed|gsreal[/\\]exchanges|concurrent)[^"]*", line \d+ in (\w+)')
+"""A line of a stack in which a rank waits for others."""
+
+
+def note_progress(done: str) -> None:
+    """Say that this rank has come so far; nothing where no launcher listens."""
+    handle = _progress_file()
+    if handle is not None:
+        os.pwrite(handle, done.ljust(80)[:80].encode(errors="replace"), 0)
+
+
+@cache
+def _progress_file() -> int | None:
+    folder = os.environ.get(REPORTS)
+    if not folder:
+        return None
+    with suppress(OSError):
+        return os.open(Path(folder, f"progress-{_rank()}"), os.O_WRONLY | os.O_CREAT, 0o600)
+    return None
+
+
+def answer_where() -> None:
+    """Let this rank write the stack of its main thread when the launcher asks."""
+    folder = os.environ.get(REPORTS)
+    if folder and hasattr(faulthandler, "register"):
+        stream = Path(folder, f"stack-{_rank()}").open("w", encoding="utf-8")  # noqa: SIM115 (open as long as the rank)
+        faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+class Watch:
+    """What the launcher sees of the ranks' progress, by the ids of their processes."""
+
+    def __init__(self, processes: Mapping[int, int], reports: Path) -> None:
+        self.processes, self.reports = processes, reports
+        self._seen: dict[int, int] = {}
+        self._since_s = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Return for how long no rank has come any further."""
+        now = {}
+        for rank in self.processes:
+            with suppress(OSError):
+                now[rank] = (self.reports / f"progress-{rank}").stat().st_mtime_ns
+        if now != self._seen:
+            self._seen, self._since_s = now, time.monotonic()
+        return time.monotonic() - self._since_s
+
+    def finding(self) -> str:
+        """Return which rank holds up the others, and where it is, as far as can be told."""
+        stopped = [rank for rank, process in self.processes.items() if _is_stopped(process)]
+        if stopped:
+            return f"{_ranks(stopped)} stopped ({self._done(stopped[0])}); `kill -CONT` lets it go on"
+        stacks = self._stacks()
+        silent = [rank for rank in self.processes if rank not in stacks]
+        if silent:
+            return f"{_ranks(silent)} not responding ({self._done(silent[0])})"
+        waiting = {rank: found[2] for rank, stack in stacks.items() if (found := WAITS.search(stack))}
+        busy = [rank for rank in stacks if rank not in waiting]
+        if busy:
+            places = re.findall(r'File "([^"]*)", line (\d+) in (\w+)', stacks[busy[0]])
+            where = f", in {places[0][2]} ({os.path.basename(places[0][0])}:{places[0][1]})" if places else ""
+            return f"{_ranks(busy)} not done with it ({self._done(busy[0])}{where})"
+        said = ", ".join(f"rank {rank} in {where} ({self._done(rank)})" for rank, where in sorted(waiting.items())[:4])
+        return f"all ranks wait for one another: {said}; is a link between them down?"
+
+    def _done(self, rank: int) -> str:
+        """Return how far a rank has come, in words."""
+        with suppress(OSError):
+            return (self.reports / f"progress-{rank}").read_text(encoding="utf-8").strip() or "it has not begun"
+        return "it has not begun"
+
+    def _stacks(self) -> dict[int, str]:
+        """Return the stacks of the ranks that answer."""
+        files = {rank: self.reports / f"stack-{rank}" for rank in self.processes}
+        for rank, process in self.processes.items():
+            if files[rank].exists():  # others would die of the signal
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGUSR1)
+        until_s = time.monotonic() + ANSWER_S
+        found: dict[int, str] = {}
+        while len(found) < len(files) and time.monotonic() < until_s:
+            time.sleep(0.1)
+            found = {rank: text for rank, file in files.items() if (text := _text(file))}
+        return found
+
+
+def _text(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _is_stopped(process: int) -> bool:
+    """Return whether a process is stopped by a signal or a debugger; False where the kernel does not tell."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
