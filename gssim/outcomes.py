@@ -72,14 +72,17 @@ SIZE_DIGITS = 3
 """Of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
 
 
-def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
-    """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
+def _alike(machine: Machine, sent: Floats, received: Floats, shard_shares: Floats) -> Iterator[tuple[RankClass, Ints]]:
+    """Yield each class's members by what they send and receive, and by their share: alike in time, they may differ in
+    these. (Shares that are rounded to the same units of a block, or elements of a bucket, make the same tasks.)
+    """
     for each in machine.classes:
         if len(each.members) == 1:
             yield each, each.members
             continue
         carried = np.round(np.column_stack([sent[each.members], received[each.members]]), SIZE_DIGITS)
-        which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
+        told = np.column_stack([carried, np.round(shard_shares[each.members], 9)])
+        which = np.unique(told, axis=0, return_inverse=True)[1].ravel()
         for kind in dict.fromkeys(which.tolist()):
             yield each, each.members[which == kind]
 
@@ -103,7 +106,7 @@ def rank_classes(
     sent, received = machine.carried_by_rank()
     whole_bytes = float(np.sum(sent)) / machine.steps
     mean_ratio = 1 + excess_bytes / whole_bytes if whole_bytes else 1.0
-    for each, same in _alike(machine, sent, received):
+    for each, same in _alike(machine, sent, received, np.array(shard_shares)):
         needed, rank = occupied[each.index], int(same[0])
         in_order = ((category, round(needed.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)
         peak = {category: size for category, size in in_order if size}
