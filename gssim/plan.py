@@ -175,6 +175,10 @@ class Plan:
     """When gradients leave a device under accumulation. Absent: the method's."""
     optimizer_state: OptimizerPolicy | None = None
     """Whole on every rank, or on the owners alone. Absent: the method's."""
+    zero1_implementation: Literal["torch", "deepspeed"] = "torch"
+    """Of `zero1`. `torch`: ZeroRedundancyOptimizer updates whole tensors, each broadcast by the rank that updates it.
+    `deepspeed`: all parameters lie in one flat buffer, padded, of which each rank updates an even part, with a master
+    copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only)."""
     push: Push = field(default_factory=Push)
     """What is sent to owners."""
     publish: Publish = field(default_factory=Publish)
