@@ -59,14 +59,17 @@ def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
     )
 
 
-def _alike(machine: Machine, sent: Floats, received: Floats) -> Iterator[tuple[RankClass, Ints]]:
-    """Yield each class's members by what they send and receive: alike in time, they may differ in that."""
+def _alike(machine: Machine, sent: Floats, received: Floats, shard_shares: Floats) -> Iterator[tuple[RankClass, Ints]]:
+    """Yield each class's members by what they send and receive, and by their share: alike in time, they may differ in
+    these. (Shares that are rounded to the same units of a block, or elements of a bucket, make the same tasks.)
+    """
     for each in machine.classes:
         if len(each.members) == 1:
             yield each, each.members
             continue
         carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
-        which = np.unique(carried, axis=0, return_inverse=True)[1].ravel()
+        told = np.column_stack([carried, np.round(shard_shares[each.members], 9)])
+        which = np.unique(told, axis=0, return_inverse=True)[1].ravel()
         for kind in dict.fromkeys(which.tolist()):
             yield each, each.members[which == kind]
 
@@ -79,7 +82,7 @@ def rank_classes(
     members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     sent, received = machine.carried_by_rank()
-    for each, same in _alike(machine, sent, received):
+    for each, same in _alike(machine, sent, received, np.array(shard_shares)):
         needed, rank = occupied[each.index], int(same[0])
         peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
         allocated = sum(peak.values())
