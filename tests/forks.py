@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -32,13 +31,14 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int, max_restarts: i
     assert not max_restarts, "only gsreal's own launcher restarts ranks"
     from gsreal.launch import reason_of
     from gsreal.machine import ENVIRONMENT
+    from gssim.files import scratch_folder
     from gssim.units import RunFailedError
 
     parent = forked_from()
     assert parent.stdin is not None
     assert parent.stdout is not None
-    with tempfile.TemporaryDirectory(prefix="gsreal-") as reports:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GSREAL_REPORTS": reports}
+    with scratch_folder("gsreal-") as reports:  # held: an empty one would be taken for what a killed process left
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GSREAL_REPORTS": str(reports)}
         run = {"module": module, "arguments": [*arguments], "ranks": ranks, "folder": os.getcwd()}
         run["environment"] = {**os.environ, **ENVIRONMENT, **meeting}
         try:

@@ -214,6 +214,11 @@ def test_all_ranks_meet_in_the_same_sums_of_the_same_size():
     assert [entry.shard_share for entry in sorted(result.ranks, key=lambda e: e.ranks)] == [0.75, 0.25]
 
 
+def test_ranks_whose_shares_come_to_equally_many_units_are_told_with_their_own_shares():
+    result = simulate(loaded_of(sliced_scenario({"method": "gs_tp", "shares": {"shards": (0.55, 0.45)}}))).result
+    assert {entry.ranks: entry.shard_share for entry in result.ranks} == {(0,): 0.55, (1,): 0.45}
+
+
 @given(units=st.integers(1, 3))
 def test_the_parts_of_a_block_take_the_time_of_its_slice(units):
     scenario = sliced_scenario({"method": "gs_tp", "shares": {"shards": (units / 4, 1 - units / 4)}})

@@ -24,6 +24,7 @@ from gsreal.gradient_sharding.hierarchy import Levels
 from gsreal.gradient_sharding.observer import Observer
 from gsreal.gradient_sharding.partition import Partition
 from gsreal.gradient_sharding.protocol import Kind
+from gsreal.gradient_sharding.waiting import every_rank
 from gsreal.master import master_type
 from gssim.division import Division
 
@@ -347,8 +348,9 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 def _gather_all(model: nn.Module, *_state_dict_and_more: Any) -> None:
-    for unit in units_of(model):
-        unit.gather()
+    with every_rank("state_dict or load_state_dict of a model whose parameters are sharded"):
+        for unit in units_of(model):
+            unit.gather()
 
 
 def _refuse_alone(of_parameter: Mapping[nn.Parameter, Unit], module: nn.Module, *_prefix_and_more: Any) -> None:

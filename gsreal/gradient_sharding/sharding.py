@@ -19,8 +19,11 @@ from gsreal.gradient_sharding.pieces import pass_over_absent
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gsreal.gradient_sharding.pushed_gradient import PushedGradient
+from gsreal.gradient_sharding.waiting import called_by_torchs_state_dict, every_rank
 from gsreal.gradient_sharding.watch import Watch
 from gssim import shares as share_solver
+
+BACKWARD = "a backward, and what it pushes"
 
 
 class GradientSharding(torch.optim.Optimizer):
@@ -133,7 +136,8 @@ class GradientSharding(torch.optim.Optimizer):
                 self._check_gradient(parameter, bucket)
             bucket.take(parameter, leaves=self._leaves)
             if self._leaves:
-                self._push_complete()
+                with every_rank(BACKWARD):
+                    self._push_complete()
 
         return collect
 
@@ -223,9 +227,10 @@ class GradientSharding(torch.optim.Optimizer):
         for bucket in self.buckets[self._next :]:
             bucket.end_backward(leaves=self._leaves)
         if self._leaves:
-            self._push_complete()
-            self._push_reduced()
-            self.pusher.drain()
+            with every_rank(BACKWARD):
+                self._push_complete()
+                self._push_reduced()
+                self.pusher.drain()
             self.levels.protocol.pushes += 1
         self._expect_backward()
         if self.scaler is not None and self._leaves:
@@ -309,7 +314,8 @@ class GradientSharding(torch.optim.Optimizer):
         finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` where there is one.
         """
         self._end_backwards()
-        norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
+        with every_rank("clip_grad_norm_"):
+            norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
         clip(self._gradients(), norm, max_norm)
@@ -345,6 +351,8 @@ class GradientSharding(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own shard and publish it; the gradients are used up. Returns what `closure` does, called once."""
+        if called_by_torchs_state_dict():
+            return None  # it would make state by a step; state_dict says what to call
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -369,7 +377,8 @@ class GradientSharding(torch.optim.Optimizer):
             self._forget_shard_gradients(set_to_none=True)
             self.publisher.write_back(self.buckets)
         self.pusher.end_step()
-        self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
+        with every_rank("step"):
+            self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
 
     def finish(self) -> None:
         """Wait until this replica has all that was published, which may still be under way when `step` returns.
@@ -430,8 +439,14 @@ class GradientSharding(torch.optim.Optimizer):
         As torch.distributed.checkpoint.state_dict's full dictionaries. The model's own `state_dict` has its
         parameters: replicas are whole. Where state should stay where it is, save `sharded()`.
         """
+        if called_by_torchs_state_dict():
+            raise RuntimeError(
+                "get_optimizer_state_dict looks for the model's parameters in param_groups, where this optimizer has "
+                "shards: take optimizer.state_dict(), which is whole and by parameter name, or save optimizer.sharded()"
+            )
         self.finish()
-        return state.whole(self)
+        with every_rank("the optimizer's state_dict"):
+            return state.whole(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
