@@ -103,10 +103,10 @@ def shard_gradients(
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
-    for parameter in trained.values():
-        backend_of(levels.across, parameter.device)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     check_parameters(trained, thresholded=thresholded)
+    for parameter in trained.values():
+        backend_of(levels.across, parameter.device)
     check_factory(optimizer_factory, param_groups, like=next(iter(trained.values())), whole_tensors=whole_tensors)
     partition = levels.partition(shares, whole_tensors=whole_tensors)
     buckets: Sequence[Bucket]
