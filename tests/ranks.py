@@ -49,11 +49,21 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     training.slow_down(scenario.run.slowed(0).get(rank, 1.0))
     feed = Feed(scenario, rank, device)
 
+    losses: list[float] = []
+
     def peak_of(step: int) -> int:
         inputs, targets, weights = feed.at(step)
-        return counter.peak_of(lambda: training.step(inputs, targets, weights, rank), [])[0]
+
+        def train() -> None:
+            loss = training.step(inputs, targets, weights, rank)
+            own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
+            losses.append(float(loss) * own if own else 0.0)
+
+        return counter.peak_of(train, [])[0]
 
     peaks = [peak_of(step) for step in range(STEPS)][2:]  # the first steps make what later ones find
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, losses)
     training.finish()
     parameters = full_parameters(training.module)
     held = sum(p.numel() * p.element_size() for p in parameters.values())  # these copies are not the step's
@@ -77,6 +87,9 @@ def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
     dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in parameters.items()})
     difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
     return {
+        "losses": [sum(each) for each in zip(*parts, strict=True)],
+        "losses_alone": references[single_device(scenario).scenario_id][2] if rank == 0 else [],
+        "samples": [rows.stop - rows.start for rows in feed.rows],
         "difference": difference,
         "largest_parameter": size,
         "difference_ratio": ratio,
@@ -97,7 +110,7 @@ def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) ->
     single = single_device(scenario)
     if single.scenario_id not in references:
         references[single.scenario_id] = trained_alone(single)
-    before, reference = references[single.scenario_id]
+    before, reference, _ = references[single.scenario_id]
     assert set(reference) == set(parameters)
     parameters = {name: p.to(reference[name].dtype) for name, p in parameters.items()}  # FSDP2 holds the master copy
     difference = max(float((parameters[name] - p).abs().max()) for name, p in reference.items())
@@ -106,20 +119,19 @@ def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) ->
     return difference, max(float(p.abs().max()) for p in reference.values()), (away / trained) ** 0.5
 
 
-references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
-"""Parameters of the single-device trainings so far, before and after: methods of one workload share theirs."""
+references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]] = {}
+"""Of the single-device trainings so far what `trained_alone` returns: methods of one workload share theirs."""
 
 
-def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return all parameters before and after the first steps on one device."""
+def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Return all parameters before and after the first steps on one device, and these steps' losses."""
     device = torch.device("cpu")
     training = build(single, Timeline(0, device), device)
     feed = Feed(single, 0, device)
     before = full_parameters(training.module)
-    for step in range(STEPS):
-        inputs, targets, weights = feed.at(step)
-        training.step(inputs, targets, weights, 0)
-    return before, full_parameters(training.module)
+    batches = (feed.at(step) for step in range(STEPS))
+    losses = [float(training.step(inputs, targets, weights, 0)) for inputs, targets, weights in batches]
+    return before, full_parameters(training.module), losses
 
 
 def all_agree(mine: bool) -> bool:

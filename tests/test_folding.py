@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from point_checks import RELATIVE, assert_same_as_unfolded
 from strategies import (
     built,
     by_link,
@@ -25,53 +26,12 @@ from strategies import (
 )
 
 from gssim.collectives import Communication
-from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulate import simulate
 
-RELATIVE = 1e-9
-
-
-def of_ranks(result: Result) -> list[dict[str, object]]:
-    """Return the outcome of every rank, in order."""
-    found = {}
-    for entry in result.ranks:
-        assert entry.count == len(entry.ranks)
-        found |= {
-            rank: {
-                "device": entry.device,
-                "peak": entry.peak_allocated_bytes,
-                "categories": entry.peak_by_category_bytes,
-                "phases": entry.phases_s,
-                "sent": entry.bytes_sent,
-                "received": entry.bytes_received,
-                "shares": (entry.batch_share, entry.shard_share),
-            }
-            for rank in entry.ranks
-        }
-    return [found[rank] for rank in range(len(found))]
-
 
 def assert_folding_changes_nothing(scenario: Scenario) -> None:
-    folded, unfolded = (simulate(loaded_of(scenario), unfolded=each).result for each in (False, True))
-    step_s = unfolded.step_time_s
-    assert folded.step_time_s == pytest.approx(step_s, rel=RELATIVE)
-    assert folded.step_time_p10_s == pytest.approx(unfolded.step_time_p10_s, rel=RELATIVE)
-    assert folded.phases_s == pytest.approx(unfolded.phases_s, rel=RELATIVE, abs=RELATIVE * step_s)
-    assert folded.collectives == unfolded.collectives
-    assert folded.fits == unfolded.fits
-    ranks, alone = of_ranks(folded), of_ranks(unfolded)
-    assert len(ranks) == len(alone) == scenario.ranks
-    for mine, other in zip(ranks, alone, strict=True):
-        for key in ("device", "peak", "categories", "shares"):
-            assert mine[key] == other[key]
-        assert mine["phases"] == pytest.approx(other["phases"], rel=RELATIVE, abs=RELATIVE * step_s)
-        for key in ("sent", "received"):
-            assert mine[key] == pytest.approx(other[key], rel=RELATIVE, abs=1e-6)
-    assert [link.name for link in folded.links] == [link.name for link in unfolded.links]
-    for mine, other in zip(folded.links, unfolded.links, strict=True):
-        assert mine.bytes == pytest.approx(other.bytes, rel=RELATIVE, abs=1e-6)
-        assert mine.utilisation_ratio == pytest.approx(other.utilisation_ratio, rel=2 * RELATIVE, abs=1e-12)
+    assert_same_as_unfolded(*(simulate(loaded_of(scenario), unfolded=each).result for each in (False, True)))
 
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs"])
