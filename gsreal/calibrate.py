@@ -20,7 +20,7 @@ GUARD = Guard(timeout_s=1800)
 
 def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
     """Return what the micro-benchmarks show on `ranks` ranks of this machine."""
-    with scratch_folder("gsreal-") as folder:
+    with scratch_folder("gsreal-run-") as folder:
         made = Path(folder, "measured.json")
         launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(made)], ranks=ranks, guard=GUARD)
         measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))

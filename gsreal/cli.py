@@ -86,7 +86,7 @@ def run_command(
     _check_places(trace, out and out / name)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
-    with scratch_folder("gsreal-") as folder, _only_saver(checkpoint) as locks:
+    with scratch_folder("gsreal-run-") as folder, _only_saver(checkpoint) as locks:
         if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             from gsreal.checkpoint import check_checkpoints
 
@@ -484,7 +484,7 @@ def _torch_caches() -> Iterator[None]:
     if name in os.environ:
         yield
         return
-    with scratch_folder("gsreal-") as folder:
+    with scratch_folder("gsreal-run-") as folder:
         os.environ[name] = str(folder / "torchinductor")
         try:
             yield

@@ -45,7 +45,7 @@ def _compile(source: Path, flags: Sequence[str], kept: Path) -> bool:
         return False
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_folder("gsreal-", inside=kept.parent) as folder:
+        with scratch_folder("gsreal-run-", inside=kept.parent) as folder:
             made = folder / kept.name
             command = [program, "-std=c++20", "-O2", str(source), "-o", str(made), *flags]
             if subprocess.run(command, capture_output=True, check=False).returncode:

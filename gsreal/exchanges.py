@@ -16,6 +16,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+HOST_BACKENDS = ("gloo", "mpi")
+"""Those whose exchanges the host makes and waits for, by messages that have tags."""
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that carries a device's tensors in a group.
+
+    A group may have several, by device (`init_process_group()` without a name). Raises ValueError where none carries
+    such tensors.
+    """
+    config = dist.get_backend_config(group)
+    backends = dict(pair.split(":") for pair in config.split(","))
+    if device.type not in backends:
+        raise ValueError(f"the process group ({config}) cannot carry tensors that are on '{device.type}'")
+    return backends[device.type]
+
+
+def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether messages of a device's tensors go through the host's memory: gloo takes no other."""
+    return device.type != "cpu" and backend_of(group, device) in HOST_BACKENDS
+
+
+def runs_on_device(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the group's exchanges are work of the device's streams, for which the host need not wait."""
+    return device.type != "cpu" and not is_staged(group, device)
+
 
 @dataclass(frozen=True)
 class Logical:
@@ -87,11 +113,12 @@ def all_to_all_v(
     declared_bytes: int,
     data_dependent: bool = False,
     point_to_point: bool = True,
+    tag: int = 0,
 ) -> Pending:
     """Send `sends[i]` to the group's i-th rank and receive `receives[i]` from it; None and empty ones are left out.
 
     Both ends must agree on every size. Returns at once; wait on what it returns. Where not `point_to_point`, the
-    backend's `all_to_all_single` carries them, from and to a flat copy.
+    backend's `all_to_all_single` carries them, from and to a flat copy. `tag`: of the messages; see `protocol`.
     """
     rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
     others = [(rank + k) % len(ranks) for k in range(1, len(ranks))]
@@ -102,7 +129,7 @@ def all_to_all_v(
             (ranks[i], tensor) for i in reversed(others) if (tensor := receives[i]) is not None and tensor.numel()
         ]
         outgoing = [(ranks[i], tensor) for i in others if (tensor := sends[i]) is not None and tensor.numel()]
-        return _post(incoming, outgoing, group)
+        return _post(incoming, outgoing, group, tag)
 
 
 def _all_to_all_single(
@@ -110,17 +137,16 @@ def _all_to_all_single(
 ) -> Pending:
     """Post all messages as one call of the backend, as bytes."""
     own = dist.get_rank(group)
+    device = next((t.device for t in (*sends, *receives) if t is not None), torch.device("cpu"))
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
     outgoing, incoming = (
-        [
-            t.view(torch.uint8) if t is not None and i != own else torch.empty(0, dtype=torch.uint8)
-            for i, t in enumerate(each)
-        ]
+        [t.view(torch.uint8) if t is not None and i != own else nothing for i, t in enumerate(each)]
         for each in (sends, receives)
     )
     received, sent = ([part.numel() for part in each] for each in (incoming, outgoing))
-    device = next((t.device for t in (*sends, *receives) if t is not None), torch.device("cpu"))
-    gone = torch.cat([part.to(device) for part in outgoing])
-    come = torch.empty(sum(received), dtype=torch.uint8, device=device)
+    carried_on = torch.device("cpu") if is_staged(group, device) else device
+    gone = torch.cat(outgoing).to(carried_on)
+    come = torch.empty(sum(received), dtype=torch.uint8, device=carried_on)
     pending = Pending([], [], [])
     pending.add(dist.all_to_all_single(come, gone, received, sent, group=group, async_op=True), gone)
     for target, part in zip(incoming, come.split(received), strict=True):
@@ -132,16 +158,18 @@ Ranges = Sequence[tuple[int, int]]
 """(First, end) of what each rank of a group owns in a flat tensor."""
 
 
-def all_gather_v(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup) -> None:
+def all_gather_v(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup, tag: int = 0) -> None:
     """Fill `flat` in place on every rank: the i-th rank of the group owns `flat[ranges[i][0]:ranges[i][1]]`.
 
     A ring: every link carries all but one part, whatever the shares. Returns when this rank's copy is complete.
     """
     with logical(_whole("all-gather-v", flat, group)):
-        _gather_round_ring([flat[slice(*places)] for places in ranges], group)
+        _gather_round_ring([flat[slice(*places)] for places in ranges], group, tag)
 
 
-def all_gather_messages(messages: Sequence[Tensor], *, group: dist.ProcessGroup, declared_bytes: int) -> int:
+def all_gather_messages(
+    messages: Sequence[Tensor], *, group: dist.ProcessGroup, declared_bytes: int, tag: int = 0
+) -> int:
     """Bring the message of every rank of the group to all: the i-th's is `messages[i]`, elsewhere a buffer for it.
 
     All ranks must agree on every size; `declared_bytes`: of all of them, were they dense. A ring, as `all_gather_v`:
@@ -151,13 +179,18 @@ def all_gather_messages(messages: Sequence[Tensor], *, group: dist.ProcessGroup,
     """
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     with logical(Logical("all-gather-v", ranks, declared_bytes, data_dependent=True)):
-        _gather_round_ring(messages, group)
+        _gather_round_ring(messages, group, tag)
     following = (dist.get_rank(group) + 1) % len(ranks)
     return sum(each.numel() * each.element_size() for i, each in enumerate(messages) if i != following)
 
 
 def post_to_all(
-    messages: Sequence[Tensor], *, group: dist.ProcessGroup, declared_bytes: int, data_dependent: bool = False
+    messages: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup,
+    declared_bytes: int,
+    data_dependent: bool = False,
+    tag: int = 0,
 ) -> Pending:
     """Begin to bring the message of every rank of the group to all, as `all_gather_messages` does, in one go.
 
@@ -168,7 +201,7 @@ def post_to_all(
     with logical(Logical("all-gather-v", tuple(sorted(ranks)), declared_bytes, data_dependent)):
         incoming = [(ranks[i], messages[i]) for i in reversed(others)]
         outgoing = [(ranks[i], messages[rank]) for i in others]
-        return _post(incoming, outgoing, group)
+        return _post(incoming, outgoing, group, tag)
 
 
 def broadcast_parts(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup) -> None:
@@ -184,7 +217,7 @@ def broadcast_parts(flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup) -
             work.wait()
 
 
-def all_gather_into_tensor(output: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
+def all_gather_into_tensor(output: Tensor, own: Tensor, *, group: dist.ProcessGroup, tag: int = 0) -> None:
     """Do what `dist.all_gather_into_tensor` does, by a ring that writes every part where it belongs.
 
     No buffer is taken; nothing is copied where `own` is this rank's part of `output` already.
@@ -194,11 +227,11 @@ def all_gather_into_tensor(output: Tensor, own: Tensor, *, group: dist.ProcessGr
     if part.data_ptr() != own.data_ptr():
         part.copy_(own.reshape(-1))
     with logical(_whole("all-gather", output, group)):
-        _gather_round_ring([output.view(-1)[slice(*places)] for places in ranges], group)
+        _gather_round_ring([output.view(-1)[slice(*places)] for places in ranges], group, tag)
 
 
 def reduce_scatter_v(
-    own: Tensor, flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
+    own: Tensor, flat: Tensor, ranges: Ranges, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, tag: int = 0
 ) -> None:
     """Fill `own` with the sum (or the average) over all ranks of the part of `flat` that this rank owns.
 
@@ -206,7 +239,7 @@ def reduce_scatter_v(
     """
     _check(op)
     with logical(_whole("reduce-scatter-v", flat, group)):
-        _reduce_round_ring(own, flat, ranges, group)
+        _reduce_round_ring(own, flat, ranges, group, tag)
     _average(own, op, group)
 
 
@@ -217,7 +250,7 @@ def reduce_scatter_tensor(own: Tensor, flat: Tensor, *, group: dist.ProcessGroup
     """
     _check(op)
     with logical(_whole("reduce-scatter", flat, group)):
-        _reduce_round_ring(own.view(-1), flat.view(-1), _even(flat, group), group)
+        _reduce_round_ring(own.view(-1), flat.view(-1), _even(flat, group), group, tag=0)
     _average(own, op, group)
 
 
@@ -248,7 +281,7 @@ def _average(own: Tensor, op: Any, group: dist.ProcessGroup) -> None:
         own.div_(dist.get_world_size(group))
 
 
-def _gather_round_ring(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def _gather_round_ring(parts: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:
     """Pass every part, of the i-th rank `parts[i]`, on to the next rank, until all have all.
 
     All receives are posted at first: each has a place of its own.
@@ -256,13 +289,13 @@ def _gather_round_ring(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Non
     ranks = dist.get_process_group_ranks(group)
     members, rank = len(ranks), dist.get_rank(group)
     before, after = ranks[(rank - 1) % members], ranks[(rank + 1) % members]
-    coming = [_receiving([(before, parts[(rank - step - 1) % members])], group) for step in range(members - 1)]
+    coming = [_receiving([(before, parts[(rank - step - 1) % members])], group, tag) for step in range(members - 1)]
     for step, pending in enumerate(coming):
-        _send([(after, parts[(rank - step) % members])], pending, group)
+        _send([(after, parts[(rank - step) % members])], pending, group, tag)
         pending.wait()
 
 
-def _reduce_round_ring(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> None:
+def _reduce_round_ring(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:
     """Pass every part round towards its owner, each rank adding its own to it.
 
     A part goes in two halves, each with a buffer of its own: while one is added, the other is under way. In the last
@@ -282,7 +315,7 @@ def _reduce_round_ring(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.Pr
 
     def receive(step: int, half: int) -> None:
         if step < len(places):
-            coming[step, half] = _receiving([(above, places[step][half])], group)
+            coming[step, half] = _receiving([(above, places[step][half])], group, tag)
 
     for step, half in product(range(1 + ahead), HALVES):
         receive(step, half)
@@ -291,7 +324,7 @@ def _reduce_round_ring(own: Tensor, flat: Tensor, ranges: Ranges, group: dist.Pr
             coming.pop((step - 1, half)).wait()
             passing[step][half].add_(places[step - 1][half])
             receive(step + ahead, half)
-        _send([(below, passing[step][half])], coming[step, half], group)
+        _send([(below, passing[step][half])], coming[step, half], group, tag)
     for half in HALVES:
         coming[members - 2, half].wait()
         places[-1][half].add_(_halves(mine)[half])
@@ -331,40 +364,41 @@ Messages = Sequence[tuple[int, Tensor]]
 """(Peer, tensor) of each."""
 
 
-def _post(incoming: Messages, outgoing: Messages, group: dist.ProcessGroup) -> Pending:
+def _post(incoming: Messages, outgoing: Messages, group: dist.ProcessGroup, tag: int) -> Pending:
     """Post all receives, then all sends; empty ones are left out."""
-    pending = _receiving(incoming, group)
-    _send(outgoing, pending, group)
+    pending = _receiving(incoming, group, tag)
+    _send(outgoing, pending, group, tag)
     return pending
 
 
-def _receiving(incoming: Messages, group: dist.ProcessGroup) -> Pending:
-    """Post receives; return what to wait for. nccl's wait for the sends that go with them.
+def _receiving(incoming: Messages, group: dist.ProcessGroup, tag: int) -> Pending:
+    """Post receives; return what to wait for. Those of a device's backend wait for the sends that go with them.
 
     gloo takes host memory: device tensors are staged.
     """
     pending, some = Pending([], [], []), [message for message in incoming if message[1].numel()]
-    if dist.get_backend(group) == "nccl":
+    if some and runs_on_device(group, some[0][1].device):
         pending.batch = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in some]
         return pending
     for peer, tensor in some:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_cuda else tensor
-        pending.add(dist.irecv(host, peer, group=group), host, target=tensor)
+        host = tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
+        pending.add(dist.irecv(host, peer, group=group, tag=tag), host, target=tensor)
     return pending
 
 
-def _send(outgoing: Messages, pending: Pending, group: dist.ProcessGroup) -> None:
+def _send(outgoing: Messages, pending: Pending, group: dist.ProcessGroup, tag: int) -> None:
     """Post sends, for `pending` to wait for as well.
 
-    nccl takes them and the receives as one batch: its kernels run one after another, and could wait for each other.
+    nccl takes them and the receives as one batch: its kernels run one after another, and could wait for each other. It
+    knows no tags.
     """
     some = [message for message in outgoing if message[1].numel()]
-    if dist.get_backend(group) == "nccl":
+    if pending.batch or (some and runs_on_device(group, some[0][1].device)):
         batch = [*pending.batch, *(dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in some)]
         pending.batch = []
         works = dist.batch_isend_irecv(batch) if batch else []
         pending.add_batch(works, [operation.tensor for operation in batch])
         return
     for peer, tensor in some:
-        host = tensor.cpu() if tensor.is_cuda else tensor
-        pending.add(dist.isend(host, peer, group=group), host)
+        host = tensor.cpu()
+        pending.add(dist.isend(host, peer, group=group, tag=tag), host)

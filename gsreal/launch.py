@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +42,6 @@ class Guard:
     """Of the network, on which backends listen; None: the loopback's."""
     locks: tuple[int, ...] = ()
     """Handles of locks that ranks hold too: a launcher that is killed leaves none open while a rank still writes."""
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def launch(
@@ -101,7 +100,7 @@ class Rank:
         with log.open("wb") as stream, deferred():
             self.process = subprocess.Popen(
                 start.command,
-                env={**os.environ, **ENVIRONMENT, **environment, **start.environment, **guard.environment},
+                env={**os.environ, **ENVIRONMENT, **environment, **start.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,  # a user's module may print; our stdout is for the Result alone
                 stderr=subprocess.STDOUT,
@@ -123,7 +122,7 @@ def run_ranks(
     `check` is called now and then, to raise where what the ranks stand on has failed; `explain` says why ranks wait for
     one another, if it knows. No process outlives the call, whatever ends it.
     """
-    with scratch_folder("gsreal-") as reports:
+    with scratch_folder("gsreal-run-") as reports:
         ranks: list[Rank] = []
         told = {REPORTS: str(reports), STORE: str(reports / "store"), LAUNCHER: str(os.getpid())}
         told[TIMEOUT] = str(guard.timeout_s)

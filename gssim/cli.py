@@ -45,11 +45,12 @@ def about() -> None:
 @app.command("check")
 def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
     """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
-    for path in scenarios:
-        loaded = load_scenario(path, overrides or [])
-        found = loaded.scenario
-        idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
-        print(f"{one_line(str(path))}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
+    with activity("gssim: check"):
+        for path in scenarios:
+            loaded = load_scenario(path, overrides or [])
+            found = loaded.scenario
+            idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
+            print(f"{one_line(str(path))}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
 
 
 @app.command("run")

@@ -32,8 +32,8 @@ except ImportError:  # Windows has none: there nothing is locked
 
 FOLDER_MARK = ".gssim-scratch"
 """File that marks a temporary folder of ours."""
-PREFIXES = ("gssim-", "gsreal-")
-"""Of the names of temporary folders."""
+PREFIXES = ("gssim-run-", "gsreal-run-")
+"""Of the names of temporary folders; nothing else makes folders so named."""
 MOST_LINKS = 40
 """Symbolic links that lead from one to the next, as in the kernel."""
 

@@ -175,7 +175,7 @@ class Unpacked:
 
     def __init__(self, packed: Packed) -> None:
         with ExitStack() as stack:
-            self.root, self.there = str(stack.enter_context(scratch_folder("gssim-"))), packed.folder
+            self.root, self.there = str(stack.enter_context(scratch_folder("gssim-run-"))), packed.folder
             weakref.finalize(self, stack.pop_all().close)
         for path, text in json.loads(zlib.decompress(packed.content)).items():
             place = Path(self.root + path)

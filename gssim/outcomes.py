@@ -35,6 +35,15 @@ def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, 
     )
 
 
+def excess_bytes(program: Program, sent: Sequence[Sent], typical: Sent) -> float:
+    """Return how much more data-dependent messages carry in the mean of all steps than in the typical one."""
+    return sum(
+        len(communication.groups) * (fmean(each.payload_bytes[name] for each in sent) - typical.payload_bytes[name])
+        for name, communication in program.communications.items()
+        if communication.data_dependent
+    )
+
+
 LISTED_LINKS = 256
 """Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
 
@@ -59,6 +68,11 @@ def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
     )
 
 
+SIZE_DIGITS = 3
+"""Of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
+SHARE_DIGITS = 9
+
+
 def _alike(machine: Machine, sent: Floats, received: Floats, shard_shares: Floats) -> Iterator[tuple[RankClass, Ints]]:
     """Yield each class's members by what they send and receive, and by their share: alike in time, they may differ in
     these. (Shares that are rounded to the same units of a block, or elements of a bucket, make the same tasks.)
@@ -67,26 +81,38 @@ def _alike(machine: Machine, sent: Floats, received: Floats, shard_shares: Float
         if len(each.members) == 1:
             yield each, each.members
             continue
-        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), 3)
-        told = np.column_stack([carried, np.round(shard_shares[each.members], 9)])
+        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), SIZE_DIGITS)
+        told = np.column_stack([carried, np.round(shard_shares[each.members], SHARE_DIGITS)])
         which = np.unique(told, axis=0, return_inverse=True)[1].ravel()
         for kind in dict.fromkeys(which.tolist()):
             yield each, each.members[which == kind]
 
 
 def rank_classes(
-    scenario: Scenario, machine: Machine, phases: list[dict[str, float]], occupied: Sequence[Occupancy]
+    scenario: Scenario,
+    machine: Machine,
+    phases: list[dict[str, float]],
+    occupied: Sequence[Occupancy],
+    *,
+    excess_bytes: float = 0.0,
 ) -> tuple[RankOutcome, ...]:
-    """Return ranks with equal outcomes together."""
+    """Return ranks with equal outcomes together.
+
+    `excess_bytes`: what all ranks send in the mean of the run's steps beside the machine's, in one step. Each rank's
+    bytes are means too, so that they agree with the collectives' payloads: they differ in the same proportion.
+    """
     classes: dict[tuple[Any, ...], dict[str, Any]] = {}
     members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     sent, received = machine.carried_by_rank()
+    whole_bytes = float(np.sum(sent)) / machine.steps
+    mean_ratio = 1 + excess_bytes / whole_bytes if whole_bytes else 1.0
     for each, same in _alike(machine, sent, received, np.array(shard_shares)):
         needed, rank = occupied[each.index], int(same[0])
-        peak = {category: needed.peak[category] for category in CATEGORIES if needed.peak.get(category)}
+        in_order = ((category, round(needed.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)
+        peak = {category: size for category, size in in_order if size}
         allocated = sum(peak.values())
-        reserved = None if needed.excess_bytes else max(allocated, needed.reserved_bytes)
+        reserved = None if needed.excess_bytes else max(allocated, round(needed.reserved_bytes, SIZE_DIGITS))
         outcome = {
             "device": scenario.cluster.devices[rank].type,
             "peak_allocated_bytes": allocated,
@@ -95,8 +121,8 @@ def rank_classes(
             "outside_bytes": dict(needed.outside),
             "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
-            "bytes_sent": float(sent[rank]) / machine.steps,
-            "bytes_received": float(received[rank]) / machine.steps,
+            "bytes_sent": round(mean_ratio * float(sent[rank]) / machine.steps, SIZE_DIGITS),
+            "bytes_received": round(mean_ratio * float(received[rank]) / machine.steps, SIZE_DIGITS),
             "batch_share": batch_sizes[rank] / total,
             "shard_share": shard_shares[rank],
         }

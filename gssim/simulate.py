@@ -17,7 +17,7 @@ from gssim.expenses import cost_usd, energy_j
 from gssim.machine import Machine, is_jittery
 from gssim.machine.recorded import Recorded
 from gssim.occupancy import Occupancy, misfit, occupancies, tightest
-from gssim.outcomes import collectives_of, links_of, rank_classes
+from gssim.outcomes import collectives_of, excess_bytes, links_of, rank_classes
 from gssim.program import Program, Sent, Steps
 from gssim.program.sameness import what_lowering_reads
 from gssim.program.slices import uncounted
@@ -113,8 +113,8 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
     wanted; where steps' messages differ, it takes a simulation of its own, and is else the median step's.
 
     Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
-    run stands for all that are thresholded, and density and payloads are means over exactly the run's steps. Whether it
-    fits goes by the dense steps at the start as well.
+    run stands for all that are thresholded; density, payloads and what ranks send are means over exactly the run's
+    steps. Whether it fits goes by the dense steps at the start as well.
     """
     try:
         with no_collection():
@@ -167,12 +167,14 @@ def _steady(
     sent = [steps.sent(number) for number in numbers]
     warm = _first_steady(scenario)
     ordered = sorted(range(warm, len(numbers)), key=lambda place: sent[place].whole_bytes)
-    middle, light = (numbers[ordered[(len(ordered) - 1) // part]] for part in (2, 10))
+    places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
+    middle, light = (numbers[place] for place in places)
     typical = _run(scenario, steps.program(middle), unfolded, shared)
     apart = spread and light != middle
     lightest = _run(scenario, steps.program(light), unfolded, shared) if apart else typical
     first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if warm else typical
-    return Simulated(_result(loaded, typical, lightest, sent, first, shared), typical)
+    excess = excess_bytes(typical.machine.program, sent, sent[places[0]])
+    return Simulated(_result(loaded, typical, lightest, sent, first, shared, excess), typical)
 
 
 MOST_STEPS = 4
@@ -267,7 +269,13 @@ def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *
 
 
 def _result(
-    loaded: Loaded, typical: _Steady, lightest: _Steady, sent: Sequence[Sent], first: _Steady, shared: Shared
+    loaded: Loaded,
+    typical: _Steady,
+    lightest: _Steady,
+    sent: Sequence[Sent],
+    first: _Steady,
+    shared: Shared,
+    excess: float,
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
@@ -278,7 +286,7 @@ def _result(
     occupied = _occupied(scenario, typical)
     at_first = occupied if first is typical else _occupied(scenario, first)
     fit = misfit(occupied) or misfit(at_first)
-    ranks = rank_classes(scenario, machine, phases, occupied)
+    ranks = rank_classes(scenario, machine, phases, occupied, excess_bytes=excess)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),

@@ -59,6 +59,7 @@ def _templates() -> tuple[Template, ...]:
     def of(program: str, line: str, *files: str, needed: tuple[str, ...] = ()) -> Template:
         return Template(program, tuple(line.split()), files, needed)
 
+    real = "--set workload.model=gpt.toml"  # whose module there is
     clusters = ("ring.toml", "full.toml", "torus.toml", "servers.toml", "spines.toml", "sites.toml")
     runs = [
         of("gssim", f"run scenario.toml --json{more}", *SCENARIO) for more in ("", " --trace t.json", " --out results")
@@ -92,12 +93,12 @@ def _templates() -> tuple[Template, ...]:
         of("analysis", "convergence study.toml --out kept", "study.toml", needed=SCENARIO),
         of("analysis", "published published.csv --jobs 1 --json", "published.csv"),
         of("analysis", "keys", "scenario.toml"),
-        of("gsreal", "run scenario.toml", *SCENARIO),
-        of("gsreal", "run scenario.toml --checkpoint kept", "kept/", needed=SCENARIO),
-        of("gsreal", "gradients scenario.toml --out g.json", *SCENARIO),
-        of("gsreal", "lab scenario.toml --set cluster=ring.toml", "ring.toml", needed=SCENARIO),
+        of("gsreal", f"run scenario.toml {real}", *SCENARIO, "gpt.toml"),
+        of("gsreal", f"run scenario.toml --checkpoint kept {real}", "kept/", needed=(*SCENARIO, "gpt.toml")),
+        of("gsreal", f"gradients scenario.toml --out g.json {real}", *SCENARIO, "gpt.toml"),
+        of("gsreal", f"lab scenario.toml --set cluster=ring.toml {real}", "ring.toml", needed=(*SCENARIO, "gpt.toml")),
         of("gsreal", "lab --sweep sweep.toml --out results", "sweep.toml", "results/", needed=SCENARIO),
-        of("gsreal", "calibrate tiny.toml --out c.toml", "tiny.toml"),
+        of("gsreal", "calibrate gpt.toml --out c.toml --sequence-length 16 --ranks 1", "gpt.toml"),
         of("gsreal", "trace gsreal.models.gpt --argument width=8 --argument heads=2 --argument layers=1 --vocabulary 16"
            " --maximum-sequence-length 16 --out m.toml"),
         of("gsreal", "trace gpt.toml --out m.toml", "gpt.toml"),

@@ -129,8 +129,8 @@ def build(folder: Path, programs: tuple[str, ...]) -> None:
     trace["otherData"]["source"] = "measured"
     (making / "traces/measured.json").write_text(json.dumps(trace))
     if "gsreal" in programs:
-        _write_checkpoint(making)
         _write_gpt(making)
+        _write_checkpoint(making)
     making.rename(folder)
 
 
@@ -192,10 +192,12 @@ def _write_checkpoint(folder: Path) -> None:
 
     place = folder / "kept" / "step-00000002"
     place.mkdir(parents=True)
-    scenario = load_scenario(folder / "scenario.toml", gradients_needed=False).scenario
+    scenario = load_scenario(
+        folder / "scenario.toml", [f"workload.model={folder / 'gpt.toml'}"], gradients_needed=False
+    ).scenario
     (place / "progress.json").write_text(json.dumps(asdict(Progress(2, (2.0,), 2, identity(scenario)))))
 
 
 def _write_gpt(folder: Path) -> None:
-    sizes = ("--vocabulary", "16", "--maximum-sequence-length", "16")
+    sizes = ("--vocabulary", "256", "--maximum-sequence-length", "16")
     _run(folder, "gsreal", "trace", *GPT, *sizes, "--out", "gpt.toml")

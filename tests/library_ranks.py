@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import warnings
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -386,7 +388,7 @@ def tied_parameters():
 def a_sparse_embedding():
     model, reference = Tied(sparse=True), Tied(sparse=True)
     reference.table.sparse = False
-    options = {"push": Push(threshold=1e-300, encoding="coo"), "bucket_bytes": 1, "first_bucket_bytes": 1}
+    options = {"push": Push(threshold=1e-30, encoding="coo"), "bucket_bytes": 1, "first_bucket_bytes": 1}
     optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, lr=0.1, momentum=0.9), **options)
     train(model, optimizer, tokens(1))
     buckets = [bucket.index for bucket in optimizer.buckets if model.table.weight in bucket.places]
@@ -817,6 +819,77 @@ def torchs_checkpoints():
     dist.barrier()
 
 
+def torchs_checkpoints_between_forms():
+    """Replicas are taken up as shards, and shards as replicas; what is saved beside training is of one step."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    forms = {"replicated": {}, "sharded": {"parameters": "sharded"}}
+    factory = partial(torch.optim.AdamW, lr=1e-2)
+    wide = dist.new_group(backend="cpu:gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        for written, read in (("replicated", "sharded"), ("sharded", "replicated")):
+            for asynchronous in (False, True):
+                path = Path(folder[0], f"{written}-{dtype}-{asynchronous}")
+                model, other, reference = mlp(dtype), mlp(dtype, seed=5), mlp(dtype)
+                optimizer = sharded(model, factory, **forms[written])
+                again = sharded(other, factory, **other_division(), **forms[read])
+                undisturbed = sharded(reference, factory, **forms[written])
+                data = list(batches(4, dtype))
+                train(model, optimizer, data[:2])
+                state = {"model": model, "optimizer": optimizer.sharded()}
+                if asynchronous:
+                    saved = dcp.async_save(state, checkpoint_id=path, process_group=wide)
+                    train(model, optimizer, data[2:])
+                    saved.result()
+                else:
+                    dcp.save(state, checkpoint_id=path)
+                dcp.load({"model": other, "optimizer": again.sharded()}, checkpoint_id=path)
+                train(other, again, data[2:])
+                train(reference, undisturbed, data)
+                found, expected = other.state_dict(), reference.state_dict()
+                for name, value in expected.items():
+                    assert float((found[name] - value).abs().max()) <= 1e-6, (written, dtype, asynchronous, name)
+    dist.barrier()
+
+
+def torchs_state_dicts():
+    """What looks for the model's parameters among the shards says what to take instead, and changes nothing."""
+    for steps in (0, 2):
+        model, reference = mlp(), mlp()
+        optimizer = sharded(model, lambda shard: torch.optim.AdamW(shard, lr=1e-2))
+        train(model, optimizer, batches(steps))
+        raises(lambda m=model, o=optimizer: get_optimizer_state_dict(m, o), "optimizer.state_dict()")
+        raises(lambda m=model, o=optimizer: get_state_dict(m, o), "optimizer.sharded()")
+        assert optimizer.pusher.steps == steps
+        plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        train(reference, plain, batches(steps), mine=False)
+        train(model, optimizer, batches(3))
+        train(reference, plain, batches(3), mine=False)
+        check_equal(model, reference)
+
+
+def calls_on_one_rank_alone():
+    """They end within the group's time-out, with what was called and that all ranks must call it."""
+
+    def one_more(model, optimizer):
+        train(model, optimizer, batches(1))
+
+    calls = (
+        ({}, lambda model, optimizer: optimizer.state_dict(), "the optimizer's state_dict: every rank"),
+        ({}, lambda model, optimizer: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_: every rank"),
+        ({}, one_more, "a backward, and what it pushes: every rank"),
+        ({"parameters": "sharded"}, lambda model, optimizer: model.state_dict(), "are sharded: every rank"),
+    )
+    for form, call, reason in calls:
+        group = dist.new_group(timeout=timedelta(seconds=1.5))
+        model = mlp()
+        optimizer = sharded(model, lambda shard: torch.optim.SGD(shard, lr=0.1), group=group, **form)
+        train(model, optimizer, batches(1))
+        if dist.get_rank() == 0:
+            raises(lambda c=call, m=model, o=optimizer: c(m, o), reason)
+        dist.barrier()
+
+
 def other_forms():
     """Parameters sharded at rest, and ranks as devices of one node: clipped, saved, and taken up by replicas."""
     one_node = init_device_mesh("cpu", (1, dist.get_world_size()))
@@ -1006,6 +1079,9 @@ CHECKS = {
         two_runs_are_bit_identical,
         state_by_name,
         torchs_checkpoints,
+        torchs_checkpoints_between_forms,
+        torchs_state_dicts,
+        calls_on_one_rank_alone,
         other_forms,
         error_feedback_goes_on,
         a_model_that_is_moved,
@@ -1029,14 +1105,19 @@ ON_THREE = (
 
 def main(*arguments):
     """Run the checks that are named, or all; write what they showed to the file that comes last."""
-    *names, out = arguments
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    report(CHECKS, *arguments)
+
+
+def report(checks, *arguments):
+    """Run those of the checks that are named, or all; write what they showed to the file that comes last."""
+    *names, out = arguments
     found = {}
-    for name in names or CHECKS:
+    for name in names or checks:
         try:
-            CHECKS[name]()
+            checks[name]()
             found[name] = "ok"
         except AssertionError as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -1045,7 +1126,7 @@ def main(*arguments):
     dist.all_gather_object(every, found)
     if dist.get_rank() == 0:
         failed = {name: each[name] for each in every for name in each if each[name] != "ok"}
-        Path(out).write_text(json.dumps(dict.fromkeys(names or CHECKS, "not run") | found | failed), encoding="utf-8")
+        Path(out).write_text(json.dumps(dict.fromkeys(names or checks, "not run") | found | failed), encoding="utf-8")
     dist.barrier()
 
 

@@ -42,6 +42,23 @@ def test_a_cpu_runs_operations_where_it_issues_them_and_a_gpu_issues_ahead():
     assert roofline_s("cuda", flop=1e9, moved_bytes=0, operations=30) == pytest.approx(3.0)
 
 
+def test_what_streams_takes_its_time_beside_products_but_on_a_tpu_where_it_is_fused():
+    def found_s(kind: str) -> float:
+        works = {"flop": 1e9, "moved_bytes": 1e9, "operations": 0, "streamed_bytes": 5e8}
+        return costs.roofline_s(device(kind=kind, efficiency_ratio=0.5), "fp32", **works)
+
+    assert [found_s(kind) for kind in ("cpu", "cuda", "tpu")] == pytest.approx([2.5, 2.5, 2.0])
+
+
+def test_products_in_fp32_may_reach_another_part_of_their_peak():
+    rates = {"peak_flop_per_s": {"fp32": 1e9, "fp16": 8e9}, "efficiency_ratio": 0.5}
+    for ratio, expected_s in ((None, 2.0), (0.8, 1.25)):
+        cost = device(kind="cuda", fp32_efficiency_ratio=ratio, **rates)
+        work = {"flop": 1e9, "moved_bytes": 0.0, "operations": 0}
+        assert costs.roofline_s(cost, "fp32", **work) == pytest.approx(expected_s)
+        assert costs.roofline_s(cost, "fp16", **work) == pytest.approx(0.25)
+
+
 def test_a_layer_takes_its_roofline_where_nothing_was_measured():
     found = [costs.layer_time_s(device(), WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
     assert found == pytest.approx([2 * 8 * 1e6 / 1e9, 2 * 8 * 2e6 / 1e9])

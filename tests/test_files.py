@@ -248,7 +248,7 @@ SCRATCH = """
 import os, signal, sys, time
 from gssim.ending import unwinding
 from gssim.files import scratch_folder
-with unwinding(), scratch_folder("gsreal-") as folder:
+with unwinding(), scratch_folder("gsreal-run-") as folder:
     (folder / "content").touch()
     print(folder, flush=True)
     time.sleep(60)
@@ -281,12 +281,13 @@ def test_a_process_that_is_ended_leaves_no_temporary_folder_and_the_next_takes_t
     assert list(temporary.iterdir()) == []
     folder, _ = ended_by(signal.SIGKILL)
     assert (folder / "content").exists()
-    foreign = temporary / "gsreal-notes123"
+    (temporary / "gsreal-abcdefgh").mkdir()  # of another program, empty so far
+    foreign = temporary / "gsreal-run-notes123"
     foreign.mkdir()
     (foreign / "notes").touch()
     with scratch_folder() as another:
-        assert sorted(temporary.iterdir()) == sorted([foreign, another])
-    assert list(temporary.iterdir()) == [foreign]
+        assert sorted(temporary.iterdir()) == sorted([foreign, another, temporary / "gsreal-abcdefgh"])
+    assert sorted(temporary.iterdir()) == sorted([foreign, temporary / "gsreal-abcdefgh"])
 
 
 def test_what_a_process_was_started_to_ignore_stays_ignored():

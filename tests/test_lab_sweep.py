@@ -75,6 +75,20 @@ def test_what_is_there_is_not_measured_again(tmp_path, capsys):
     assert "gsreal: lab: 4 of 6 are there already" in capsys.readouterr().err
 
 
+def test_again_measures_what_is_there_too_and_other_code_does_not(tmp_path):
+    """What was measured stays, whatever line has changed since; its provenance says by what."""
+    cells = cells_in(tmp_path)
+    by_other_code = Measured()
+    measure_cells(cells, lambda cell: replace(by_other_code(cell), provenance={"gsreal": "0123456789abcdef"}))
+    run = Measured()
+    results = measure_cells(cells, run)
+    assert not run.asked
+    assert {result.provenance["gsreal"] for result in results} == {"0123456789abcdef"}
+    results = measure_cells(cells, run, again=True)
+    assert len(run.asked) == len(cells)
+    assert "gsreal" not in results[0].provenance
+
+
 def test_an_interrupt_loses_nothing_that_is_finished(tmp_path):
     cells = cells_in(tmp_path)
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ from strategies import device_type, machine_for, star
 from gssim.collectives import Communication
 from gssim.machine import DeadlockError, Machine
 from gssim.machine.held import Memory
-from gssim.memory import Footprint
+from gssim.memory import Event, Footprint, footprint
 from gssim.program import Program, Task
 
 PAIR = {"x": Communication("all-reduce", (0, 1), 1000), "y": Communication("all-reduce", (0, 1), 1000)}
@@ -179,3 +179,17 @@ def test_a_rank_records_its_waits_as_spans_that_do_not_overlap_on_a_stream():
     machine.run(1)
     spans = [(s.label, s.start_s, s.end_s) for s in machine.spans if s.rank == 0 and s.stream == "compute"]
     assert spans == [("w", 0.0, 1.0), ("wait x", 1.0, 2.0), ("v", 2.0, 3.0)]
+
+
+def test_what_is_given_back_in_another_order_leaves_nothing():
+    """Sizes of messages are expected values: fractions, whose sums hang on their order."""
+    sizes = (333333.1, 0.7, 123456.3)
+    taken = [footprint([Event(0, size, "communication")]) for size in sizes]
+    given = [footprint([Event(0, -size, "communication")]) for size in (sizes[1], sizes[0], sizes[2])]
+    assert sum([*sizes, *(-size for size in (sizes[1], sizes[0], sizes[2]))]) != 0
+    memory = Memory({})
+    for need in (*taken, *given):
+        memory.begin("compute", need)
+        memory.end("compute")
+    assert memory.held == {"communication": 0.0}
+    assert memory.peak["communication"] == pytest.approx(sum(sizes))

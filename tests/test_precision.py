@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,12 @@ from real_runs import predicted, run_cases, scenario_file
 from real_runs import star as real_star
 from strategies import device_type, loaded_of, machine_of, scenario_of, scenarios, star
 
+from gsreal.checks import check_precision
 from gssim import costs
 from gssim.cluster import DeviceType
 from gssim.program import lower
 from gssim.result import CATEGORIES
-from gssim.scenario import Scenario, has_master_copy, master_bytes, value_bytes
+from gssim.scenario import Scenario, has_master_copy, load_scenario, master_bytes, value_bytes
 from gssim.simulate import simulate
 from gssim.units import UserError
 
@@ -229,6 +231,23 @@ def test_a_master_copy_is_what_fp32_training_on_the_same_gradients_gives(kind: t
         assert master.grad is None
 
 
+def test_a_master_copy_takes_what_is_written_into_its_parameter_and_else_keeps_its_own_precision():
+    written, replaced, kept = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3))
+    optimizer = MasterCopy([written, replaced, kept], torch.optim.SGD, lr=1e-3)
+    for step in range(4):
+        if step == 3:
+            with torch.no_grad():
+                written[0] = 5.0
+            replaced.data = torch.full((3,), 7.0, dtype=torch.bfloat16)
+        for parameter in (written, replaced, kept):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    masters = [master.tolist() for _, master in optimizer.pairs()]
+    assert masters[0] == pytest.approx([4.999, 0.996, 0.996])
+    assert masters[1] == pytest.approx([6.999] * 3)
+    assert masters[2] == pytest.approx([0.996] * 3)
+
+
 def test_what_is_updated_has_at_least_the_precision_of_fp32():
     found = [master_type(each) for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
     assert found == [torch.float32, torch.float32, torch.float32, torch.float64]
@@ -299,3 +318,18 @@ def test_a_real_run_in_bf16_does_and_holds_what_is_predicted(runs: dict, name: s
 @pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("sgd")])
 def test_training_in_bf16_comes_to_where_one_device_comes(runs: dict, name: str):
     assert 0 < runs[name]["difference_ratio"] <= TRAINED_RATIO
+
+
+TABLE1 = Path(__file__).resolve().parents[1] / "scenarios" / "table1-bert.toml"
+
+
+def test_fp16_is_predicted_as_bf16_is_but_not_run():
+    changes = ["cluster=clusters/dgx-a100.toml", "plan.method=ddp", "workload.global_batch_size=64"]
+    steps = [
+        simulate(load_scenario(TABLE1, [*changes, f"workload.precision={precision}"])).result.step_time_s
+        for precision in ("fp16", "bf16")
+    ]
+    assert steps[0] == steps[1]
+    asked = load_scenario(TABLE1, [*changes, "workload.precision=fp16"])
+    with pytest.raises(UserError, match=r"workload.precision = 'fp16': can be predicted, but not run"):
+        check_precision(asked.scenario, where=asked.file)

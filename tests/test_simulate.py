@@ -119,7 +119,7 @@ def test_a_sparse_push_beats_a_dense_one_on_slow_links_and_loses_on_fast_ones():
 
 def test_provenance_has_versions_and_seed_and_no_clock():
     result = simulate(loaded_of(scenario_of(star(1), {"method": "single"}, run={"seed": 3}))).result
-    assert set(result.provenance) == {"gssim", "simpy", "python", "seed"}
+    assert set(result.provenance) == {"gssim", "code", "simpy", "numpy", "scipy", "python", "seed"}
     assert result.provenance["seed"] == 3
 
 

@@ -22,7 +22,7 @@ from gsreal.measure import MemoryCounter
 from gsreal.methods import checkpoint_blocks
 from gsreal.modelfile import Request, traced_model, write_model
 from gsreal.trace import trace
-from gsreal.trace.recorder import Record, Recorder
+from gsreal.trace.recorder import Record, Recorder, _is_alias
 from gssim.memory import activation_timeline, as_traced, gradient_events
 from gssim.recompute import CPU_RANDOM_STATE_BYTES, recomputed_buffers
 from gssim.scenario import load_model
@@ -562,3 +562,34 @@ def test_a_model_is_not_changed_by_tracing_it():
     model = shipped("resnet-digits")
     assert isinstance(model, Model)
     assert trace(model, where="here").module == model.module
+
+
+# What is streamed ----------------------------------------------------------------------------------------------------
+
+
+def test_what_hands_on_what_it_reads_moves_nothing():
+    aten = torch.ops.aten
+    whole = torch.zeros(4, 4)
+    assert _is_alias(aten._unsafe_view.default, [whole], [aten._unsafe_view.default(whole, [2, 8])])
+    assert not _is_alias(aten.clone.default, [whole], [aten.clone.default(whole)])
+    assert not _is_alias(aten.add_.Tensor, [whole, whole], [whole])  # it writes
+
+
+def test_bytes_are_streamed_by_all_operations_but_products_and_views():
+    """A map of 8 to 16, then GELU, both of 4-byte values: only the latter streams, 2 * 16 * 4 bytes a sample."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(8, 16, bias=False)
+
+        def forward(self, values):
+            return nn.functional.gelu(self.map(values))
+
+    record = Record(["block"], blocks=set())
+    with FakeTensorMode():
+        block, values = Block(), torch.empty(3, 5, 8)
+        with Recorder(record, set()):
+            block(values)
+    assert record.streamed[0, "f"] == 2 * 16 * 4 * 15
+    assert record.bytes_moved[0, "f"] == 4 * (8 * 15 + 8 * 16 + 16 * 15) + 2 * 2 * 16 * 4 * 15

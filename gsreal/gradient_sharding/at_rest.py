@@ -23,6 +23,8 @@ from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.hierarchy import Levels
 from gsreal.gradient_sharding.observer import Observer
 from gsreal.gradient_sharding.partition import Partition
+from gsreal.gradient_sharding.protocol import Kind
+from gsreal.gradient_sharding.waiting import every_rank
 from gsreal.master import master_type
 from gssim.division import Division
 
@@ -49,6 +51,7 @@ class Unit(Bucket):
     ) -> None:
         super().__init__(index, parameters, division, node=levels.node)
         self.name, self.module, self.group, self.observe = name, module, levels.across, observe
+        self._protocol = levels.protocol
         self._lane = lane
         self.is_whole = True
         """Whether the parameters have their values now."""
@@ -99,7 +102,9 @@ class Unit(Bucket):
             self.flat[self.own].copy_(self.shard.detach())
 
         def gather() -> None:
-            all_gather_v(self.flat, self.ranges, group=self.group)
+            tag = self._protocol.tag(Kind.GATHER, self.index)
+            with self._protocol.exchange(label):
+                all_gather_v(self.flat, self.ranges, group=self.group, tag=tag)
 
         if beside:
             self._wait = self._lane.begin(gather)
@@ -269,9 +274,8 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
     for unit in units:
         before = partial(_before_forward, unit, forward.get(unit))
         after = partial(_after_forward, unit, backward.get(unit), kept or unit in root)
-        # what is compiled must not take storage that comes and goes, nor exchanges, into its graphs
-        unit.module.register_forward_pre_hook(torch.compiler.disable(before))
-        unit.module.register_forward_hook(torch.compiler.disable(after))
+        unit.module.register_forward_pre_hook(_UnitHook(unit, before))
+        unit.module.register_forward_hook(_UnitHook(unit, after))
     if units:
         model.register_state_dict_pre_hook(_gather_all)
         model.register_state_dict_post_hook(_copied)
@@ -281,6 +285,22 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
         for module in model.modules():
             if module is not model:
                 module.register_state_dict_pre_hook(partial(_refuse_alone, of_parameter))
+
+
+class _UnitHook:
+    """A hook of a unit's module, which can be neither copied nor saved, as the unit cannot.
+
+    What is compiled must not take storage that comes and goes, nor exchanges, into its graphs.
+    """
+
+    def __init__(self, unit: Unit, call: Callable[..., None]) -> None:
+        self._unit, self._call = unit, torch.compiler.disable(call)
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._unit.__reduce__()
 
 
 def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inputs: Any) -> None:
@@ -328,8 +348,9 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 def _gather_all(model: nn.Module, *_state_dict_and_more: Any) -> None:
-    for unit in units_of(model):
-        unit.gather()
+    with every_rank("state_dict or load_state_dict of a model whose parameters are sharded"):
+        for unit in units_of(model):
+            unit.gather()
 
 
 def _refuse_alone(of_parameter: Mapping[nn.Parameter, Unit], module: nn.Module, *_prefix_and_more: Any) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 
 class Lane:
@@ -33,8 +32,3 @@ class Lane:
 
 def _nothing() -> None:
     """Wait for nothing."""
-
-
-def runs_beside(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the group's exchanges are work of a device: nccl's are; the host has to wait for gloo's."""
-    return device.type == "cuda" and dist.get_backend(group) == "nccl"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gsreal.gradient_sharding.pushed_gradient import PushedGradient
 from gsreal.master import master_type
 from gssim.division import Division
 
@@ -77,6 +78,8 @@ class Bucket:
         """Of all places; once it is reduced in the node, of this rank's."""
         self.missing = set(parameters)
         self._addresses = [(p.data_ptr(), p.shape) for p in parameters]
+        self._stand_ins: dict[nn.Parameter, PushedGradient] = {}
+        """What takes the place of each parameter's gradient once it has been pushed."""
 
     def take_shard(self, *, master: bool = False) -> None:
         """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32.
@@ -113,12 +116,30 @@ class Bucket:
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Move a parameter's gradient into the bucket; where it has none, note that."""
+        if isinstance(parameter.grad, PushedGradient):
+            parameter.grad = parameter.grad.added()
+            if parameter.grad is not None:
+                del self._stand_ins[parameter]  # what was added is in it
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
         if parameter.grad is not None:
             self.reached.add(parameter)
         _copy_gradient(parameter, self.gradient[self.slots[parameter]], self.weight)
-        parameter.grad = None
+        parameter.grad = self._stand_in(parameter) if parameter in self.reached else None
+
+    def _stand_in(self, parameter: nn.Parameter) -> PushedGradient:
+        """Return what takes the place of a gradient."""
+        found = self._stand_ins.get(parameter)
+        if found is None:
+            found = self._stand_ins[parameter] = PushedGradient.of(parameter)
+        found.is_zeroed = False
+        return found
+
+    def clear_stand_ins(self) -> None:
+        """Leave parameters whose gradients were pushed without any, so that autograd has nothing to add the next to."""
+        for parameter in self.reached:
+            if isinstance(parameter.grad, PushedGradient):
+                parameter.grad = None
 
     @property
     def complete(self) -> bool:
@@ -160,6 +181,7 @@ class Bucket:
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """Forget the gradients of the shard; `set_to_none`: else they are zero where there were any."""
+        self.clear_stand_ins()
         self.reached.clear()
         if set_to_none or self.shard.grad is None:
             self.shard.grad = None

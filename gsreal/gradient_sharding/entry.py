@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gsreal.exchanges import backend_of, runs_on_device
 from gsreal.gradient_sharding.at_rest import gather_just_in_time, make_units
-from gsreal.gradient_sharding.beside import runs_beside
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.forward import ForwardWaits
 from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
@@ -19,6 +19,8 @@ from gsreal.gradient_sharding.options import (
     check_options,
     check_parameters,
     checked_shares,
+    described_model,
+    described_optimizer,
     find_groups,
     shards_in_groups,
     unowned,
@@ -92,7 +94,7 @@ def shard_gradients(
     way, each module waiting for its own. Whatever else reads parameters between `step` and the forward (a moving
     average, a norm, `torch.save`) must then call `optimizer.finish()` first, or it finds old values.
 
-    Raises ValueError where parameters, units and options do not fit one another.
+    Raises ValueError where parameters, units and options do not fit one another, or differ between ranks.
     """
     levels = levels_of(mesh, group)
     publish = publish or Publish()
@@ -101,6 +103,8 @@ def shard_gradients(
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
+    for parameter in trained.values():
+        backend_of(levels.across, parameter.device)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     check_parameters(trained, thresholded=thresholded)
     check_factory(optimizer_factory, param_groups, like=next(iter(trained.values())), whole_tensors=whole_tensors)
@@ -115,9 +119,25 @@ def shard_gradients(
         buckets = make_units(model, units, list(trained.values()), levels, partition, observe=observe)
     if partition.idle_owners:
         raise ValueError("whole_tensors: some ranks would own no parameter; take fewer ranks, or other shard_shares")
-    _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
+    names = {parameter: name for name, parameter in trained.items()}
     device = buckets[0].flat.device
-    beside = runs_beside(levels.across, device) if overlap is None else overlap
+    asked = {
+        "ranks": levels.ranks,
+        "parameters": parameters,
+        "shard_shares": shares,
+        "push": push or Push(),
+        "publish": publish,
+        "scaler": scaler is not None,
+        "skip_nonfinite": skip_nonfinite,
+        "point_to_point": point_to_point,
+        "overlap": overlap,
+        "publish_overlaps": publish_overlaps,
+        "whole_tensors": whole_tensors,
+    }
+    said = {name: repr(value) for name, value in asked.items()}
+    levels.check_alike(said | described_model(model, buckets, names), device)
+    _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
+    beside = runs_on_device(levels.across, device) if overlap is None else overlap
     gather_just_in_time(model, kept=parameters == "gathered", prefetch=beside)
     if whole_tensors:
         for bucket in buckets:
@@ -126,14 +146,22 @@ def shard_gradients(
     optimizer = optimizer_factory(shards)
     check_holds(optimizer, shards)
     find_groups(buckets, optimizer)
+    levels.check_alike(described_optimizer(optimizer), device)
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
     waits = overlap is False
-    pusher = Pusher(rules, levels.across, buckets, point_to_point=point_to_point, observe=observe, overlaps=not waits)
+    pusher = Pusher(
+        rules,
+        levels.across,
+        buckets,
+        protocol=levels.protocol,
+        point_to_point=point_to_point,
+        observe=observe,
+        overlaps=not waits,
+    )
     publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, inside=levels.inside)
     if publish_overlaps and parameters == "replicated":
         ForwardWaits(model, list(buckets), publisher)
-    in_node = InNode(levels.inside, device, overlap=beside, observe=observe)
-    names = {parameter: name for name, parameter in trained.items()}
+    in_node = InNode(levels, device, overlap=beside, observe=observe)
     parts = (buckets, optimizer, pusher, publisher, levels, in_node)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
 

@@ -3,8 +3,8 @@
 What is divided how, and who sends how much: [Note: hierarchy] in `gssim.division`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gsreal.gradient_sharding.beside import Lane
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.observer import Observer
 from gsreal.gradient_sharding.partition import Partition
+from gsreal.gradient_sharding.protocol import Kind, Protocol, check_alike
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Levels:
     """The ranks of this one's place, one of each node: they push to one another."""
     inside: dist.ProcessGroup | None = None
     """The ranks of this one's node; None: it is alone in it."""
+    protocol: Protocol = field(default_factory=lambda: Protocol(dist.get_rank()))
+    """Where this rank is in the order of their exchanges."""
 
     @property
     def nodes(self) -> int:
@@ -75,6 +78,10 @@ class Levels:
             if values is not tensor:
                 tensor.copy_(values)
 
+    def check_alike(self, described: Mapping[str, str], device: torch.device) -> None:
+        """Raise ValueError on all ranks where what must be equal on all of them is not, with names (a collective)."""
+        check_alike(described, self.ranks, dist.get_rank(), self.all_reduce, device)
+
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Put all ranks' values of a tensor together."""
         for group in (self.across, self.inside):
@@ -115,9 +122,9 @@ class InNode:
     Beside the compute where `overlap` says so: then a bucket is taken once the next one is complete.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, overlap: bool, observe: Observer):
-        self.group, self.observe = group, observe
-        self.overlaps = overlap and group is not None
+    def __init__(self, levels: Levels, device: torch.device, *, overlap: bool, observe: Observer):
+        self.group, self.protocol, self.observe = levels.inside, levels.protocol, observe
+        self.overlaps = overlap and self.group is not None
         self._lane = Lane(device)
         self._under_way: tuple[Bucket, Tensor, Callable[[], None] | None] | None = None
 
@@ -130,9 +137,9 @@ class InNode:
             return
         label = f"reduce-scatter bucket {bucket.index}"
         labels = (f"issue {label}", "backward") if self.overlaps else (label, "exposed_communication")
-        with self.observe(*labels):
-            part = gradient.new_empty(bucket.elements)
-            wait = self._lane.begin(lambda: reduce_scatter_v(part, gradient, bucket.node_ranges, group=group))
+        with self.observe(*labels), self.protocol.exchange(label):
+            part, tag = gradient.new_empty(bucket.elements), self.protocol.tag(Kind.REDUCE_IN_NODE, bucket.index)
+            wait = self._lane.begin(lambda: reduce_scatter_v(part, gradient, bucket.node_ranges, group=group, tag=tag))
             self._under_way = bucket, part, wait
 
     def take(self) -> Bucket | None:

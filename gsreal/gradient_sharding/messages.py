@@ -44,12 +44,15 @@ class Encoding:
 
     # Sending ---------------------------------------------------------------------------------------------------------
 
-    def pack(self, part: Tensor, flags: Tensor, *, clear: bool = False) -> tuple[Tensor, int]:
+    def pack(
+        self, part: Tensor, flags: Tensor, *, entries: int | None = None, clear: bool = False
+    ) -> tuple[Tensor, int]:
         """Return the message of the elements of `part` where `flags` are set, and their number.
 
-        `clear`: leave zeros in `part` where they were. The flags are used up.
+        `entries`: that number, where it is known. `clear`: leave zeros in `part` where they were. The flags are used
+        up.
         """
-        entries = count(flags)
+        entries = count(flags) if entries is None else entries
         message = self.empty(entries, part.numel(), part.device)
         kind = self.of(entries, part.numel())
         if kind == "dense":
@@ -58,7 +61,7 @@ class Encoding:
         values, places = self._views(message, entries, kind)
         taken = 0
         for first, last in self.scratch.chunks(part.numel()):
-            here = listed(flags[first:last])
+            here = listed(flags[first:last], entries if last - first == part.numel() else None)
             self._take(part[first:last], here, values[taken : taken + here.numel()], clear)
             if kind == "coo":
                 places[taken : taken + here.numel()].copy_(here.add_(first))
@@ -129,7 +132,8 @@ class Encoding:
             return
         taken = 0
         for first, last in self.scratch.chunks(elements):
-            here = listed(self._read_bits(places[first // 8 : -(-last // 8)])[: last - first])
+            flags = self._read_bits(places[first // 8 : -(-last // 8)])[: last - first]
+            here = listed(flags, entries if last - first == elements else None)
             yield here, values[taken : taken + here.numel()], first, last
             taken += here.numel()
 

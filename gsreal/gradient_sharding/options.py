@@ -48,6 +48,32 @@ def checked_shares(
     return tuple(shares)
 
 
+def described_model(model: nn.Module, buckets: Sequence[Bucket], names: Mapping[nn.Parameter, str]) -> dict[str, str]:
+    """Return what of a model and its buckets must be equal on all ranks, in words, by name."""
+    said = {}
+    for bucket in buckets:
+        for parameter in bucket.parameters:
+            said[f"parameter '{names[parameter]}'"] = (
+                f"{_type_of(parameter)} in bucket {bucket.index} of group {bucket.group_index}"
+            )
+    said |= {f"frozen parameter '{n}'": _type_of(p) for n, p in model.named_parameters() if p not in names}
+    return said | {f"buffer '{name}'": _type_of(buffer) for name, buffer in model.named_buffers()}
+
+
+def _type_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def described_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return what of an optimizer must be equal on all ranks: its class, and the options of its groups."""
+    said = {"optimizer": type(optimizer).__name__, "param_groups": str(len(optimizer.param_groups))}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, int | float | str | None) or (isinstance(value, Tensor) and value.numel() == 1):
+                said[f"{key} of group {number}"] = repr(value.item() if isinstance(value, Tensor) else value)
+    return said
+
+
 def unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
     """Return what every rank keeps for itself: buffers and frozen parameters."""
     trained = set(parameters.values())

@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+"""Operations on each piece."""
+
 
 class Part(torch.Tensor):
     """A tensor of which this rank holds some pieces: torch.distributed.checkpoint reads and writes those alone."""
@@ -25,7 +28,13 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse to compute: most of the tensor is elsewhere."""
+        """Copy what is held, as `async_save` does before it writes; refuse to compute: the most is elsewhere."""
+        if func is torch.ops.aten.new_empty.default:  # the pieces follow as an attribute
+            device = (kwargs or {}).get("device")
+            return cls({first: piece.new_empty(0, device=device) for first, piece in args[0].pieces.items()}, args[1])
+        if func in COPIES:
+            pieces = {first: func(piece, *args[1:], **(kwargs or {})) for first, piece in args[0].pieces.items()}
+            return cls(pieces, args[0].shape)
         raise NotImplementedError(f"{func} on a part of a tensor")
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]

@@ -16,14 +16,18 @@ from torch import Tensor
 
 from gsreal.exchanges import (
     Pending,
+    Ranges,
     all_gather_into_tensor,
     all_gather_messages,
     all_gather_v,
+    backend_of,
     broadcast_parts,
+    is_staged,
     post_to_all,
 )
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding
+from gsreal.gradient_sharding.protocol import Kind, own_communicator, with_tag, without_tag
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gsreal.gradient_sharding.scratch import Scratch, count, scratches
 from gssim.plan import Publish, absolute_threshold
@@ -45,9 +49,11 @@ class Publisher:
         inside: dist.ProcessGroup | None = None,
     ) -> None:
         """`inside`: the ranks of this one's node, where it is not alone: they publish to one another after that."""
-        self.inside = inside
-        self.rules, self.overlaps = rules, overlaps
-        self.group, self.point_to_point, self.observe = pusher.group, pusher.point_to_point, pusher.observe
+        backend = backend_of(pusher.group, buckets[0].flat.device)
+        self.inside = None if inside is None else own_communicator(inside, backend)
+        self.rules, self.overlaps, self.protocol = rules, overlaps, pusher.protocol
+        self.group = own_communicator(pusher.group, backend) if buckets[0].is_replica else pusher.group
+        self.point_to_point, self.observe = pusher.point_to_point, pusher.observe
         self.rank, self.ranks = pusher.rank, pusher.ranks
         self.sent = Sent()
         self.encodings: dict[torch.dtype, Encoding] = {}
@@ -85,15 +91,17 @@ class Publisher:
                 self._send(bucket, partial(self._gather, bucket))
             return
         messages, entries = map(list, zip(*(self._thresholded(bucket, optimizer) for bucket in order), strict=True))
-        counts = self._exchange_counts(entries)
-        for bucket, sent in zip(order, counts.unbind(1), strict=True):
-            self._send(bucket, partial(self._exchange, bucket, messages.pop(0), sent.tolist()))
+        with self.protocol.exchange("exchange of publish counts"):
+            counts = self._exchange_counts(order, entries)
+        for bucket, sent in zip(order, zip(*counts, strict=True), strict=True):
+            self._send(bucket, partial(self._exchange, bucket, messages.pop(0), sent))
 
     def wait(self, bucket: Bucket) -> None:
         """Return once a bucket's replica is complete (on a GPU: let the current stream wait for it)."""
         arrival = self._arrivals.pop(bucket, None)
         if arrival is not None:
-            arrival()
+            with self.protocol.exchange(f"publishing of bucket {bucket.index}"):
+                arrival()
 
     @property
     def under_way(self) -> bool:
@@ -107,12 +115,13 @@ class Publisher:
 
     def _send(self, bucket: Bucket, exchange: Callable[[], Callable[[], None]]) -> None:
         """Exchange a bucket's messages now, or begin to; on a GPU in a stream beside that of the compute."""
-        if not self.overlaps:
-            exchange()()
-        elif bucket.flat.is_cuda:
-            self._arrivals[bucket] = self._aside(exchange)
-        else:
-            self._arrivals[bucket] = exchange()
+        with self.protocol.exchange(f"publishing of bucket {bucket.index}"):
+            if not self.overlaps:
+                exchange()()
+            elif bucket.flat.is_cuda:
+                self._arrivals[bucket] = self._aside(exchange)
+            else:
+                self._arrivals[bucket] = exchange()
 
     def _aside(self, exchange: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Do it in a stream of its own, and return what lets the current stream wait for it.
@@ -129,22 +138,29 @@ class Publisher:
 
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
         """Send a whole bucket round; return what ends that."""
+        tag = self.protocol.tag(Kind.PUBLISH, bucket.index)
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
             if not self._posts(bucket):
-                exchange = all_gather_v if self.point_to_point else broadcast_parts
                 if self.ranks > 1 or self.inside is None:
-                    exchange(bucket.flat, bucket.ranges, group=self.group)
+                    self._bring_round(bucket.flat, bucket.ranges, self.group, tag)
                 return partial(self._gather_in_node, bucket)
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
-            pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes)
+            pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes, tag=tag)
         return partial(self._awaited, bucket, pending, _nothing)
 
     def _gather_in_node(self, bucket: Bucket) -> None:
         """Bring the node's ranks one another's places, densely."""
         if self.inside is not None:
-            exchange = all_gather_v if self.point_to_point else broadcast_parts
+            tag = self.protocol.tag(Kind.PUBLISH_IN_NODE, bucket.index)
             with self.observe(f"publish bucket {bucket.index} in the node", "exposed_communication"):
-                exchange(bucket.whole, bucket.node_ranges, group=self.inside)
+                self._bring_round(bucket.whole, bucket.node_ranges, self.inside, tag)
+
+    def _bring_round(self, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:
+        """Bring every owner's range to all, by messages or by the backend's broadcasts."""
+        if self.point_to_point:
+            all_gather_v(flat, ranges, group=group, tag=tag)
+        else:
+            broadcast_parts(flat, ranges, group=group)
 
     def _posts(self, bucket: Bucket) -> bool:
         """Return whether messages are posted now and waited for later; a GPU's stream waits without holding us up."""
@@ -171,17 +187,21 @@ class Publisher:
             dense = encoding.of(entries, replica.numel()) == "dense"
             return (replica if dense else encoding.pack(replica, flags)[0]), entries
 
-    def _exchange_counts(self, entries: Sequence[int]) -> Tensor:
+    def _exchange_counts(self, buckets: Sequence[Bucket], entries: Sequence[int]) -> list[list[int]]:
         """Return how many entries each rank sends (rows) of each bucket (columns)."""
+        device, tags = buckets[0].flat.device, [self.protocol.tag(Kind.PUBLISH_COUNTS, each.index) for each in buckets]
+        if is_staged(self.group, device):
+            device = torch.device("cpu")
         with self.observe("counts publish", "exposed_communication"):
-            counts = torch.zeros(self.ranks, len(entries), dtype=torch.int64)
-            counts[self.rank] = torch.tensor(entries)
-            all_gather_into_tensor(counts, counts[self.rank], group=self.group)
-        return counts
+            counts = torch.zeros(self.ranks, len(entries), dtype=torch.int64, device=device)
+            counts[self.rank] = torch.tensor(with_tag(entries, tags), device=device)
+            all_gather_into_tensor(counts, counts[self.rank], group=self.group, tag=tags[0])
+            return [without_tag(row, tags) for row in counts.tolist()]
 
     def _exchange(self, bucket: Bucket, own: Tensor, entries: Sequence[int]) -> Callable[[], None]:
         """Send everybody's messages of a bucket round; return what ends that and brings them to the replica."""
         encoding, parts = self.encodings[bucket.flat.dtype], [bucket.flat[slice(*places)] for places in bucket.ranges]
+        tag = self.protocol.tag(Kind.PUBLISH, bucket.index)
         dense = [encoding.of(n, part.numel()) == "dense" for n, part in zip(entries, parts, strict=True)]
         messages = [
             part if dense[i] else own if i == self.rank else encoding.empty(entries[i], part.numel(), own.device)
@@ -198,10 +218,10 @@ class Publisher:
         size = bucket.flat.nbytes
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
             if not self._posts(bucket):
-                sent = all_gather_messages(messages, group=self.group, declared_bytes=size)
+                sent = all_gather_messages(messages, group=self.group, declared_bytes=size, tag=tag)
                 self.sent.bytes_of[bucket.index] += sent
                 return put
-            pending = post_to_all(messages, group=self.group, declared_bytes=size, data_dependent=True)
+            pending = post_to_all(messages, group=self.group, declared_bytes=size, data_dependent=True, tag=tag)
         self.sent.bytes_of[bucket.index] += (self.ranks - 1) * messages[self.rank].nbytes
         return partial(self._awaited, bucket, pending, put)
 

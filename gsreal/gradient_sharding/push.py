@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gsreal.exchanges import Pending, all_to_all_v
+from gsreal.exchanges import Pending, all_to_all_v, is_staged
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.messages import Encoding
 from gsreal.gradient_sharding.observer import Observer
+from gsreal.gradient_sharding.protocol import Kind, Protocol, with_tag, without_tag
 from gsreal.gradient_sharding.residuals import PRECISIONS, Accumulated, Residual
-from gsreal.gradient_sharding.scratch import scratches
+from gsreal.gradient_sharding.scratch import is_on_host, scratches
 from gsreal.gradient_sharding.thresholds import Part, Thresholds, mark, within
 from gssim import shares
 from gssim.plan import Push
@@ -66,11 +67,13 @@ class Pusher:
         group: dist.ProcessGroup,
         buckets: Sequence[Bucket],
         *,
+        protocol: Protocol,
         point_to_point: bool,
         observe: Observer,
         overlaps: bool = True,
     ) -> None:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
+        self.protocol = protocol
         self.overlaps = overlaps
         """Whether the backward goes on while a push is under way."""
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -118,12 +121,13 @@ class Pusher:
         if self.ranks == 1:
             return  # nothing is left to push
         self._count(bucket, sends)
-        counts = self._exchange_counts([entries for _, entries in sends], label)
-        with self.observe(f"post push {label}", "exposed_communication"):
-            self._incoming = self._posted(bucket, total, [message for message, _ in sends], counts)
-        if not self.overlaps:
-            with self.observe(f"push {label}", "exposed_communication"):
-                self._incoming.pending.end()
+        with self.protocol.exchange(f"push of {label}"):
+            counts = self._exchange_counts([entries for _, entries in sends], bucket)
+            with self.observe(f"post push {label}", "exposed_communication"):
+                self._incoming = self._posted(bucket, total, [message for message, _ in sends], counts)
+            if not self.overlaps:
+                with self.observe(f"push {label}", "exposed_communication"):
+                    self._incoming.pending.end()
 
     def _pay(self, bucket: Bucket) -> None:
         residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
@@ -180,6 +184,7 @@ class Pusher:
                 accumulated.pieces, encoding.scratch, step=step, scale=self.loss_scale
             )
         accumulated.release()
+        counts = self._counts(bucket, accumulated, thresholds)
         found: list[Message] = []
         for owner, (first, last) in enumerate(bucket.ranges):
             if owner == self.rank:
@@ -187,22 +192,49 @@ class Pusher:
                 continue
             part = accumulated.part(first, last)
             flags = mark(part, within(thresholds, first, last), encoding.scratch)
-            found.append(encoding.pack(part, flags, clear=residual is not None))
+            found.append(encoding.pack(part, flags, entries=counts[owner], clear=residual is not None))
         accumulated.finish()
         return found
 
-    def _exchange_counts(self, entries: list[int], label: str) -> list[int | None]:
+    def _counts(self, bucket: Bucket, accumulated: Accumulated, thresholds: Sequence[Part]) -> Sequence[int | None]:
+        """Return how many entries go to each owner, where the device has to be waited for to know: once for all.
+
+        On the host, each is known as it is packed (None).
+        """
+        scratch = self.encodings[bucket.flat.dtype].scratch
+        if is_on_host(scratch.flags):
+            return [None] * self.ranks
+        counts = torch.zeros(self.ranks, dtype=torch.int64, device=scratch.flags.device)
+        for owner, (first, last) in enumerate(bucket.ranges):
+            if owner != self.rank:
+                flags = mark(accumulated.part(first, last), within(thresholds, first, last), scratch)
+                counts[owner] = flags.count_nonzero()
+        found: list[int] = counts.tolist()
+        return found
+
+    def _exchange_counts(self, entries: list[int], bucket: Bucket) -> list[int | None]:
         """Tell every owner how many entries come, and learn the same from everybody; dense pushes need not."""
         if not self.thresholds_now:
             return [None] * self.ranks
-        with self.observe(f"counts {label}", "exposed_communication"):
-            outgoing = torch.tensor(entries, dtype=torch.int64).split(1)
-            incoming = torch.zeros(self.ranks, dtype=torch.int64)
+        tag, device = self.protocol.tag(Kind.PUSH_COUNTS, bucket.index), bucket.flat.device
+        if is_staged(self.group, device):
+            device = torch.device("cpu")
+        with self.observe(f"counts bucket {bucket.index}", "exposed_communication"):
+            tags = [tag] * self.ranks
+            outgoing = torch.tensor(with_tag(entries, tags), dtype=torch.int64, device=device)
+            incoming = torch.zeros(self.ranks, dtype=torch.int64, device=device)
+            incoming[self.rank] = outgoing[self.rank]
+            sends, receives = ([*counts.split(1)] for counts in (outgoing, incoming))
             size = 8 * (self.ranks - 1)
             all_to_all_v(
-                outgoing, incoming.split(1), group=self.group, declared_bytes=size, point_to_point=self.point_to_point
+                sends,
+                receives,
+                group=self.group,
+                declared_bytes=size,
+                point_to_point=self.point_to_point,
+                tag=tag,
             ).wait()
-        return [int(count) for count in incoming]
+            return [*without_tag(incoming.tolist(), tags)]
 
     def _posted(self, bucket: Bucket, total: Tensor, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
         elements, flat = bucket.shard.numel(), bucket.flat
@@ -223,6 +255,7 @@ class Pusher:
             declared_bytes=(bucket.elements - elements) * flat.element_size(),
             data_dependent=self.thresholds_now,
             point_to_point=self.point_to_point,
+            tag=self.protocol.tag(Kind.PUSH, bucket.index),
         )
         return _Incoming(bucket, total, pending, messages)
 
@@ -232,7 +265,7 @@ class Pusher:
         if incoming is None:
             return
         label = f"bucket {incoming.bucket.index}"
-        with self.observe(f"wait push {label}", "exposed_communication"):
+        with self.observe(f"wait push {label}", "exposed_communication"), self.protocol.exchange(f"push of {label}"):
             incoming.pending.wait()
         with self.observe(f"add {label}", "compression"):
             self._add(incoming)

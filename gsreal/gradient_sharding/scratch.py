@@ -50,12 +50,20 @@ def scratches(buckets: Sequence[Bucket]) -> dict[torch.dtype, Scratch]:
 
 def count(flags: Tensor) -> int:
     """Return how many flags are set; on a CPU by numpy, which is several times as fast."""
-    return int(flags.count_nonzero()) if flags.is_cuda else int(np.count_nonzero(flags.numpy()))
+    return int(np.count_nonzero(flags.numpy())) if is_on_host(flags) else int(flags.count_nonzero())
 
 
-def listed(flags: Tensor) -> Tensor:
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether numpy can look at a tensor."""
+    return tensor.device.type == "cpu"
+
+
+def listed(flags: Tensor, entries: int | None = None) -> Tensor:
     """Return the places of the flags that are set, as int64; numpy's list takes a chunk's worth of the host's memory.
 
-    torch's goes by a branch for each element, which costs several times as much where many are set.
+    torch's goes by a branch for each element, which costs several times as much where many are set. `entries`: how many
+    are set, where that is known: then a device need not be waited for.
     """
-    return flags.nonzero().view(-1) if flags.is_cuda else torch.from_numpy(np.flatnonzero(flags.numpy()))
+    if is_on_host(flags):
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return (flags.nonzero() if entries is None else torch.nonzero_static(flags, size=entries)).view(-1)

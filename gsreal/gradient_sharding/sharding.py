@@ -1,5 +1,7 @@
 """The optimizer that `shard_gradients` returns, and the hooks by which it takes gradients out of the backward."""
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,16 +18,23 @@ from gsreal.gradient_sharding.migration import migrate
 from gsreal.gradient_sharding.pieces import pass_over_absent
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
+from gsreal.gradient_sharding.pushed_gradient import PushedGradient
+from gsreal.gradient_sharding.waiting import called_by_torchs_state_dict, every_rank
 from gsreal.gradient_sharding.watch import Watch
 from gssim import shares as share_solver
+
+BACKWARD = "a backward, and what it pushes"
 
 
 class GradientSharding(torch.optim.Optimizer):
     """The optimizer that `shard_gradients` returns: used like any of torch's.
 
     Its `param_groups` are those of the optimizer inside, over this rank's shards: schedulers and `GradScaler` work on
-    them. Gradients of the model's parameters are None after each backward, for they have gone to their owners:
-    `clip_grad_norm_` here, not torch's, sees them all.
+    them. Gradients of the model's parameters have gone to their owners after each backward: `clip_grad_norm_` here sees
+    them all, and torch's raises an error. `model.zero_grad()` discards what was pushed, as `zero_grad` here does.
+
+    Every rank makes the same number of steps, and of backwards outside `no_sync` between two of them. A rank that makes
+    none between two steps pushes zeros in `step`.
     """
 
     def __init__(
@@ -60,18 +69,37 @@ class GradientSharding(torch.optim.Optimizer):
         self.weights = self._weights
         self._next = 0
         self._collecting = True
-        self._in_backward = False
+        self._backwards: set[int] = set()
+        """The backward that goes on, and those inside it, by autograd's numbers."""
+        self._leaves = True
+        """Whether gradients are pushed in the backward that goes on."""
         for bucket in buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+        if len(names) == 1:  # once it has its next gradient, nothing shows whether it had lost the one before
+            next(iter(names)).register_hook(lambda _gradient: self._discard_if_removed())
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Each rank's part of the step's loss terms: what its mean gradient counts. Even until it is set."""
+        """Each rank's part of the step's loss terms: what its mean gradient counts. Even until it is set.
+
+        The parts sum to 1: of 48 samples, (32 / 48, 16 / 48).
+        """
         return self._weights
 
     @weights.setter
-    def weights(self, weights: tuple[float, ...]) -> None:
+    def weights(self, weights: Sequence[float]) -> None:
+        weights = tuple(float(weight) for weight in weights)
+        ranks, total = len(self.levels.ranks), sum(weights)
+        if (
+            len(weights) != ranks
+            or not all(weight >= 0 for weight in weights)
+            or not math.isclose(total, 1, abs_tol=1e-6)
+        ):
+            raise ValueError(
+                f"weights must be {ranks} fractions that sum to 1, every rank's part of the step's samples, not "
+                f"{weights}: divide what every rank has by what all have together"
+            )
         self._weights = weights
         self.pusher.weights, in_node = self.levels.weigh(weights)
         for bucket in self.buckets:
@@ -101,21 +129,68 @@ class GradientSharding(torch.optim.Optimizer):
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
-            if not self._in_backward:
-                self._begin_backward()
-            if self._collecting:
+            backward = torch._C._current_graph_task_id()
+            if backward not in self._backwards:
+                self._begin_backward(backward)
+            if self._leaves:
                 self._check_gradient(parameter, bucket)
-            bucket.take(parameter, leaves=self._collecting)
-            if self._collecting:
-                self._push_complete()
+            bucket.take(parameter, leaves=self._leaves)
+            if self._leaves:
+                with every_rank(BACKWARD):
+                    self._push_complete()
 
         return collect
 
-    def _begin_backward(self) -> None:
-        self._in_backward = True
+    def _begin_backward(self, backward: int) -> None:
+        if _is_inside_another():
+            if self._collecting:
+                raise RuntimeError(
+                    "a backward inside a backward (reentrant checkpointing) would push all gradients each time: "
+                    "checkpoint with use_reentrant=False"
+                )
+            if self._backwards:
+                self._backwards.add(backward)
+                return
+        self._check_no_interruption()
+        if len(self.names) > 1:
+            self._discard_if_removed()
+        self.publisher.finish()  # what no module has waited for uses the memory that pushes use
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._backwards.add(backward)
+        self._leaves = self._collecting
+        if self._leaves:
+            for bucket in self.buckets:
+                bucket.clear_stand_ins()
+        self._take_loss_scale()
+
+    def _take_loss_scale(self) -> None:
         if self.scaler is not None:
             self.pusher.loss_scale = self.scaler.get_scale()
+
+    def _check_no_interruption(self) -> None:
+        """Raise RuntimeError where a backward was begun that never ended, or nothing can be exchanged any more."""
+        self.levels.protocol.check()
+        if self._backwards:
+            raise RuntimeError(
+                "an exception has ended the last backward: its gradients are incomplete, and other ranks may wait for "
+                "them; call zero_grad() of what shard_gradients returned on every rank, then make the backward again"
+            )
+
+    def _discard_if_removed(self) -> None:
+        """Forget what was pushed since the last step if the model's own `zero_grad` has been called after that.
+
+        Raises RuntimeError where it was one parameter's gradient that was removed.
+        """
+        pushed = [parameter for bucket in self.buckets for parameter in bucket.reached]
+        stand_ins = [isinstance(p.grad, PushedGradient) and not p.grad.is_zeroed for p in pushed]
+        gone = [p for p, there in zip(pushed, stand_ins, strict=True) if not there and _is_none_or_zeroed(p)]
+        if gone and any(stand_ins):
+            raise RuntimeError(
+                f"{self.names[gone[0]]}: its gradient was removed, but it has been pushed with those of the other "
+                "parameters; freeze it before the backward, or discard all with zero_grad"
+            )
+        if gone:
+            self._discard(set_to_none=gone[0].grad is None)
 
     def _check_gradient(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Raise RuntimeError where a gradient would be lost: it has a graph of its own, or comes twice."""
@@ -149,19 +224,50 @@ class GradientSharding(torch.optim.Optimizer):
 
     def _end_backward(self) -> None:
         """Finish a backward's pushes, without the gradients of parameters that got none."""
-        self._in_backward = False
         for bucket in self.buckets[self._next :]:
-            bucket.end_backward(leaves=self._collecting)
-        if self._collecting:
-            self._push_complete()
-            self._push_reduced()
-            self.pusher.drain()
+            bucket.end_backward(leaves=self._leaves)
+        if self._leaves:
+            with every_rank(BACKWARD):
+                self._push_complete()
+                self._push_reduced()
+                self.pusher.drain()
+            self.levels.protocol.pushes += 1
+        self._expect_backward()
+        if self.scaler is not None and self._leaves:
+            self._tell_scaler()
+
+    def _expect_backward(self) -> None:
+        """Wait for the next backward's gradients."""
+        self._backwards.clear()
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
             bucket.show_gradients()
-        if self.scaler is not None and self._collecting:
-            self._tell_scaler()
+
+    def _end_backwards(self) -> None:
+        """Push what is left to push before a step: all that there is, or zeros, if no backward has pushed anything.
+
+        Other ranks wait for that. Raises RuntimeError where it cannot be done.
+        """
+        self._check_no_interruption()
+        self._discard_if_removed()
+        left = [p for bucket in self.buckets for p in bucket.parameters if _has_own_gradient(p)]
+        if self.levels.protocol.pushes:
+            if left:
+                raise RuntimeError(
+                    f"{self.names[left[0]]}: its gradient was not pushed; make the last backward before a step outside "
+                    "no_sync"
+                )
+        elif left or len(self.levels.ranks) > 1:
+            if not all(bucket.is_replica for bucket in self.buckets):
+                raise RuntimeError(
+                    "no gradients were pushed since the last step. Where parameters are sharded, every rank must make "
+                    "every backward, in which the others gather parameters: where a batch is not to count, multiply "
+                    "its loss by 0"
+                )
+            self._leaves = True
+            self._take_loss_scale()
+            self._end_backward()
 
     def _tell_scaler(self) -> None:
         """Let every rank's scaler find what one owner found: each looks at its own shard alone."""
@@ -207,7 +313,9 @@ class GradientSharding(torch.optim.Optimizer):
         As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError where the norm is not
         finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` where there is one.
         """
-        norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
+        self._end_backwards()
+        with every_rank("clip_grad_norm_"):
+            norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
         clip(self._gradients(), norm, max_norm)
@@ -243,18 +351,22 @@ class GradientSharding(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own shard and publish it; the gradients are used up. Returns what `closure` does, called once."""
+        if called_by_torchs_state_dict():
+            return None  # it would make state by a step; state_dict says what to call
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.finish()
         self._check_parameters()
+        self._end_backwards()
         self.watch.adopt_writes()
         if self._is_spoilt():
             self._forget_shard_gradients(set_to_none=True)
             self.pusher.drop_broken()
         else:
             self._update()
+        self.levels.protocol.end_step()
         return loss
 
     def _update(self) -> None:
@@ -265,7 +377,8 @@ class GradientSharding(torch.optim.Optimizer):
             self._forget_shard_gradients(set_to_none=True)
             self.publisher.write_back(self.buckets)
         self.pusher.end_step()
-        self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
+        with every_rank("step"):
+            self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
 
     def finish(self) -> None:
         """Wait until this replica has all that was published, which may still be under way when `step` returns.
@@ -288,14 +401,30 @@ class GradientSharding(torch.optim.Optimizer):
         """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`.
 
         Not `set_to_none`: parameters that had gradients have zero ones in the next step, so that momentum and decay go
-        on where a backward does not reach them.
+        on where a backward does not reach them. After an exception in a backward, this pushes what other ranks wait
+        for, so that all can make it again.
         """
-        for bucket in self.buckets:
-            bucket.zeroed = set() if set_to_none else bucket.zeroed | bucket.updated | bucket.reached
-        self._forget_shard_gradients(set_to_none=set_to_none)
+        if self._backwards and torch._C._current_graph_task_id() == NO_BACKWARD:
+            self._end_interrupted()
+        self._discard(set_to_none=set_to_none)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
+
+    def _discard(self, *, set_to_none: bool) -> None:
+        """Forget what was pushed since the last step."""
+        for bucket in self.buckets:
+            bucket.zeroed = set() if set_to_none else bucket.zeroed | bucket.updated | bucket.reached
+        self._forget_shard_gradients(set_to_none=set_to_none)
+
+    def _end_interrupted(self) -> None:
+        """End a backward in which an exception was raised; nothing is exchanged where an exchange has raised it."""
+        if self._leaves and not self.levels.protocol.failed:
+            self._end_backward()
+        else:
+            for bucket in self.buckets:
+                bucket.gradient = None
+            self._expect_backward()
 
     def _forget_shard_gradients(self, *, set_to_none: bool) -> None:
         for bucket in self.buckets:
@@ -310,8 +439,14 @@ class GradientSharding(torch.optim.Optimizer):
         As torch.distributed.checkpoint.state_dict's full dictionaries. The model's own `state_dict` has its
         parameters: replicas are whole. Where state should stay where it is, save `sharded()`.
         """
+        if called_by_torchs_state_dict():
+            raise RuntimeError(
+                "get_optimizer_state_dict looks for the model's parameters in param_groups, where this optimizer has "
+                "shards: take optimizer.state_dict(), which is whole and by parameter name, or save optimizer.sharded()"
+            )
         self.finish()
-        return state.whole(self)
+        with every_rank("the optimizer's state_dict"):
+            return state.whole(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
@@ -350,3 +485,34 @@ class GradientSharding(torch.optim.Optimizer):
         if hasattr(self, "buckets"):
             raise RuntimeError("groups cannot be added later: give them all to shard_gradients as param_groups")
         super().add_param_group(param_group)
+
+
+NO_BACKWARD = -1
+"""autograd's number of the backward that goes on where none does."""
+RUNS_BACKWARD = getattr(torch.autograd.graph._engine_run_backward, "__code__", None)
+"""Of the function by which every backward is run."""
+IN_BACKWARD = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
+"""Of the function by which a backward calls those that are written in Python."""
+
+
+def _is_inside_another() -> bool:
+    """Return whether the backward that goes on was begun inside another one, which may run in another thread."""
+    runs, frame = 0, sys._getframe()
+    while frame is not None:
+        if frame.f_code is RUNS_BACKWARD:
+            runs += 1
+        if runs > 1 or (runs and frame.f_code is IN_BACKWARD):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _is_none_or_zeroed(parameter: nn.Parameter) -> bool:
+    gradient = parameter.grad
+    return gradient is None or (isinstance(gradient, PushedGradient) and gradient.is_zeroed)
+
+
+def _has_own_gradient(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has a gradient that was not pushed."""
+    gradient = parameter.grad
+    return gradient is not None and parameter.requires_grad and not isinstance(gradient, PushedGradient)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gsreal.gradient_sharding.scratch import Scratch
+from gsreal.gradient_sharding.scratch import Scratch, is_on_host
 from gssim.encodings import SAMPLE_ELEMENTS
 from gssim.plan import Push
 
@@ -99,7 +99,7 @@ def _distance(least: int) -> int:
 
 def _kth_largest(sample: Tensor, k: int) -> float:
     """Return the k-th largest of a sample, which is put in another order."""
-    if sample.is_cuda:
+    if not is_on_host(sample):
         return float(sample.kthvalue(sample.numel() - k + 1).values)
     values = sample.numpy()
     values.partition(len(values) - k)

@@ -157,7 +157,7 @@ def backend_data(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(lab: Lab, settings: Settings, *, shaped: bool = False) -> dict[str, Any]:
-    with scratch_folder("gsreal-") as folder:
+    with scratch_folder("gsreal-run-") as folder:
         made = Path(folder, "measured.json")
         arguments = [json.dumps(asdict(settings)), str(made)]
         with unwinding(), built(lab.network, shaped=shaped) as network:

@@ -81,7 +81,7 @@ def run_lab(
     """
     lab = lab_of(loaded.scenario.cluster, where=loaded.file)
     _warn_of_other_labs()
-    with scratch_folder("gsreal-") as folder:
+    with scratch_folder("gsreal-run-") as folder:
         made = Path(folder, "measured.json")
         arguments = [loaded.file, json.dumps(overrides), str(made), str(trace.absolute()) if trace else "", "", "0"]
         with unwinding(), built(lab.network) as network:

@@ -45,7 +45,7 @@ class Emulation:
     """How the lab makes a core of its machine into such a device. All costs are those of the device at this share."""
 
     cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of a core's time in which the device computes."""
+    """Part of a core's time in which the device computes; the lab makes devices of 0.01 at least."""
     processor: str | None = None
     """The machine's processor when the costs were measured; absent: they are not."""
     cores: PositiveInt | None = None

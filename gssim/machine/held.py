@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from gssim.program import Task
 
 
+NOISE_BYTES = 1e-3
+"""Expected sizes of messages are fractions, and what is taken and given back of these in another order leaves rounding
+errors: less than this is nothing."""
+
+
 class Memory:
     """What one rank holds: by category, and at its worst moment."""
 
@@ -35,8 +40,12 @@ class Memory:
         need = self._transient[stream]
         self._transient[stream] = NOTHING
         for category, size in need.kept:
-            self.held[category] = self.held.get(category, 0.0) + size
-            self._held_bytes += size
+            self._keep(category, size)
+
+    def _keep(self, category: str, size_bytes: float) -> None:
+        held = self.held.get(category, 0.0) + size_bytes
+        self.held[category] = held if abs(held) > NOISE_BYTES else 0.0
+        self._held_bytes += size_bytes
 
     def through(self, tasks: "Iterable[Task]") -> "Memory":
         """Return itself after tasks of the compute stream, one after another."""
@@ -46,7 +55,6 @@ class Memory:
             if self._held_bytes + beside + need.peak_bytes > self.peak_bytes:
                 self.begin("compute", need)
             for category, size in need.kept:
-                self.held[category] = self.held.get(category, 0.0) + size
-                self._held_bytes += size
+                self._keep(category, size)
         self._transient["compute"] = NOTHING
         return self

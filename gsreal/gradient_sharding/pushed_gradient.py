@@ -1,0 +1,82 @@
+"""What stands in a parameter's `grad` once its gradient has been pushed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ALLOWED = frozenset(
+    {
+        "__get__",  # shape, dtype, device, and whatever else is asked without computing
+        "__deepcopy__",
+        "__format__",
+        "__repr__",
+        "__set__",
+        "_has_compatible_shallow_copy_type",
+        "clone",
+        "contiguous",
+        "cpu",
+        "cuda",
+        "detach",
+        "detach_",
+        "dim",
+        "double",
+        "element_size",
+        "float",
+        "half",
+        "bfloat16",
+        "is_complex",
+        "is_floating_point",
+        "nelement",
+        "numel",
+        "requires_grad_",
+        "size",
+        "to",
+        "type",
+    }
+)
+"""Functions of a tensor that go on with zeros: what `Module.to` and `Module.zero_grad` call."""
+
+
+class PushedGradient(torch.Tensor):
+    """An empty sparse gradient, to which a later backward adds; to compute with it is refused.
+
+    So what reads `parameter.grad` (torch's `clip_grad_norm_`, say) raises an error instead of finding nothing, and a
+    gradient that is no longer there shows that somebody has discarded it.
+    """
+
+    is_zeroed: bool
+    """Whether `zero_` was called: `Module.zero_grad(set_to_none=False)`."""
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> "PushedGradient":
+        """Return what takes the place of a parameter's gradient."""
+        places = torch.empty(parameter.dim(), 0, dtype=torch.int64, device=parameter.device)
+        values = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        made = torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
+        made.__class__ = PushedGradient  # as_subclass takes no sparse tensors
+        assert isinstance(made, PushedGradient)
+        made.is_zeroed = False
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to compute."""
+        name = getattr(func, "__name__", "")
+        if name == "zero_":
+            args[0].is_zeroed = True
+            return args[0]
+        if name not in ALLOWED and not isinstance(func, torch._ops.OpOverload):  # those are autograd's own additions
+            raise RuntimeError(
+                f"{name} of a gradient that was pushed to its owners in the backward: no rank has it whole. Clip with "
+                "the clip_grad_norm_ of what shard_gradients returned"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def added(self) -> Tensor | None:
+        """Return what later backwards added, which only sparse gradients are added in place to; None: nothing."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self._nnz():
+                return None
+            return torch.sparse_coo_tensor(self._indices(), self._values(), self.shape, check_invariants=False)
