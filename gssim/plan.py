@@ -158,7 +158,8 @@ class Plan:
     are left out are named in the Result, as `idle_devices`."""
     dp_replicate: PositiveInt | None = None
     """Replicas of what is sharded, or of the whole model. Absent: what the other axes leave of the ranks, for methods
-    that replicate; else 1. The sizes of all axes multiply to the number of ranks."""
+    that replicate, and for `zero2` and `zero3` where `dp_shard` is given; else 1. The sizes of all axes multiply to
+    the number of ranks."""
     dp_shard: PositiveInt | None = None
     """Ranks among which state is sharded. Absent: what the other axes leave, for methods that shard; else 1."""
     tp: PositiveInt = 1
