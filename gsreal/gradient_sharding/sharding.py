@@ -313,8 +313,8 @@ class GradientSharding(torch.optim.Optimizer):
         As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError where the norm is not
         finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` where there is one.
         """
-        self._end_backwards()
         with every_rank("clip_grad_norm_"):
+            self._end_backwards()
             norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
@@ -359,7 +359,8 @@ class GradientSharding(torch.optim.Optimizer):
                 loss = closure()
         self.finish()
         self._check_parameters()
-        self._end_backwards()
+        with every_rank("step"):
+            self._end_backwards()
         self.watch.adopt_writes()
         if self._is_spoilt():
             self._forget_shard_gradients(set_to_none=True)
