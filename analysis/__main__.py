@@ -52,7 +52,7 @@ def compare_command(
     if not joined.pairs:
         raise UserError(
             f"{', '.join(map(str, results))}: nothing to compare: {_sides(joined)}; "
-            "needed: results of both sides with the same scenario_id"
+            "needed: results of both sides with the same scenario_id (predict with `gssim run` or `gssim sweep --out`)"
         )
     comparison = compare(joined.pairs)
     groups = group_table(comparison)
@@ -280,15 +280,22 @@ def study_cells(row: "Row") -> tuple[str, ...]:
     )
 
 
+MOST_NAMED = 5
+"""Results that are named one by one."""
+
+
 def _tell(joined: "Joined", skipped: int) -> None:
     """Say on stderr what is not in the comparison, and why."""
     if skipped:
         _say(f"{skipped} other JSON file{'s' if skipped > 1 else ''} skipped")
     for older, newer in joined.superseded:
         _say(f"{older.path}: superseded by the newer {newer.path} (same scenario_id, {newer.result.source})")
-    for file in joined.unmatched:
-        missing = "measurement" if file.result.source == "simulated" else "prediction"
-        _say(f"{file.path}: unmatched: no {missing} of scenario {file.result.scenario_id}")
+    for source, missing in (("simulated", "measurement"), ("measured", "prediction")):
+        alone = [file for file in joined.unmatched if file.result.source == source]
+        for file in alone[:MOST_NAMED]:
+            _say(f"{file.path}: unmatched: no {missing} of scenario {file.result.scenario_id}")
+        if len(alone) > MOST_NAMED:
+            _say(f"{len(alone) - MOST_NAMED} more {source} Results are unmatched: no {missing} of their scenarios")
 
 
 def _say(text: str) -> None:

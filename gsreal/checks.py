@@ -20,6 +20,11 @@ def check_real(loaded: Loaded) -> None:
     check_stages(ours, where=where)
     check_evaluation(ours, where=where)
     check_overlap(ours, where=where)
+    if ours.plan.zero1_implementation != "torch":
+        raise UserError(
+            f"{where}: plan.zero1_implementation = '{ours.plan.zero1_implementation}': can be predicted, but not run; "
+            "allowed: 'torch'"
+        )
 
 
 def check_precision(scenario: Scenario, *, where: str) -> None:

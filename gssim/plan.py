@@ -158,7 +158,8 @@ class Plan:
     are left out are named in the Result, as `idle_devices`."""
     dp_replicate: PositiveInt | None = None
     """Replicas of what is sharded, or of the whole model. Absent: what the other axes leave of the ranks, for methods
-    that replicate; else 1. The sizes of all axes multiply to the number of ranks."""
+    that replicate, and for `zero2` and `zero3` where `dp_shard` is given; else 1. The sizes of all axes multiply to
+    the number of ranks."""
     dp_shard: PositiveInt | None = None
     """Ranks among which state is sharded. Absent: what the other axes leave, for methods that shard; else 1."""
     tp: PositiveInt = 1
@@ -175,6 +176,10 @@ class Plan:
     """When gradients leave a device under accumulation. Absent: the method's."""
     optimizer_state: OptimizerPolicy | None = None
     """Whole on every rank, or on the owners alone. Absent: the method's."""
+    zero1_implementation: Literal["torch", "deepspeed"] = "torch"
+    """Of `zero1`. `torch`: ZeroRedundancyOptimizer updates whole tensors, each broadcast by the rank that updates it.
+    `deepspeed`: all parameters lie in one flat buffer, padded, of which each rank updates an even part, with a master
+    copy of it whatever the precision; parts are all-gathered in buckets of 5e8 elements (predicted only)."""
     push: Push = field(default_factory=Push)
     """What is sent to owners."""
     publish: Publish = field(default_factory=Publish)

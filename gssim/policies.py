@@ -152,8 +152,9 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
     """Return the plan's policies on a cluster: the method's presets, overridden by what the user set.
 
     The axes together take `plan.ranks` ranks, or all `devices`; `single` takes one. The method's own axis, where the
-    user does not size it, takes what the others leave. Methods of two levels take the devices of a host on one axis and
-    the hosts on the other; `hosts` names each device's. Raises UserError where the axes do not make that number.
+    user does not size it, takes what the others leave; where it is sized, `dp_replicate` does, if the method can have
+    replicas. Methods of two levels take the devices of a host on one axis and the hosts on the other; `hosts` names
+    each device's. Raises UserError where the axes do not make that number.
     """
     preset = {"partition": "data", "gradient_sync": "step"} | PRESETS[plan.method]
     policies: dict[str, Any] = {
@@ -198,7 +199,8 @@ def _absent_axes(plan: Plan) -> list[str]:
     if plan.method in TWO_LEVELS:
         return [name for name in DATA_AXES if name not in sized]
     own = DATA_AXIS.get(plan.method, "dp_shard")
-    replicates = plan.gradients == "all-reduce"  # what cuts the model into slices or stages can have replicas then
+    # what shards state, or cuts the model into slices or stages, can have replicas whose gradients are all-reduced
+    replicates = (plan.gradients or PRESETS[plan.method]["gradients"]) in ("all-reduce", "reduce-scatter")
     return [name for name in (own, *(["dp_replicate"] if replicates else [])) if name not in sized][:1]
 
 
@@ -228,8 +230,6 @@ def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
         return f"a product of {ranks}"
     own = DATA_AXIS.get(plan.method, "dp_shard")
     found = [f"plan.{own} = {times * axes[own]}"]
-    if PRESETS[plan.method]["gradients"] == "reduce-scatter":
-        found.append(f"plan.dp_replicate = {times * axes['dp_replicate']}")
     if own in ("tp", "pp"):
         found.append("method 'ddp' or 'zero1' for replicas")
     return ", ".join(found)

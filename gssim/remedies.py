@@ -137,6 +137,7 @@ def _by_method(scenario: Scenario, method: str) -> Scenario:
         gradients=None,
         gradient_sync=None,
         optimizer_state=None,
+        zero1_implementation="torch",
     )
 
 

@@ -48,7 +48,7 @@ class OnDevice(torch.Tensor):
                 if type(result) is torch.Tensor and not result.is_sparse:
                     args[0].grad = result = result.as_subclass(cls)
                 return result
-            return tree_map(moved, result)
+            return result if isinstance(result, torch.Size) else tree_map(moved, result)
 
 
 def check_same_device(name, values):

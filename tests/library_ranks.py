@@ -1107,7 +1107,7 @@ def main(*arguments):
     """Run the checks that are named, or all; write what they showed to the file that comes last."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))  # where one rank alone fails, others wait for it
     report(CHECKS, *arguments)
 
 

@@ -110,7 +110,7 @@ def test_flop_are_those_that_torch_counts_in_a_real_step(family):
 def test_a_real_steps_peak_is_the_predicted_one(family, recompute):
     model, shape = traced(family), shape_of(family)
     if family == "falcon" and recompute == "selective":  # it adds in place to a matrix product
-        assert [layer.selective_positions is None for layer in model.layers if layer.block] == [True]
+        assert {layer.selective_positions for layer in model.layers if layer.block} == {None}
         return
     found = replayed_peak_bytes(model, shape, recompute=recompute)
     assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=0.01)
@@ -272,8 +272,8 @@ def test_grouped_products_count_each_row_once(a, b, groups, flop):
 
 def test_no_matrix_product_attention_or_transform_passes_for_one_that_moves_bytes():
     """Over all of torch's operations, by the words in their names."""
-    heavy = {"mm", "matmul", "conv", "attention", "linear", "lstm", "gru", "rnn", "fft", "cholesky", "svd", "qr", "eig"}
-    heavy |= {"solve", "inverse", "cdist", "pdist", "mv", "dot", "trilinear"}
+    heavy = {"mm", "matmul", "conv", "attention", "linear", "lstm", "gru", "rnn", "fft", "cholesky", "svd"}
+    heavy |= {"_qr", "_eig", "solve", "inverse", "cdist", "pdist", "mv", "dot", "trilinear"}
     light = {
         "upsample",
         "fake_quant",
@@ -284,6 +284,7 @@ def test_no_matrix_product_attention_or_transform_passes_for_one_that_moves_byte
         "_foreach_",
         "view",
         "gamma",
+        "cumm",
     }
     checked = 0
     for name in torch._C._dispatch_get_all_op_names():
@@ -339,7 +340,7 @@ def test_the_precision_is_the_runs_and_not_the_configs():
 class Mixed(Own):
     def __init__(self):
         super().__init__()
-        self.head.to(torch.bfloat16)
+        self.head = nn.Linear(64, 10, dtype=torch.bfloat16)
 
 
 def test_parameters_of_another_type_than_the_runs_are_refused():

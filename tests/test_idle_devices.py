@@ -112,10 +112,10 @@ def test_more_ranks_are_advised_of_those_that_take_part():
 
 def test_a_plan_that_leaves_devices_idle_unasked_is_refused_in_one_line():
     with pytest.raises(UserError) as told:
-        scenario_of(star(4), {"method": "zero2", "dp_shard": 2})
+        scenario_of(star(4), {"method": "gs", "dp_shard": 2})
     assert str(told.value) == (
         "made: plan.dp_shard = 2: makes 2 of the 4 devices of the cluster; allowed: plan.dp_shard = 4, "
-        "plan.dp_replicate = 2, or plan.ranks = 2, which leaves the other devices out"
+        "or plan.ranks = 2, which leaves the other devices out"
     )
 
 

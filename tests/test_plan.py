@@ -92,6 +92,8 @@ def test_axes_that_nobody_sizes_take_all_devices(method, axes):
         ({"method": "single"}, (1, 1, 1, 1)),
         ({"method": "single", "ranks": 1}, (1, 1, 1, 1)),
         ({"method": "zero2", "ranks": 2, "dp_shard": 2}, (1, 2, 1, 1)),
+        ({"method": "zero2", "dp_shard": 2}, (4, 2, 1, 1)),
+        ({"method": "zero3", "dp_shard": 2, "tp": 2}, (2, 2, 2, 1)),
     ],
 )
 def test_the_methods_own_axis_takes_what_the_sized_axes_leave(plan, axes):
@@ -105,8 +107,11 @@ def test_the_methods_own_axis_takes_what_the_sized_axes_leave(plan, axes):
         ({"method": "ddp", "tp": 3}, "plan.tp = 3: does not divide the 8 devices of the cluster, the rest of which "
          "plan.dp_replicate takes; allowed: a product that divides 8, or plan.ranks = 6, which leaves"),
         ({"method": "gs", "tp": 2, "ranks": 5}, "plan.tp = 2: does not divide plan.ranks = 5, .* or plan.ranks = 4,"),
-        ({"method": "zero2", "dp_shard": 2}, "plan.dp_shard = 2: makes 2 of the 8 devices of the cluster; "
-         "allowed: plan.dp_shard = 8, plan.dp_replicate = 4, or plan.ranks = 2, which leaves the other devices out"),
+        ({"method": "zero2", "dp_shard": 3}, "plan.dp_shard = 3: does not divide the 8 devices of the cluster, "
+         "the rest of which plan.dp_replicate takes; allowed: a product that divides 8, or plan.ranks = 6"),
+        ({"method": "gs", "dp_shard": 2}, "plan.dp_shard = 2: makes 2 of the 8 devices of the cluster; "
+         "allowed: plan.dp_shard = 8, or plan.ranks = 2, which leaves the other devices out"),
+        ({"method": "zero2", "dp_shard": 2, "dp_replicate": 2}, "makes 4 of the 8 devices of the cluster"),
         ({"method": "ddp", "dp_replicate": 3}, "plan.dp_replicate = 3: .*; allowed: a product of 8, or plan.ranks = 3"),
         ({"method": "ddp", "dp_replicate": 2, "tp": 2}, "plan.dp_replicate = 2 . plan.tp = 2: makes 4 of"),
         ({"method": "tensor", "tp": 2}, "plan.tp = 2: makes 2 .* plan.tp = 8, method 'ddp' or 'zero1' for replicas"),

@@ -24,7 +24,7 @@ from gssim.shared import Shared
 from gssim.simulate import simulate
 from gssim.units import UserError
 
-FEW, FEW_DEVICES = range(150), 4
+FEW, FEW_DEVICES = range(100), 4
 """Seeds of the small form, and how many devices their points have at most."""
 MANY = [range(1000 * part, 1000 * part + 500) for part in range(1, 8)]
 """Of the large one: 3,500."""
@@ -81,6 +81,8 @@ def faults_at(path: Path, seed: int, shared: Shared) -> Iterator[str]:
     yield from faults_of(loaded, simulated)
     cluster = loaded.scenario.cluster
     for name, faster in (("links", faster_links), ("devices", faster_devices)) if seed % 10 == 1 else ():
+        if name == "devices" and loaded.scenario.plan.shares.shards == "compute":
+            continue  # the paper's rule gives a faster device more to own, whether or not that is any faster
         slower = slower_by(loaded, faster(cluster), simulated.result.step_time_s)
         bound, _ = ANOMALIES.get((seed, name), (SLOWER, ""))
         if slower > bound:

@@ -163,6 +163,7 @@ def test_a_whole_table_is_not_made_again_unless_asked_or_something_is_otherwise(
 
 def sweep(gssim, *more, out="t.parquet"):
     code, _, err = gssim("sweep", "sweep.toml", "--out", out, "--jobs", 1, *more)
+    print(code, err)  # shown where a test fails
     return code, err
 
 

@@ -28,6 +28,7 @@ from gssim.program import Lowering, lower
 from gssim.result import Result
 from gssim.scenario import Scenario, load_model, load_scenario
 from gssim.simulate import simulate
+from gssim.units import UserError, validated
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = device_type(
@@ -239,3 +240,57 @@ def test_the_demo_takes_less_than_ddp_and_more_than_zero2():
 def test_replicas_whose_optimizer_is_sharded_are_zero1_by_another_name():
     by_policy = scenario_of(star(3), {"method": "ddp", "optimizer_state": "sharded"}, global_batch_size=6)
     assert lower(by_policy) == lower(tiny(3))
+
+
+# DeepSpeed: even parts of a flat buffer ------------------------------------------------------------------------------
+
+FLAT = {"method": "zero1", "zero1_implementation": "deepspeed"}
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(2, 84), (3, 56), (4, 42), (5, 34)])
+def test_deepspeed_gives_each_rank_an_even_part_and_gathers_them_without_a_broadcast(ranks: int, part: int):
+    scenario = scenario_of(star(ranks), FLAT, global_batch_size=2 * ranks)
+    program = lower(scenario)
+    found = [each for each in program.communications.values() if each.kind != "all-reduce"]
+    assert [(each.kind, each.size_bytes) for each in found] == [("all-gather", 4 * ranks * part)]
+    assert set(program.role_of) == {0}
+    (held,) = program.persistent
+    assert (held["parameters"], held["master_copy"]) == (4 * ranks * part, 4 * part)  # 168 elements, padded
+    assert held["optimizer"] == pytest.approx(2 * 4 * part, abs=8)  # and a counter
+    assert held["buckets"] == PARAMETERS
+    alone, whole = (simulate(loaded_of(each)).result for each in (scenario, tiny(ranks)))
+    assert [e.key for e in alone.collectives if e.kind == "all-reduce"] == [
+        e.key for e in whole.collectives if e.kind == "all-reduce"
+    ]
+
+
+def test_deepspeed_gathers_large_parts_in_buckets_of_5e8_elements():
+    model = load_model(ROOT / "scenarios" / "models" / "llama3-8b.toml")
+    cluster = star(8, types={"fast": GPU}, backend="nccl")
+    scenario = scenario_of(cluster, FLAT, model=model, global_batch_size=8, sequence_length=64, precision="fp32")
+    low = Lowering(scenario, None, 0, range(8))
+    found = [each for each in lower(scenario).communications.values() if each.kind == "all-gather"]
+    assert len(found) == 8 * low.flat_part // 500_000_000
+    assert sum(each.size_bytes for each in found) == 4 * 8 * low.flat_part
+    assert model.elements <= 8 * low.flat_part < model.elements + 16
+
+
+def test_which_zero1_it_is_makes_another_question_only_where_it_is_not_torchs():
+    usual, said, other = (
+        scenario_of(star(2), {"method": "zero1"} | more)
+        for more in ({}, {"zero1_implementation": "torch"}, {"zero1_implementation": "deepspeed"})
+    )
+    assert usual.scenario_id == said.scenario_id != other.scenario_id
+    assert "zero1_implementation" not in said.resolved()["plan"]
+    assert validated(Scenario, other.resolved(), file="made").scenario_id == other.scenario_id
+
+
+def test_deepspeeds_zero1_is_refused_where_there_is_none_and_where_it_would_run():
+    with pytest.raises(UserError, match=r"zero1_implementation = .deepspeed.: method .ddp. is no ZeRO-1; allowed"):
+        scenario_of(star(2), FLAT | {"method": "ddp"})
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    from gsreal.checks import check_real
+
+    loaded = load_scenario(ROOT / "scenarios" / "demo.toml", [f"plan.{key}={value}" for key, value in FLAT.items()])
+    with pytest.raises(UserError, match="'deepspeed': can be predicted, but not run; allowed: 'torch'"):
+        check_real(loaded)

@@ -119,11 +119,11 @@ def shard_gradients(
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
-    for parameter in trained.values():
-        backend_of(levels.across, parameter.device)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     formers = _formers(trained)
     check_model(model, trained, thresholded=thresholded)
+    for parameter in trained.values():
+        backend_of(levels.across, parameter.device)
     check_factory(optimizer_factory, param_groups, like=next(iter(trained.values())), whole_tensors=whole_tensors)
     for former in formers:
         former.retire()

@@ -338,8 +338,8 @@ class GradientSharding(torch.optim.Optimizer):
             raise ValueError(f"clip_grad_norm_ takes max_norm >= 0 and norm_type > 0, not {max_norm} and {norm_type}")
         self._check_not_replaced()
         self._check_unscaled("clip_grad_norm_: call scaler.unscale_(optimizer) before")
-        self._end_backwards()
         with every_rank("clip_grad_norm_"):
+            self._end_backwards()
             norm = total_norm(self._gradients(), norm_type, self.levels.all_reduce, self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
@@ -387,7 +387,8 @@ class GradientSharding(torch.optim.Optimizer):
         self._take_groups()
         self.finish()
         self._check_parameters()
-        self._end_backwards()
+        with every_rank("step"):
+            self._end_backwards()
         self.watch.adopt_writes()
         if self._is_spoilt():
             self._forget_shard_gradients(set_to_none=True)

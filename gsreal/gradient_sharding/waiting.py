@@ -11,20 +11,28 @@ BROKEN = re.compile(r"tim(e|ed)[ -]?out|connection (closed|reset|refused)|broken
 
 @contextmanager
 def every_rank(call: str) -> Iterator[None]:
-    """Say of an exchange inside that fails for lack of a peer which call it belongs to, and who must make it."""
+    """Say of an exchange inside that fails for lack of a peer which call it belongs to, and who must make it.
+
+    Where such calls are made inside each other, it is the outermost: what the user's own code has called.
+    """
     try:
         yield
     except RuntimeError as error:
-        if BROKEN.search(str(error)) is None or isinstance(error, _NoPeerError):
+        reason = error.reason if isinstance(error, NoPeerError) else str(error).partition("\n")[0]
+        if not isinstance(error, NoPeerError) and BROKEN.search(str(error)) is None:
             raise
-        raise _NoPeerError(
+        raise NoPeerError(call, reason) from error
+
+
+class NoPeerError(RuntimeError):
+    """Another rank did not take part in an exchange."""
+
+    def __init__(self, call: str, reason: str) -> None:
+        super().__init__(
             f"{call}: every rank of the group must do this, as often and in the same order; another one did not within "
-            f"the group's time-out, or has ended ({str(error).splitlines()[0]})"
-        ) from error
-
-
-class _NoPeerError(RuntimeError):
-    """A reason that has been given already."""
+            f"the group's time-out, or has ended ({reason})"
+        )
+        self.reason = reason
 
 
 def called_by_torchs_state_dict() -> bool:

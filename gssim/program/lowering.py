@@ -297,8 +297,22 @@ class Lowering:
     @property
     def deals_out_tensors(self) -> bool:
         """Whether gradients are all-reduced, but each tensor is updated by one rank alone (ZeRO-1)."""
+        return self._is_zero1 and self.scenario.plan.zero1_implementation == "torch"
+
+    @property
+    def _is_zero1(self) -> bool:
         policies = self.scenario.policies
         return policies.gradients == "all-reduce" and policies.optimizer_state == "sharded"
+
+    @cached_property
+    def flat_part(self) -> int:
+        """Elements of each rank's even part of all parameters, flat and padded (DeepSpeed's ZeRO-1); else 0.
+
+        Source: DeepSpeed, runtime/zero/stage_1_and_2.py: the flat buffer is aligned to twice the number of ranks.
+        """
+        if not self._is_zero1 or self.deals_out_tensors:
+            return 0
+        return 2 * math.ceil(sum(each.elements for _, each in self.parameters) / (2 * len(self.group)))
 
     def owned_elements(self, rank: int) -> tuple[int, ...]:
         """Return the elements of every tensor that a rank updates where whole tensors are dealt out."""

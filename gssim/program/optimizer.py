@@ -43,6 +43,8 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
         duration_s += costs.master_copy_time_s(
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )
+    if low.flat_part and not low.has_master_copy:  # gradients are copied to the part, and the part to the parameters
+        duration_s += 2 * costs.copy_time_s(device, elements * low.master_bytes)
     update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
     if low.policies.gradients == "push":
         return publish(low, rank, tasks, update)
@@ -57,8 +59,8 @@ def _native_tensors(low: Lowering, owned: int) -> int:
 
 
 def _casts_gradients(low: Lowering) -> bool:
-    """Return whether the optimizer casts all gradients to its own precision; where they are sharded, they are in it."""
-    return low.has_master_copy and low.policies.gradients in ("local", "all-reduce")
+    """Return whether the optimizer copies gradients into its own precision; where they are sharded, they are in it."""
+    return bool(low.flat_part) or (low.has_master_copy and low.policies.gradients in ("local", "all-reduce"))
 
 
 def holds_shards(low: Lowering) -> bool:
@@ -72,7 +74,8 @@ def _published(low: Lowering) -> Sequence[Task]:
     key = "publish"
     if key not in low.found:
         whole = _publish_layers(low) if low.deals_out_layers else []
-        low.found[key] = _broadcast(low) if low.deals_out_tensors else whole
+        gathered = _gather_parts(low) if low.flat_part else whole
+        low.found[key] = _broadcast(low) if low.deals_out_tensors else gathered
     tasks: Sequence[Task] = low.found[key]
     return tasks
 
@@ -97,6 +100,29 @@ def _broadcast(low: Lowering) -> list[Task]:
     return [handed, *tasks, Task("wait for parameters", "exposed_communication", after=tuple(t.label for t in tasks))]
 
 
+GATHERED_ELEMENTS = 500_000_000
+"""DeepSpeed's `allgather_bucket_size`."""
+
+
+def _gather_parts(low: Lowering) -> list[Task]:
+    """DeepSpeed's ZeRO-1: everybody's part goes into the flat buffer of all, bucket by bucket, one after another.
+
+    Source: DeepSpeed, runtime/utils.py, `all_gather_dp_groups`.
+    """
+    ranks, part = len(low.group), low.flat_part
+    if ranks == 1:
+        return []
+    count = max(1, part * ranks // GATHERED_ELEMENTS)
+    size = part // count // 2 * 2
+    tasks = []
+    for number in range(count):
+        elements = size if number < count - 1 else part - size * (count - 1)
+        name = f"all-gather parameters {number}"
+        low.communications[name] = Communication("all-gather", low.group, ranks * elements * low.value_bytes)
+        tasks.append(Task(name, "exposed_communication", communication=name))
+    return tasks
+
+
 def _publish_layers(low: Lowering) -> list[Task]:
     """Weight gradients dealt out: everybody's updated layers go round a ring into the flat replica, all at once."""
     name = "publish"
@@ -117,6 +143,8 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
         return [low.pushed_elements(bucket, rank) for bucket in low.buckets]
     if gradients == "reduce-scatter":
         return owned_rows(low, rank)
+    if low.flat_part:
+        return [low.flat_part]
     if low.deals_out_tensors:
         return low.owned_elements(rank)
     if low.deals_out_layers:
@@ -149,6 +177,8 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
     workload, policies = low.scenario.workload, low.scenario.policies
     owned = owned_tensors(low, rank)
     total = sum(parameter.elements for _, parameter in low.parameters)
+    if low.flat_part:
+        total = low.flat_part * len(low.group)
     parameters = float(total * low.value_bytes)
     if holds_shards(low):  # these are the master copy
         pushes = policies.gradients == "push"
@@ -167,9 +197,9 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
             value_bytes=low.value_bytes,
         ),
     }
-    if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish:
+    if (low.has_master_copy and not holds_shards(low)) or low.thresholds_publish or low.flat_part:
         held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
-        held["buckets"] = total * low.value_bytes
+        held["buckets"] = sum(bucket.elements for bucket in low.buckets) * low.value_bytes
     held |= held_for_thresholds(low, rank)
     return held

@@ -62,6 +62,8 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
         return [elements * low.master_bytes for unit in units(low) for elements in unit.shard_elements]
     if pushes:
         return [bucket.elements * low.value_bytes for bucket in low.buckets]
+    if low.flat_part:
+        return [low.flat_part * len(low.group) * low.value_bytes]
     return [parameter.elements * low.value_bytes for _, parameter in low.parameters]
 
 

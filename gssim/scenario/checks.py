@@ -22,6 +22,8 @@ def check(scenario: Scenario, *, file: str) -> None:
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)
     _check_publish(scenario, policies, file)
+    if scenario.plan.zero1_implementation != "torch":
+        _check_zero1(scenario, policies, file)
     _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
     _check_shares(scenario, policies, file)
@@ -48,6 +50,15 @@ def _check_sizes(scenario: Scenario, file: str) -> None:
     for name, size, key in sizes:
         if (why := excess(name, size)) is not None:
             raise UserError(f"{file}: {key}: {why}")
+
+
+def _check_zero1(scenario: Scenario, policies: Policies, file: str) -> None:
+    if (policies.gradients, policies.optimizer_state) != ("all-reduce", "sharded"):
+        plan = scenario.plan
+        raise UserError(
+            f"{file}: plan.zero1_implementation = '{plan.zero1_implementation}': method '{plan.method}' is no ZeRO-1; "
+            "allowed: method 'zero1', or leave it out"
+        )
 
 
 def _check_slow_downs(scenario: Scenario, policies: Policies, file: str) -> None:

@@ -48,6 +48,8 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         del data["plan"]["shares"]["replanning"]
     if scenario.plan.ranks is None:
         del data["plan"]["ranks"]
+    if scenario.plan.zero1_implementation == "torch":
+        del data["plan"]["zero1_implementation"]
     return data
 
 
@@ -130,6 +132,8 @@ def _said(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
     """Return a plan as plain data, without what earlier results mean by saying nothing: that nothing overlaps, too."""
     data: dict[str, Any] = _plain(plan)
     del data["exchange"], data["ranks"]  # the resolved plan has the number of ranks
+    if plan.zero1_implementation == "torch":
+        del data["zero1_implementation"]
     usual: dict[str, Any] = _plain(Publish())
     said = data["publish"] | {"overlap": publish_overlaps or None}
     data["publish"] = {key: value for key, value in said.items() if key == "threshold" or value != usual[key]}

@@ -73,6 +73,8 @@ def candidates(
     seen = {_sized(scenario.plan, batches)}
     for table in _tables(scenario, space, batches, left_out):
         whole = kept | _push_table(scenario.plan, table) | table
+        if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
+            whole["zero1_implementation"] = scenario.plan.zero1_implementation
         plan = PLAN.validate_python(whole)
         if (sized := _sized(plan, batches)) not in seen:
             seen.add(sized)

@@ -144,6 +144,8 @@ class Memory:
         place = policies.data_rank(rank)
         if policies.gradients == "all-reduce":
             ranks = policies.data_ranks
+            if plan.zero1_implementation == "deepspeed":
+                return part.elements / ranks
             return self.parts.once(("dealt", part.key, ranks), lambda: _dealt(part, ranks))[place]
         if policies.gradients == "reduce-scatter":
             ranks = policies.dp_shard
