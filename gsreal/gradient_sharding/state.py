@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.bucket import Bucket, Piece
 from gsreal.gradient_sharding.part import Part
 from gsreal.gradient_sharding.pieces import cut_where, elementwise
-from gsreal.gradient_sharding.together import plain_name
 
 if TYPE_CHECKING:
     from gsreal.gradient_sharding.sharding import GradientSharding
@@ -315,18 +314,11 @@ def _on(value: Any, bucket: Bucket) -> Any:
 
 
 def _groups(sharding: "GradientSharding") -> list[dict[str, Any]]:
-    """Return the options of the groups, with the names of their parameters, in the model's order.
-
-    torch's own optimizers take saved parameters by their order.
-    """
-    order = {plain_name(name): place for place, (name, _) in enumerate(sharding.watch.model.named_parameters())}
+    """Return the options of the groups, with the names of their parameters."""
     return [
         {
             **group,
-            "params": sorted(
-                (sharding.names[p] for b in sharding.buckets if b.group_index == number for p in b.slots),
-                key=lambda name: order.get(name, len(order)),
-            ),
+            "params": sorted(sharding.names[p] for b in sharding.buckets if b.group_index == number for p in b.slots),
         }
         for number, group in enumerate(sharding.param_groups)
     ]
