@@ -282,7 +282,10 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
         model.register_load_state_dict_pre_hook(_gather_all)
         model.register_load_state_dict_post_hook(_adopted)
         of_parameter = {parameter: unit for unit in units for parameter in unit.parameters}
-        for module in model.modules():
+        for name, module in model.named_modules():
+            used = {of_parameter[p] for p in module.parameters(recurse=False) if p in of_parameter}
+            for unit in used:
+                module.register_forward_pre_hook(partial(_refuse_outside, unit, name))
             if module is not model:
                 module.register_state_dict_pre_hook(partial(_refuse_alone, of_parameter))
 
@@ -307,6 +310,15 @@ def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inp
     unit.gather()
     if following is not None:
         following.issue()
+
+
+def _refuse_outside(unit: Unit, name: str, _module: nn.Module, _inputs: Any) -> None:
+    """Raise RuntimeError where a module runs whose parameters have no values."""
+    if not torch.compiler.is_compiling() and not unit.is_whole:
+        raise RuntimeError(
+            f"{name} was called outside of a forward of {'the model' if unit.name == 'root' else unit.name}, for which "
+            "its parameters are gathered: call that, or give what you call to shard_gradients among units"
+        )
 
 
 def _after_forward(

@@ -1,7 +1,7 @@
 """`shard_gradients`: takes a model and makes the optimizer of its shards."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,12 @@ from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
 from gsreal.gradient_sharding.observer import Observer, unobserved
 from gsreal.gradient_sharding.optimizers import OptimizerFactory, check_factory, check_holds
 from gsreal.gradient_sharding.options import (
+    Parameters,
+    check_callable,
+    check_model,
     check_options,
-    check_parameters,
+    check_sizes,
+    check_types,
     checked_shares,
     described_model,
     described_optimizer,
@@ -28,7 +32,7 @@ from gsreal.gradient_sharding.options import (
 from gsreal.gradient_sharding.partition import Partition
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher
-from gsreal.gradient_sharding.sharding import GradientSharding
+from gsreal.gradient_sharding.sharding import GradientSharding, optimizers_of
 from gsreal.gradient_sharding.together import trained_parameters, travelling_together
 from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, resolved_push
 
@@ -39,7 +43,7 @@ def shard_gradients(
     *,
     mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
-    parameters: Literal["replicated", "gathered", "sharded"] = "replicated",
+    parameters: Parameters = "replicated",
     units: Sequence[nn.Module] = (),
     shard_shares: Sequence[float] | None = None,
     push: Push | None = None,
@@ -96,6 +100,18 @@ def shard_gradients(
 
     Raises ValueError where parameters, units and options do not fit one another, or differ between ranks.
     """
+    check_types(
+        model=(model, nn.Module),
+        mesh=(mesh, DeviceMesh),
+        push=(push, Push),
+        publish=(publish, Publish),
+        scaler=(scaler, torch.amp.GradScaler),
+        units=(units, Iterable),
+        param_groups=(param_groups, Iterable),
+    )
+    check_callable(optimizer_factory=optimizer_factory, observe=observe)
+    check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
     levels = levels_of(mesh, group)
     publish = publish or Publish()
     check_options(parameters, units, publish, param_groups)
@@ -104,10 +120,13 @@ def shard_gradients(
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
-    check_parameters(trained, thresholded=thresholded)
+    formers = _formers(trained)
+    check_model(model, trained, thresholded=thresholded)
     for parameter in trained.values():
         backend_of(levels.across, parameter.device)
     check_factory(optimizer_factory, param_groups, like=next(iter(trained.values())), whole_tensors=whole_tensors)
+    for former in formers:
+        former.retire()
     partition = levels.partition(shares, whole_tensors=whole_tensors)
     buckets: Sequence[Bucket]
     if parameters == "replicated":
@@ -164,6 +183,17 @@ def shard_gradients(
     in_node = InNode(levels, device, overlap=beside, observe=observe)
     parts = (buckets, optimizer, pusher, publisher, levels, in_node)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
+
+
+def _formers(trained: Mapping[str, nn.Parameter]) -> list[GradientSharding]:
+    """Return the optimizers that own parameters already; raise ValueError where these have no values."""
+    found = optimizers_of(trained.values())
+    if any(not bucket.holds_values for former in found for bucket in former.buckets):
+        raise ValueError(
+            "an earlier shard_gradients has sharded the model's parameters: load model.state_dict() into another "
+            "model, and give it that"
+        )
+    return found
 
 
 def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, partition: Partition) -> Bucket:

@@ -103,12 +103,17 @@ def levels_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Level
     """Return the ranks of a mesh, or of a group: all ranks where neither is given.
 
     A mesh of two axes has nodes on the first and the places in them on the second, as `fully_shard` has replicas and
-    shards. Raises ValueError where there are more axes, or both a mesh and a group.
+    shards. Raises ValueError where there are more axes, both a mesh and a group, or this rank is in neither.
     """
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group: call torch.distributed.init_process_group before")
     if mesh is None:
         group = group or dist.group.WORLD
-        assert group is not None
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"rank {dist.get_rank()} is not in the group: only the group's ranks may train the model")
         return Levels(tuple(dist.get_process_group_ranks(group)), group)
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh: only the mesh's ranks may train the model")
     if group is not None or mesh.ndim > 2:
         raise ValueError(f"takes a group, or a mesh of one or two axes; the mesh has {mesh.ndim}")
     ranks = tuple(mesh.mesh.flatten().tolist())

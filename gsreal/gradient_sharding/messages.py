@@ -49,8 +49,8 @@ class Encoding:
     ) -> tuple[Tensor, int]:
         """Return the message of the elements of `part` where `flags` are set, and their number.
 
-        `entries`: that number, where it is known. `clear`: leave zeros in `part` where they were. The flags are used
-        up.
+        `entries`: that number, where it is known. `clear`: leave nothing (negative zeros) in `part` where they were.
+        The flags are used up.
         """
         entries = count(flags) if entries is None else entries
         message = self.empty(entries, part.numel(), part.device)
@@ -76,7 +76,8 @@ class Encoding:
             sent.masked_fill_(flags[first:last].logical_not_(), ABSENT)  # so that what nobody sends is known as absent
             message[first:last].copy_(sent)
             if clear:  # of what is summed up more precisely than it is sent, the rounding is not kept
-                part[first:last].sub_(sent if part.dtype == sent.dtype else message[first:last])
+                rest = part[first:last].sub_(sent if part.dtype == sent.dtype else message[first:last])
+                rest.masked_fill_(torch.eq(rest, 0, out=flags[first:last]), ABSENT)
 
     def _take(self, part: Tensor, places: Tensor, values: Tensor, clear: bool) -> None:
         """Copy the elements at `places`."""
@@ -85,7 +86,7 @@ class Encoding:
         else:
             values.copy_(torch.index_select(part, 0, places, out=self.scratch.magnitudes[: places.numel()]))
         if clear:
-            part.index_fill_(0, places, 0)
+            part.index_fill_(0, places, ABSENT)
 
     # Receiving -------------------------------------------------------------------------------------------------------
 

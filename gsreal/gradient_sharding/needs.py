@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gsreal.gradient_sharding.options import check_sizes, checked_shares
 from gsreal.gradient_sharding.partition import Partition
 from gsreal.gradient_sharding.residuals import PRECISIONS
 from gsreal.gradient_sharding.together import Togetherness, trained_parameters, travelling_together
 from gsreal.master import master_type
-from gssim import shares as share_solver
 from gssim.encodings import chosen, message_bytes, scratch_elements
 from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Push, resolved_push
 
@@ -104,7 +104,12 @@ def memory_and_traffic(
 
     `optimizer_factory` is tried on a parameter of its own, with zero gradients, to see what state it makes.
     """
-    shares = tuple(shard_shares) if shard_shares is not None else share_solver.even(ranks)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be one of {ranks} from 0 on, not {rank}")
+    if not 0 <= density <= 1:
+        raise ValueError(f"density must be a fraction from 0 to 1, not {density}")
+    check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    shares = checked_shares(shard_shares, ranks, None)
     parameters = trained_parameters(model, parameter_order)
     buckets = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
     partition = Partition([[share] for share in shares], whole_tensors=whole_tensors)

@@ -1,14 +1,44 @@
 """What may be asked of `shard_gradients`, and what it makes of that: shares, groups of shards, what nobody owns."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from numbers import Real
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from gsreal.gradient_sharding.bucket import Bucket
 from gssim import shares as share_solver
 from gssim.plan import Publish
+
+Parameters = Literal["replicated", "gathered", "sharded"]
+"""What a rank keeps of the parameters."""
+
+
+def check_types(**given: tuple[Any, type | tuple[type, ...]]) -> None:
+    """Raise ValueError where an option that is not None is no instance of its type; `given`: values and types."""
+    for name, (value, kind) in given.items():
+        if value is not None and not isinstance(value, kind):
+            kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ValueError(f"{name} must be of type {kinds}, not {value!r:.80}")
+
+
+def check_callable(**given: Any) -> None:
+    """Raise ValueError where an option cannot be called."""
+    for name, value in given.items():
+        if not callable(value):
+            raise ValueError(f"{name} must be a function or class, not {value!r:.80}")
+
+
+def check_sizes(**bytes_of: float) -> None:
+    """Raise ValueError where a number of bytes is none."""
+    for name, size in bytes_of.items():
+        if isinstance(size, bool) or not isinstance(size, Real) or not float(size) > 0:
+            raise ValueError(f"{name} must be a number of bytes above 0, not {size!r}")
 
 
 def check_options(
@@ -18,6 +48,11 @@ def check_options(
     groups: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     """Raise ValueError where options exclude one another."""
+    if parameters not in get_args(Parameters):
+        raise ValueError(f"parameters must be one of {', '.join(get_args(Parameters))}, not {parameters!r}")
+    for unit in units:
+        if not isinstance(unit, nn.Module):
+            raise ValueError(f"units must be modules of the model, not {unit!r:.80}")
     if units and parameters == "replicated":
         raise ValueError("units are gathered just in time: set parameters to 'sharded' or 'gathered'")
     if parameters != "replicated" and publish.threshold is not None:
@@ -26,13 +61,61 @@ def check_options(
         raise ValueError(f"parameters = '{parameters}': a unit is updated as one, so that it cannot have param_groups")
 
 
-def check_parameters(parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:
-    """Raise ValueError where parameters have no values yet, or have no order by which they could be thresholded."""
+def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:
+    """Raise ValueError where a model could not be trained by owners of parts of flat buckets.
+
+    Its parameters have no values yet, or no order by which they could be thresholded, or share memory; it is
+    distributed already, or writes into parameters in its forward, where every rank has other rows to write.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(f"the model is wrapped in {type(module).__name__}: give shard_gradients what is inside")
+        if getattr(module, "max_norm", None) is not None and any(p.requires_grad for p in module.parameters(False)):
+            raise ValueError(
+                f"{name or 'the model'}: max_norm changes parameters in the forward, on every rank others: clamp them "
+                "after the step (and call take_parameters), or freeze them"
+            )
+    _check_memory(dict(model.named_parameters()))
     for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor: give shard_gradients a model before fully_shard or tensor parallelism"
+            )
         if parameter.is_meta:
             raise ValueError(f"{name} is on meta: give it values first (model.to_empty(device=...), and initialise)")
         if thresholded and parameter.is_complex():
             raise ValueError(f"{name} is complex: thresholds are for real gradients; push and publish it densely")
+
+
+def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError where parameters share elements, which would be apart in their buckets."""
+    in_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in parameters.items():
+        if parameter.is_meta or isinstance(parameter, DTensor | UninitializedParameter) or not parameter.numel():
+            continue
+        if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
+            raise ValueError(f"{name} is expanded: several of its elements are one; make it contiguous")
+        extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        first = parameter.data_ptr()
+        place = (first, first + extent * parameter.element_size(), name)
+        in_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(place)
+    for places in in_storage.values():
+        for (_, end, one), (first, _, other) in pairwise(sorted(places)):
+            if first < end and _overlap(parameters[one], parameters[other]):
+                raise ValueError(
+                    f"{one} and {other} are different parameters in the same memory: to tie them, let both modules "
+                    "have the same Parameter (a.weight = b.weight)"
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two views of one storage have an element in common."""
+    if one.dtype != other.dtype:
+        return True
+    size = one.untyped_storage().nbytes() // one.element_size()
+    used = torch.zeros(size, dtype=torch.bool, device=one.device)
+    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def checked_shares(
@@ -41,11 +124,21 @@ def checked_shares(
     """Return every rank's share, even where none are given; raise ValueError where they are none."""
     if shares is None:
         return share_solver.even(ranks)
-    if len(shares) != ranks or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"shard_shares must be {ranks} fractions that sum to 1, not {list(shares)}")
+    shares = _fractions("shard_shares", shares, ranks)
     if scaler is not None and min(shares) == 0:
         raise ValueError("shard_shares: a scaler looks at its own rank's gradients, so every rank must own some")
-    return tuple(shares)
+    return shares
+
+
+def _fractions(name: str, values: Any, ranks: int) -> tuple[float, ...]:
+    """Return one fraction for each rank; raise ValueError where that is not what `values` are."""
+    try:
+        found = () if isinstance(values, str | Mapping) else tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        found = ()
+    if len(found) != ranks or not all(each >= 0 for each in found) or not math.isclose(sum(found), 1, abs_tol=1e-6):
+        raise ValueError(f"{name} must be {ranks} fractions that sum to 1, one for each rank, not {values!r:.80}")
+    return found
 
 
 def described_model(model: nn.Module, buckets: Sequence[Bucket], names: Mapping[nn.Parameter, str]) -> dict[str, str]:

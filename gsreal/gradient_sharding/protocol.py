@@ -60,7 +60,9 @@ class Protocol:
         self.steps, self.pushes = self.steps + 1, 0
 
     def check(self) -> None:
-        """Raise RuntimeError where an exchange has failed."""
+        """Raise RuntimeError where an exchange has failed, or there is no process group any more."""
+        if not dist.is_initialized():
+            raise RuntimeError("the process group was destroyed; make the last step before destroy_process_group")
         if self.failed:
             raise RuntimeError(f"rank {self.rank}: the {self.failed} has failed; nothing can be exchanged any more")
 

@@ -35,7 +35,7 @@ ALLOWED = frozenset(
         "type",
     }
 )
-"""Functions of a tensor that go on with zeros: what `Module.to` and `Module.zero_grad` call."""
+"""Functions of a tensor that compute nothing: what `Module.to` and `Module.zero_grad` call."""
 
 
 class PushedGradient(torch.Tensor):
@@ -72,7 +72,11 @@ class PushedGradient(torch.Tensor):
                 "the clip_grad_norm_ of what shard_gradients returned"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, Tensor) and found.is_sparse and not isinstance(found, PushedGradient):
+                found.__class__ = PushedGradient  # p.grad.detach().float() is no gradient either
+                found.is_zeroed = False  # type: ignore[attr-defined]
+        return found
 
     def added(self) -> Tensor | None:
         """Return what later backwards added, which only sparse gradients are added in place to; None: nothing."""

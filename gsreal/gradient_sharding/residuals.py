@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gsreal.gradient_sharding.bucket import Bucket
+from gsreal.gradient_sharding.bucket import ABSENT, Bucket
 from gsreal.gradient_sharding.scratch import Scratch
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -20,7 +20,8 @@ class Residual:
 
     def __init__(self, elements: int, own: slice, dtype: torch.dtype, device: torch.device) -> None:
         self.elements, self.own = elements, own
-        self.values = torch.zeros(elements - (own.stop - own.start), dtype=dtype, device=device)
+        self.values = torch.full((elements - (own.stop - own.start),), ABSENT, dtype=dtype, device=device)
+        """Nothing kept is a negative zero: added to an absent gradient, it leaves it absent."""
         self.weight = 0.0
         """What the rank's gradients counted when this was kept."""
         self.owed: Tensor | None = None
@@ -42,7 +43,7 @@ class Residual:
 
     def reshard(self, own: slice) -> None:
         """Keep the same where the rank now owns another range: what it owns itself goes into its next gradient."""
-        whole = self.values.new_zeros(self.elements)
+        whole = self.values.new_full((self.elements,), ABSENT)
         for first, last in self.places:
             whole[first:last] = self.part(first, last)
         if self.owed is not None:
@@ -80,7 +81,7 @@ class Residual:
 
     def drop_broken(self) -> None:
         """Forget what is not finite, so that a step with broken gradients does not last."""
-        self.values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.values.nan_to_num_(nan=ABSENT, posinf=ABSENT, neginf=ABSENT)
 
 
 class Accumulated:

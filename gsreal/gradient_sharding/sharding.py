@@ -2,12 +2,17 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gsreal.gradient_sharding import state
 from gsreal.gradient_sharding.at_rest import Unit
@@ -15,6 +20,7 @@ from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
 from gsreal.gradient_sharding.hierarchy import InNode, Levels
 from gsreal.gradient_sharding.migration import migrate
+from gsreal.gradient_sharding.options import checked_shares, described_optimizer
 from gsreal.gradient_sharding.pieces import pass_over_absent
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
@@ -24,6 +30,8 @@ from gsreal.gradient_sharding.watch import Watch
 from gssim import shares as share_solver
 
 BACKWARD = "a backward, and what it pushes"
+OPTIMIZERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By parameter, a reference to the optimizer whose buckets it is in."""
 
 
 class GradientSharding(torch.optim.Optimizer):
@@ -73,11 +81,16 @@ class GradientSharding(torch.optim.Optimizer):
         """The backward that goes on, and those inside it, by autograd's numbers."""
         self._leaves = True
         """Whether gradients are pushed in the backward that goes on."""
+        self._handles: list[RemovableHandle] = []
+        self.is_replaced = False
+        """Whether another optimizer owns the model's parameters now."""
         for bucket in buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
         if len(names) == 1:  # once it has its next gradient, nothing shows whether it had lost the one before
-            next(iter(names)).register_hook(lambda _gradient: self._discard_if_removed())
+            self._handles.append(next(iter(names)).register_hook(lambda _gradient: self._discard_if_removed()))
+        for parameter in names:
+            OPTIMIZERS[parameter] = weakref.ref(self)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -129,6 +142,8 @@ class GradientSharding(torch.optim.Optimizer):
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
+            if parameter.grad is None:
+                return  # it was frozen after the forward: autograd calls, but adds nothing
             backward = torch._C._current_graph_task_id()
             if backward not in self._backwards:
                 self._begin_backward(backward)
@@ -297,6 +312,11 @@ class GradientSharding(torch.optim.Optimizer):
         """
         if len(self.levels.ranks) != self.pusher.ranks or not all(bucket.is_replica for bucket in self.buckets):
             raise RuntimeError("shards change owners only where every rank keeps a replica and pushes to all others")
+        self._check_not_replaced()
+        shard_shares = checked_shares(shard_shares, len(self.levels.ranks), self.scaler)
+        self.levels.check_alike({"reshard: shard_shares": repr(shard_shares)}, self._device)
+        if self._gradients() or any(_has_own_gradient(p) for bucket in self.buckets for p in bucket.parameters):
+            raise RuntimeError("gradients of this step wait to be used; shards change their owners after `step` only")
         self.finish()
         pusher = self.pusher
         sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
@@ -313,9 +333,14 @@ class GradientSharding(torch.optim.Optimizer):
         As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError where the norm is not
         finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` where there is one.
         """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not max_norm >= 0 or not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_ takes max_norm >= 0 and norm_type > 0, not {max_norm} and {norm_type}")
+        self._check_not_replaced()
+        self._check_unscaled("clip_grad_norm_: call scaler.unscale_(optimizer) before")
         with every_rank("clip_grad_norm_"):
             self._end_backwards()
-            norm = total_norm(self._gradients(), float(norm_type), self.levels.all_reduce, self._device)
+            norm = total_norm(self._gradients(), norm_type, self.levels.all_reduce, self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
         clip(self._gradients(), norm, max_norm)
@@ -357,6 +382,9 @@ class GradientSharding(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_not_replaced()
+        self._check_unscaled("gradients are scaled still: call scaler.step(optimizer), not optimizer.step()")
+        self._take_groups()
         self.finish()
         self._check_parameters()
         with every_rank("step"):
@@ -389,6 +417,52 @@ class GradientSharding(torch.optim.Optimizer):
         """
         self.publisher.finish()
 
+    def retire(self) -> None:
+        """Let go of the model, which another `shard_gradients` takes."""
+        self.finish()
+        for handle in self._handles:
+            handle.remove()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                if isinstance(parameter.grad, PushedGradient):
+                    parameter.grad = None
+        self.is_replaced = True
+
+    def _check_not_replaced(self) -> None:
+        if self.is_replaced:
+            raise RuntimeError("shard_gradients was called again with this model: use the optimizer that it returned")
+
+    def _check_unscaled(self, remedy: str) -> None:
+        """Raise RuntimeError where the scaler has not divided the gradients by its scale yet."""
+        if self.scaler is not None and self.scaler.is_enabled():
+            stage = self.scaler._per_optimizer_states.get(id(self), {}).get("stage", OptState.READY)
+            if stage is OptState.READY:
+                raise RuntimeError(remedy)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler.step of the optimizer: whether it wants gradients scaled."""
+        if self.scaler is None:
+            raise RuntimeError(
+                "a GradScaler looks at this rank's gradients alone, and ranks would skip different steps: pass it to "
+                "shard_gradients (scaler=)"
+            )
+        return False
+
+    def _take_groups(self) -> None:
+        """Give the optimizer inside the options that users see; raise RuntimeError where it would lack a shard."""
+        self.optimizer.param_groups = self.param_groups
+        held = Counter(id(p) for group in self.param_groups for p in group["params"])
+        if held != Counter(id(piece.tensor) for bucket in self.buckets for piece in bucket.pieces):
+            raise RuntimeError(
+                "the params of param_groups are this rank's shards, and were changed: change their options alone; to "
+                "train other parameters, freeze them (requires_grad_), or call shard_gradients again"
+            )
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Refuse to be copied or saved: it is tied to a model and to a process group."""
+        raise RuntimeError("this optimizer can be neither copied nor saved as a whole: take its state_dict()")
+
     def _check_parameters(self) -> None:
         """Raise RuntimeError where parameters are trained by nobody: moved out of the buckets, or thawed later."""
         if any(parameter.requires_grad for parameter in self._others):
@@ -405,6 +479,7 @@ class GradientSharding(torch.optim.Optimizer):
         on where a backward does not reach them. After an exception in a backward, this pushes what other ranks wait
         for, so that all can make it again.
         """
+        self._check_not_replaced()
         if self._backwards and torch._C._current_graph_task_id() == NO_BACKWARD:
             self._end_interrupted()
         self._discard(set_to_none=set_to_none)
@@ -447,6 +522,7 @@ class GradientSharding(torch.optim.Optimizer):
             )
         self.finish()
         with every_rank("the optimizer's state_dict"):
+            self.levels.check_alike(described_optimizer(self.optimizer), self._device)
             return state.whole(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -486,6 +562,12 @@ class GradientSharding(torch.optim.Optimizer):
         if hasattr(self, "buckets"):
             raise RuntimeError("groups cannot be added later: give them all to shard_gradients as param_groups")
         super().add_param_group(param_group)
+
+
+def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[GradientSharding]:
+    """Return the optimizers that own some of these parameters now."""
+    found = dict.fromkeys(OPTIMIZERS[p]() for p in parameters if p in OPTIMIZERS)
+    return [each for each in found if each is not None and not each.is_replaced]
 
 
 NO_BACKWARD = -1

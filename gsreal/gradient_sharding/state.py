@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gsreal.gradient_sharding.bucket import Bucket, Piece
 from gsreal.gradient_sharding.part import Part
 from gsreal.gradient_sharding.pieces import cut_where, elementwise
+from gsreal.gradient_sharding.together import plain_name
 
 if TYPE_CHECKING:
     from gsreal.gradient_sharding.sharding import GradientSharding
@@ -53,6 +54,7 @@ def whole(sharding: "GradientSharding") -> dict[str, Any]:
 
 def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
     """Take the own part of what `whole` returned; raise ValueError where it is another optimizer's or model's."""
+    _check_saved(sharding, saved)
     load_groups(sharding, saved["param_groups"])
     sharding.pusher.steps = saved.get("updates", 0)
     known = {name for group in saved["param_groups"] for name in group["params"]}
@@ -79,10 +81,23 @@ def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
                 if key not in state and not bucket.is_replica:
                     continue  # the model's state has brought it
                 source = parameter.detach() if key not in state else state[key]  # without a master: the parameter
+                _check_shape(source, parameter, key, sharding.names[parameter])
                 taken = source.reshape(-1)[start : start + part.stop - part.start]
                 value.copy_(taken.to(value.device, value.dtype))
             for key, value in rest.items():
                 _replace(sharding, piece, key, value, state[key])
+
+
+def _check_saved(sharding: "GradientSharding", saved: Any) -> None:
+    """Raise ValueError where this is not what `whole` returns, before anything is changed."""
+    groups, states = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, Mapping) else (None, None)
+    if groups is None or not isinstance(states, Mapping):
+        raise ValueError("this is no state_dict of an optimizer: it must have 'state' and 'param_groups'")
+    if not all(isinstance(name, str) for group in groups for name in group["params"]):
+        raise ValueError(
+            "this state_dict has parameters by number, as torch's own optimizers save them: give them names (rename "
+            "each number in 'state' and 'param_groups' by the order of model.named_parameters())"
+        )
 
 
 def load_groups(sharding: "GradientSharding", saved: list[dict[str, Any]]) -> None:
@@ -300,11 +315,18 @@ def _on(value: Any, bucket: Bucket) -> Any:
 
 
 def _groups(sharding: "GradientSharding") -> list[dict[str, Any]]:
-    """Return the options of the groups, with the names of their parameters."""
+    """Return the options of the groups, with the names of their parameters, in the model's order.
+
+    torch's own optimizers take saved parameters by their order.
+    """
+    order = {plain_name(name): place for place, (name, _) in enumerate(sharding.watch.model.named_parameters())}
     return [
         {
             **group,
-            "params": sorted(sharding.names[p] for b in sharding.buckets if b.group_index == number for p in b.slots),
+            "params": sorted(
+                (sharding.names[p] for b in sharding.buckets if b.group_index == number for p in b.slots),
+                key=lambda name: order.get(name, len(order)),
+            ),
         }
         for number, group in enumerate(sharding.param_groups)
     ]
@@ -322,6 +344,15 @@ def _check_keys(state: State, keys: set[str], name: str) -> None:
     missing = sorted(keys - set(state))
     if missing:
         raise ValueError(f"nothing was saved of '{missing[0]}' of parameter '{name}': another optimizer or model")
+
+
+def _check_shape(source: Tensor, parameter: nn.Parameter, key: str, name: str) -> None:
+    """Raise ValueError where a state with a value for each element was saved of a parameter of another size."""
+    if source.numel() != parameter.numel():
+        raise ValueError(
+            f"'{key}' of parameter '{name}' was saved in shape {tuple(source.shape)}, but the model has "
+            f"{tuple(parameter.shape)}: another model"
+        )
 
 
 def _replace(sharding: "GradientSharding", piece: Piece, key: str, value: Any, saved: Any) -> None:

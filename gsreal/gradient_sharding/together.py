@@ -76,16 +76,34 @@ def _groups_of(
     """Return the number of each parameter's group; `groups` as torch's optimizers take them, by parameter or name."""
     if groups is None:
         return dict.fromkeys(parameters.values(), 0)
-    found: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(groups):
-        members = group["params"]
-        for member in [members] if isinstance(members, nn.Parameter | str) else members:
-            parameter = parameters.get(plain_name(member)) if isinstance(member, str) else member
-            if parameter is None:
-                raise ValueError(f"param_groups[{number}] names '{member}', which is no parameter that is trained")
-            if found.setdefault(parameter, number) != number:
-                raise ValueError(f"a parameter is in param_groups[{found[parameter]}] and in param_groups[{number}]")
+    found = _members_of(parameters, groups)
     for name, parameter in parameters.items():
         if parameter not in found:
             raise ValueError(f"'{name}' is in none of param_groups; freeze it, or put it into one")
+    trained = set(parameters.values())
+    for parameter, number in found.items():
+        if parameter not in trained and parameter.requires_grad:
+            raise ValueError(
+                f"param_groups[{number}] has a parameter of {tuple(parameter.shape)} that the model has not"
+            )
+    return found
+
+
+def _members_of(parameters: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, int]:
+    """Return the number of the group of each parameter that is in one; raise ValueError where one is in two."""
+    found: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f"param_groups[{number}] must be a dict with parameters under 'params', not {group!r:.80}")
+        members = group["params"]
+        for given in [members] if isinstance(members, nn.Parameter | str) else members:
+            member = given[1] if isinstance(given, tuple) and len(given) == 2 else given  # as named_parameters gives
+            parameter = parameters.get(plain_name(member)) if isinstance(member, str) else member
+            if parameter is None:
+                raise ValueError(f"param_groups[{number}] names '{member}', which is no parameter that is trained")
+            if not isinstance(parameter, nn.Parameter):
+                raise ValueError(f"param_groups[{number}] has {parameter!r:.80}, which is no parameter of the model")
+            if parameter in found:
+                raise ValueError(f"a parameter is in param_groups[{found[parameter]}] and in param_groups[{number}]")
+            found[parameter] = number
     return found
