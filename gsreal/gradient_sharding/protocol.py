@@ -114,16 +114,18 @@ def _said(tag: int) -> str:
     return f"{kind} of bucket {numbers[0]} in step {numbers[2]} after {numbers[1]} pushes"
 
 
-def own_communicator(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+def own_communicator(group: dist.ProcessGroup, backend: str, device: torch.device) -> dist.ProcessGroup:
     """Return a group of the same ranks whose messages cannot meet the other's (a collective of the group's ranks).
 
-    It is the same group where the backend's messages have tags.
+    It has the same time-out, and is the same group where the backend's messages have tags. `device`: of the tensors
+    that are sent.
     """
     if backend in HOST_BACKENDS or dist.get_world_size(group) == 1:
         return group
     found = dist.new_group(
         dist.get_process_group_ranks(group),
         backend=dist.get_backend_config(group),
+        timeout=group._get_backend(device).options._timeout,  # torch has no public way to ask for it
         use_local_synchronization=True,
     )
     assert isinstance(found, dist.ProcessGroup)

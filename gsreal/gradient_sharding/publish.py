@@ -49,10 +49,11 @@ class Publisher:
         inside: dist.ProcessGroup | None = None,
     ) -> None:
         """`inside`: the ranks of this one's node, where it is not alone: they publish to one another after that."""
-        backend = backend_of(pusher.group, buckets[0].flat.device)
-        self.inside = None if inside is None else own_communicator(inside, backend)
+        device = buckets[0].flat.device
+        backend = backend_of(pusher.group, device)
+        self.inside = None if inside is None else own_communicator(inside, backend, device)
         self.rules, self.overlaps, self.protocol = rules, overlaps, pusher.protocol
-        self.group = own_communicator(pusher.group, backend) if buckets[0].is_replica else pusher.group
+        self.group = own_communicator(pusher.group, backend, device) if buckets[0].is_replica else pusher.group
         self.point_to_point, self.observe = pusher.point_to_point, pusher.observe
         self.rank, self.ranks = pusher.rank, pusher.ranks
         self.sent = Sent()
