@@ -312,16 +312,15 @@ def calibrate_command(
     import torch
 
     from gsreal.benchmarks.bench import Settings
+    from gsreal.build import DTYPES
     from gsreal.calibrate import averaged, cluster_data, measure, measured_before, write_cluster
     from gsreal.machine import device_name, usable_cores
     from gsreal.trust import set_trust
-    from gssim.units import PRECISION_BYTES
 
     set_trust(trust_code)
-
     _check_places(out)
-    if precision not in PRECISION_BYTES:
-        raise UserError(f"--precision {precision}: allowed: {', '.join(PRECISION_BYTES)}")
+    if precision not in DTYPES:
+        raise UserError(f"--precision {precision}: allowed: {', '.join(DTYPES)}")
     sizes = _whole_numbers(batch_sizes, "--batch-sizes")
     _check_models(sequence_length, models or [])
     names = tuple(map(str, models or []))

@@ -21,6 +21,7 @@ from gsreal.gradient_sharding import GradientSharding, Push, shard_gradients
 from gsreal.gradient_sharding.at_rest import units_of
 from gsreal.measure import MemoryCounter
 from gsreal.rank import run_on_rank
+from gssim.division import divide
 
 NODES, PLACES, RANKS = 2, 2, 4
 BATCHES = (1, 2, 2, 3)
@@ -114,9 +115,6 @@ def alone() -> dict[str, Tensor]:
     optimizer = adam([p for p in model.parameters() if p.requires_grad])
     for step in range(STEPS):
         loss_of(model, rows(step, range(RANKS)), whole=step % 2 == 0).backward()
-        # Gradient Sharding has a gradient of 0 for what got none
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
@@ -179,7 +177,7 @@ def thresholded_mean_of_a_node() -> float:
         weights.append(sum(BATCHES[each] for each in ranks) / sum(BATCHES))
     (bucket,) = optimizer.buckets
     owner = torch.empty_like(before, dtype=torch.long)
-    division = optimizer.levels.division(len(before), SHARES)
+    division = divide(len(before), by_node=[SHARES[node * PLACES : (node + 1) * PLACES] for node in range(NODES)])
     for place in range(PLACES):
         for node, (start, end) in enumerate(division.ranges(place)):
             owner[start:end] = node

@@ -292,7 +292,7 @@ def test_a_rank_that_is_killed_changes_nothing(undisturbed, tmp_path: Path):
     environment |= {"MARKER": marker, "DIED": str(tmp_path / "died")}
     changes = [*overrides(2, STEPS, "plan.method=gs"), f"workload.model={tmp_path / 'model.toml'}"]
     line = [sys.executable, "-c", "from gsreal.cli import main; main()", "run", str(DEMO), "--json"]
-    line += ["--checkpoint", str(tmp_path / "saved"), "--every", str(SAVED), "--max-restarts", "1"]
+    line += ["--trust-code", "--checkpoint", str(tmp_path / "saved"), "--every", str(SAVED), "--max-restarts", "1"]
     line += [part for change in changes for part in ("--set", change)]
     ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -252,7 +252,7 @@ def test_a_share_that_is_next_to_nothing_is_refused(share):
 def test_a_cache_that_cannot_be_written_is_refused_with_a_remedy(tmp_path, monkeypatch, home):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if home == "file" else "/proc/nowhere")
-    with pytest.raises(UserError, match=r"cannot be written: .*: name another folder with XDG_CACHE_HOME") as told:
+    with pytest.raises(UserError, match=r"cannot be written: .*; name another folder with XDG_CACHE_HOME") as told:
         compiled.compiled(Path(throttle.__file__).with_name("throttle.cpp"), ["-shared", "-fPIC"])
     assert "\n" not in str(told.value)
 

@@ -381,7 +381,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_p
 
 
 def test_a_run_listens_on_the_loopback_alone_and_an_interrupt_stops_every_rank(files, tmp_path):
-    changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=1000000", *DENSE]
+    changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=900000", *DENSE]
     started = tmp_path / "started"
     asked = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--out", tmp_path / "out", *overrides(changes))
     line, environment, marker = command(files, *asked)
@@ -431,7 +431,7 @@ STOPPED_AFTER_S = 30
 def test_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
     """Of ranks that do not train, the same is shown in test_watch.py."""
     (tmp_path / "temporary").mkdir()
-    changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=1000000", *DENSE]
+    changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=900000", *DENSE]
     options = ("--timeout", STOPPED_AFTER_S, *overrides(changes))
     line, environment, marker = command(files, "gsreal", "run", files / "scenario.toml", *options)
     started = tmp_path / "started"

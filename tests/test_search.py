@@ -169,7 +169,7 @@ def test_thresholds_are_searched_that_a_study_allows(tmp_path, most, thresholds,
     [
         (STUDY, ["--set", "search.thresholds=[1e-4]"], "search.thresholds: 0.0001 (absolute) is not in"),
         (STUDY, ["--set", "plan.push.threshold=0.01"], "changes the last loss by up to 0.2 nats"),
-        ("a,b\n1,2\n", [], "no table of a study: column control is missing"),
+        ("a,b\n1,2\n", [], "not a table of a study: no column 'control'"),
         (STUDY.replace("0.04", "much"), [], "'0.001', 'much': no numbers"),
     ],
 )

@@ -139,7 +139,7 @@ def test_some_points_can_be_chosen(tmp_path):
         ("[1e-3, 0.1]", "[1e-3, 1e-3]", r"two points are named 'long--gs--threshold-0.001'"),
         ("[1e-3, 0.1]", "[1, 1]", r"two points are named 'long--gs--threshold-1'; groups and values"),
         ('name = "long"', 'name = "a--b"', r"groups\[1\]\.name: 'a--b' names files: letters, digits"),
-        ("[1e-3, 0.1]", str(list(range(2000))) + ", run.seed = " + str(list(range(2000))), r"has 4,000,002 points; at"),
+        ("[1e-3, 0.1]", str(list(range(2000))) + ", run.seed = " + str(list(range(2000))), r"has 4,000,002 points: at"),
     ],
 )
 def test_bad_sweeps_are_refused_in_one_line(tmp_path, gssim, old, new, message):

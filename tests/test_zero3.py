@@ -53,7 +53,7 @@ def gpt2_on_four_gpus(method: str, **plan: Any) -> Scenario:
     """Return GPT-2 124M on four GPUs behind a switch; about as long to compute as to communicate."""
     cluster = star(4, types={"gpu": GPU}, bandwidth=25e9, latency_s=5e-6, backend="nccl")
     model = load_model(MODELS / "gpt2-124m.toml")
-    return scenario_of(cluster, {"method": method} | plan, model=model, sequence_length=1024, global_batch_size=32)
+    return scenario_of(cluster, {"method": method} | plan, model=model, sequence_length=1024, global_batch_size=16)
 
 
 def tasks_of(scenario: Scenario) -> dict[str, Task]:

@@ -266,10 +266,10 @@ class Cluster:
         """Fill in what a topology stands for; refuse names that lead nowhere."""
         if self.topology is not None:
             self._fill(self.topology)
-        else:
-            self._check_names()
         if not self.devices:
             raise ValueError("devices: at least one is needed, or a topology that has one")
+        if self.topology is None:
+            self._check_names()
         for device in self.devices:
             if device.type not in self.device_types:
                 allowed = ", ".join(sorted(self.device_types))

@@ -18,6 +18,8 @@ def check(scenario: Scenario, *, file: str) -> None:
         policies = scenario.policies
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+    if not scenario.workload.model.layers:
+        raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
     refuse_what_cannot_run(scenario.plan, policies, file=file)

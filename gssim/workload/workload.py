@@ -41,8 +41,6 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuse shapes and data that the model cannot take."""
         source = self.model.input
-        if not self.model.layers:
-            raise ValueError("model: has no layers; `gsreal trace` writes them")
         if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
             raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")
         if isinstance(source, ImageInput):
