@@ -44,12 +44,24 @@ def excess_bytes(program: Program, sent: Sequence[Sent], typical: Sent) -> float
     )
 
 
+def mean_of_typical(machine: Machine, excess: float) -> float:
+    """Return what the bytes of the typical step are multiplied with to be those of the mean of all steps.
+
+    `excess`: see `excess_bytes`. Ranks and links differ in the same proportion.
+    """
+    whole_bytes = float(np.sum(machine.carried_by_rank()[0])) / machine.steps
+    return 1 + excess / whole_bytes if whole_bytes else 1.0
+
+
 LISTED_LINKS = 256
 """Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
 
 
-def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
-    """Return what each link, or class of links, carried in a step."""
+def links_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -> tuple[LinkUse, ...]:
+    """Return what each link, or class of links, carries in the mean of the steps, and its use in the typical one.
+
+    `mean_ratio`: see `mean_of_typical`.
+    """
     network, wiring = machine.network, machine.network.wiring
     of_link = network.folded.link_class
     if len(of_link) <= LISTED_LINKS:
@@ -61,7 +73,7 @@ def links_of(machine: Machine, step_time_s: float) -> tuple[LinkUse, ...]:
         LinkUse(
             name=f"{wiring.names[wiring.source[link]]} -> {wiring.names[wiring.target[link]]}",
             count=count,
-            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0),
+            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0) * mean_ratio,
             utilisation_ratio=carried / float(wiring.bandwidth_bytes_per_s[link]) / step_time_s,
         )
         for link, kind, count in shown
@@ -94,19 +106,16 @@ def rank_classes(
     phases: list[dict[str, float]],
     occupied: Sequence[Occupancy],
     *,
-    excess_bytes: float = 0.0,
+    mean_ratio: float = 1.0,
 ) -> tuple[RankOutcome, ...]:
     """Return ranks with equal outcomes together.
 
-    `excess_bytes`: what all ranks send in the mean of the run's steps beside the machine's, in one step. Each rank's
-    bytes are means too, so that they agree with the collectives' payloads: they differ in the same proportion.
+    `mean_ratio`: see `mean_of_typical`. Each rank's bytes are means, so that they agree with the collectives' payloads.
     """
     classes: dict[tuple[Any, ...], dict[str, Any]] = {}
     members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     sent, received = machine.carried_by_rank()
-    whole_bytes = float(np.sum(sent)) / machine.steps
-    mean_ratio = 1 + excess_bytes / whole_bytes if whole_bytes else 1.0
     for each, same in _alike(machine, sent, received, np.array(shard_shares)):
         needed, rank = occupied[each.index], int(same[0])
         in_order = ((category, round(needed.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)

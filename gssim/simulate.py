@@ -17,7 +17,7 @@ from gssim.expenses import cost_usd, energy_j
 from gssim.machine import Machine, is_jittery
 from gssim.machine.recorded import Recorded
 from gssim.occupancy import Occupancy, misfit, occupancies, tightest
-from gssim.outcomes import collectives_of, excess_bytes, links_of, rank_classes
+from gssim.outcomes import collectives_of, excess_bytes, links_of, mean_of_typical, rank_classes
 from gssim.program import Program, Sent, Steps
 from gssim.program.sameness import what_lowering_reads
 from gssim.program.slices import uncounted
@@ -286,7 +286,8 @@ def _result(
     occupied = _occupied(scenario, typical)
     at_first = occupied if first is typical else _occupied(scenario, first)
     fit = misfit(occupied) or misfit(at_first)
-    ranks = rank_classes(scenario, machine, phases, occupied, excess_bytes=excess)
+    mean_ratio = mean_of_typical(machine, excess)
+    ranks = rank_classes(scenario, machine, phases, occupied, mean_ratio=mean_ratio)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
@@ -304,7 +305,7 @@ def _result(
             publish=_mean([each.publish_density for each in sent]),
         ),
         collectives=collectives_of(machine.program, sent),
-        links=links_of(machine, typical.time_s),
+        links=links_of(machine, typical.time_s, mean_ratio=mean_ratio),
         ranks=ranks,
         idle_devices=scenario.idle_devices,
         cost_usd_per_step=cost_usd(scenario, typical.time_s),

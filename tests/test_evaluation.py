@@ -200,5 +200,8 @@ def test_every_method_evaluates_the_same_model_to_the_same_figures_and_steps_sta
         assert case["collectives"][0] == case["collectives"][1], name  # before an evaluation, and after it
         assert case["trains"], name
         if name != "gs":  # which keeps what it does not push
-            assert case["after"] == pytest.approx(found["ddp"]["after"], rel=1e-3), name
+            (loss, accuracy), (expected_loss, expected_accuracy) = case["after"], found["ddp"]["after"]
+            assert loss == pytest.approx(expected_loss, rel=1e-3), name
+            # sums in another order can turn one of the samples that are held out, on some processors
+            assert abs(accuracy - expected_accuracy) * data.HELD_OUT_DIGITS < 1.5, name
     assert found["gs"]["after"][0] != found["ddp"]["after"][0]

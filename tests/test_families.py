@@ -38,7 +38,7 @@ FAMILIES = {
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """T5, the eleventh, is refused."""
-QUICK = ("llama", "mixtral")
+QUICK = ("mixtral",)
 LENGTH, CLASSES = 40, 7
 SHAPE = {"vit": (4, None)}
 

@@ -24,7 +24,7 @@ from gssim.shared import Shared
 from gssim.simulate import simulate
 from gssim.units import UserError
 
-FEW, FEW_DEVICES = range(100), 4
+FEW, FEW_DEVICES = range(60), 4
 """Seeds of the small form, and how many devices their points have at most."""
 MANY = [range(1000 * part, 1000 * part + 500) for part in range(1, 8)]
 """Of the large one: 3,500."""

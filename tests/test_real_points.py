@@ -32,7 +32,9 @@ MANY = [
 """The same in the slow test: 180 points."""
 EXACT = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2**-7}
 """By how much of the largest one parameters may differ from one device's, by precision."""
-PEAK = 0.02
+PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
+"""By how much peaks may differ. Kernels of convolutions take scratch by shape and processor: between batches that were
+measured it is interpolated."""
 LONGEST_REFUSAL = 300
 
 Case = dict[str, Any]
@@ -103,7 +105,7 @@ def differences(case: Case, seen: dict[str, Any]) -> Iterator[str]:
     if sorted(seen["collectives"], key=str) != expected:
         yield f"collectives {sorted(seen['collectives'], key=str)}, predicted {expected}"
     for rank, (peak, counted) in enumerate(zip(predicted_peaks(case), seen["peaks"], strict=True)):
-        if abs(peak / counted - 1) > PEAK:
+        if abs(peak / counted - 1) > (PEAK_OF_CONVOLUTIONS if scenario.workload.model.input.kind == "image" else PEAK):
             yield f"rank {rank} holds {counted} bytes at most, predicted {peak} ({peak / counted - 1:+.1%})"
     total, policies = scenario.workload.global_batch_size, scenario.policies
     taken: dict[int, set[int]] = defaultdict(set)

