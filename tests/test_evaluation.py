@@ -202,6 +202,7 @@ def test_every_method_evaluates_the_same_model_to_the_same_figures_and_steps_sta
         if name != "gs":  # which keeps what it does not push
             (loss, accuracy), (expected_loss, expected_accuracy) = case["after"], found["ddp"]["after"]
             assert loss == pytest.approx(expected_loss, rel=1e-3), name
-            # sums in another order can turn one of the samples that are held out, on some processors
-            assert abs(accuracy - expected_accuracy) * data.HELD_OUT_DIGITS < 1.5, name
+            # blocks that are cut are summed in another order, which on some processors turns one held-out sample
+            turned = 1 / data.HELD_OUT_DIGITS if name == "tensor" else 0.0
+            assert accuracy == pytest.approx(expected_accuracy, rel=1e-3, abs=1.01 * turned), name
     assert found["gs"]["after"][0] != found["ddp"]["after"][0]
