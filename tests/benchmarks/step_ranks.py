@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gsreal.feed import Feed
 from gsreal.machine import settle
 from gsreal.measure import Timeline
-from gsreal.rank import run_on_rank
+from gsreal.rank import join, run_on_rank
 from gsreal.worker import build
 from gssim.scenario import load_scenario
 
@@ -31,7 +31,7 @@ WARMUPS, STEPS = 3, 21
 def main(scenario_file: str, out: str) -> None:
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
+    join("gloo")
     rank = dist.get_rank()
     loaded = [load_scenario(Path(scenario_file), plan, gradients_needed=False).scenario for plan in PLANS.values()]
     device = settle(loaded[0].cluster, rank)
