@@ -64,11 +64,11 @@ def last_loss(result: Result) -> float | None:
 
 
 def _dense_of(run: Result, pairs: Sequence[tuple[Result, Result]]) -> tuple[Result, Result] | None:
-    same = [pair for pair in pairs if not is_thresholded(pair[0]) and _training(pair[0]) == _training(run)]
+    same = [pair for pair in pairs if not is_thresholded(pair[0]) and _dense_training(pair[0]) == _dense_training(run)]
     return min(same, key=lambda pair: (method_of(pair[0]) != method_of(run), name_of(pair[0])), default=None)
 
 
-def _training(result: Result) -> str:
+def _dense_training(result: Result) -> str:
     """Return what decides a dense training and the time of its steps, but for the method."""
     scenario, plan = result.scenario, result.scenario["plan"]
     parts = [scenario.get(key) for key in ("workload", "run", "network")]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from analysis.charts.accuracy import MOST_LABELLED, predicted_vs_measured
 from analysis.charts.accuracy import TITLE as ACCURACY
 from analysis.charts.drawing import Chart, percent
-from analysis.charts.exposed import TITLE as EXPOSED
+from analysis.charts.exposed import EXPOSED_TITLE as EXPOSED
 from analysis.charts.exposed import exposed_communication
 from analysis.charts.rivals import TITLE as RIVALS
 from analysis.charts.rivals import rivals

@@ -24,7 +24,7 @@ from analysis.charts.drawing import (
 from analysis.charts.placing import place_labels
 from analysis.groups import variant_of
 
-TITLE = "Does the simulator see what compute waits for?"
+EXPOSED_TITLE = "Does the simulator see what compute waits for?"
 FEWEST_APART = 3
 """Scenarios of the largest group, from which on each group has a panel of its own."""
 ACROSS, SIDE_IN, LEFT_IN, TOP_IN, BELOW_IN, BOTTOM_IN, RIGHT_IN = 4, 2.7, 0.8, 1.35, 0.95, 0.55, 0.35
@@ -97,7 +97,7 @@ def _labels(axes: Axes, rows: Sequence[Row], factor: float) -> None:
 def _heading(figure: Figure, methods: Sequence[str]) -> None:
     width_in, height_in = figure.get_size_inches()
     x = 0.15 / width_in
-    figure.text(x, 1 - 0.32 / height_in, TITLE, fontsize=14, fontweight="bold", va="center")
+    figure.text(x, 1 - 0.32 / height_in, EXPOSED_TITLE, fontsize=14, fontweight="bold", va="center")
     note = (
         "Exposed communication in one step, mean over ranks. Above the line the prediction is too high. "
         f"Named: the worst {LABELLED} of a panel,"

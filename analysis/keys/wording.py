@@ -77,11 +77,11 @@ def _annotated(base: Any, *notes: Any, link: Any) -> str:
             return f'{unit}, such as `"{example.strip(chr(39))}"`'
         if described and base is not float and not is_dataclass(base):
             return f"text: {described}"
-    limits = [limit for note in notes if isinstance(note, FieldInfo) for limit in _limits(note)]
+    limits = [limit for note in notes if isinstance(note, FieldInfo) for limit in _field_limits(note)]
     return " ".join([value_in_words(base, link), " and ".join(limits)]).strip()
 
 
-def _limits(note: FieldInfo) -> list[str]:
+def _field_limits(note: FieldInfo) -> list[str]:
     found = []
     for each in note.metadata:
         for name, sign in LIMITS.items():

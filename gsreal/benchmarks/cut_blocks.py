@@ -21,7 +21,7 @@ BLOCKS, PAIRS, SUMS = 2, 2, 4
 WIDTH, HEADS, SAMPLES = 128, 4, 8
 TOKENS = (1, 64, 256, 512)
 """Of each sample. The more there are, the less of the host's code and objects do the caches still have after a map."""
-WARMUPS, STEPS = 3, 15
+BLOCK_WARMUPS, BLOCK_STEPS = 3, 15
 """Plain and cut steps take turns: a slow second of the machine falls on both."""
 
 
@@ -71,10 +71,10 @@ def _added_s(
 ) -> dict[str, float]:
     """Return what cutting adds to (forward, backward) of a pair of maps, and the host time of a sum."""
     steps: tuple[list[dict[str, float]], ...] = ([], [])
-    for step in range(WARMUPS + STEPS):
+    for step in range(BLOCK_WARMUPS + BLOCK_STEPS):
         for module, found in zip(kinds, steps, strict=True):
             phases = _step_phases(bench, module, x, timeline)
-            if step >= WARMUPS:
+            if step >= BLOCK_WARMUPS:
                 found.append(phases)
     plain, cut = ({name: statistics.median(each[name] for each in found) for name in found[0]} for found in steps)
     sum_s = cut["exposed_communication"] / (BLOCKS * SUMS)
