@@ -10,13 +10,14 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from gssim.ending import INTERRUPTED, run_command_line
+from gssim.errors import UserError
 from gssim.files import check_place, locked, write_text
-from gssim.units import UserError, human_bytes
+from gssim.terminal import INTERRUPTED, run_command_line
+from gssim.units import human_bytes
 
 if TYPE_CHECKING:
-    from analysis.compare import Joined
-    from analysis.convergence.rows import Row
+    from analysis.compare.comparison import Joined
+    from analysis.study.rows import Row
 
 EXTRA = frozenset({"polars", "matplotlib", "networkx"})
 """What `pip install 'gssim[analysis]'` brings; imported inside commands, so that a missing one can be named."""
@@ -36,13 +37,13 @@ def compare_command(
 ) -> None:
     """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts."""
     from analysis import charts
-    from analysis.compare import compare, join
-    from analysis.groups import group_table
-    from analysis.report import print_comparison
-    from analysis.rivals import rival_table
-    from analysis.table import find_results
-    from analysis.versions import differences
-    from gssim.table import csv_of
+    from analysis.compare.comparison import compare, join
+    from analysis.compare.groups import group_table
+    from analysis.compare.report import print_comparison
+    from analysis.compare.rivals import rival_table
+    from analysis.compare.table import find_results
+    from analysis.compare.versions import differences
+    from gssim.sweeps import csv_of
 
     found = find_results(results)
     joined = join(found.files)
@@ -75,7 +76,7 @@ def keys_command(
     folder: Annotated[Path, typer.Argument(help="Of the scenarios; the page is its README.md.")] = Path("scenarios"),
 ) -> None:
     """Print every key of scenario, cluster, model, sweep and study files, in Markdown."""
-    from analysis.keys import page
+    from analysis.reference_page.page import page
 
     sys.stdout.write(page(folder))
 
@@ -88,7 +89,7 @@ def timeline_command(
 ) -> None:
     """Draw one step of the same scenario, predicted above measured: rank by rank on one time axis."""
     from analysis import charts
-    from analysis.timeline import named_alike, read_step
+    from analysis.compare.timeline import named_alike, read_step
 
     _check_picture(out)
     sides = read_step(predicted), read_step(measured)
@@ -149,7 +150,7 @@ def draw_command(
 ) -> None:
     """Draw a cluster: its servers, devices, switches and links; what repeats itself is counted, not drawn."""
     from analysis import charts
-    from analysis.draw import draw
+    from analysis.draw.draw import draw
     from gssim.scenario import load_cluster
 
     _check_picture(out)
@@ -176,10 +177,10 @@ def convergence_command(
 ) -> None:
     """Train a study's variants for real, seed by seed: quality against threshold, bytes and time."""
     from analysis import charts
-    from analysis.convergence.findings import findings_of
-    from analysis.convergence.rows import rows_of, write_csv
-    from analysis.convergence.runs import train
-    from analysis.convergence.study import load_study
+    from analysis.study.findings import findings_of
+    from analysis.study.rows import rows_of, write_csv
+    from analysis.study.runs import train
+    from analysis.study.study import load_study
 
     check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
@@ -202,8 +203,8 @@ def seeds_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
 ) -> None:
     """Put the figures that the project's starting texts state beside ours: which are physically consistent."""
-    from analysis.seeds import all_lines
-    from analysis.seeds.report import print_lines
+    from analysis.literature.headlines import all_lines
+    from analysis.literature.headlines.line import print_lines
 
     found = all_lines(scenarios, slow=slow)
     if as_json:
@@ -219,9 +220,9 @@ def published_command(
     as_json: Annotated[bool, typer.Option("--json", help="Scores and every row's figures as JSON.")] = False,
 ) -> None:
     """Predict what others measured, row by row: errors by source, beside a naive baseline."""
-    from analysis.published import report
-    from analysis.published.score import score
-    from gssim.workers import usable_cores
+    from analysis.literature import score as report
+    from analysis.literature.score import score
+    from gssim.execution import usable_cores
 
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs}: must be at least 1")
@@ -239,7 +240,7 @@ def published_command(
 
 def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
     """Print a study for people: a line a variant, each speed-up beside density and loss; then what was found."""
-    from analysis.report import console
+    from analysis.compare.report import console
 
     out = console()
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -263,9 +264,9 @@ def print_study(rows: "list[Row]", findings: tuple[str, ...]) -> None:
 
 def study_cells(row: "Row") -> tuple[str, ...]:
     """Return what the table says of a variant; speeds are multiples of dense's."""
-    from analysis.convergence.findings import interval, percentage
-    from analysis.convergence.runs import HERE
-    from analysis.report import shown
+    from analysis.compare.report import shown
+    from analysis.study.findings import interval, percentage
+    from analysis.study.runs import HERE
 
     speed = row.speed_up
     return (

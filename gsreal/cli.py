@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gsreal.watch import DEFAULT_TIMEOUT_S
-from gssim.ending import run_command_line, unwinding
+from gsreal.run.progress import DEFAULT_TIMEOUT_S
+from gssim.errors import UserError
 from gssim.files import locked, remove_abandoned, scratch_folder
 from gssim.result import file_name
-from gssim.units import UserError
+from gssim.terminal import run_command_line, unwinding
 
 if TYPE_CHECKING:
-    from gsreal.benchmarks.bench import Settings
+    from gsreal.calibrate.bench import Settings
     from gssim.result import Result
     from gssim.scenario import Loaded
 
@@ -70,9 +70,9 @@ def run_command(
     trust_code: TrustCode = False,
 ) -> None:
     """Execute one scenario on this machine: one process a rank. Calls the factory that the model file names."""
-    from gsreal.launch import Guard, launch, listening_on
-    from gsreal.rank import TIMEOUT, leave
-    from gsreal.trust import set_trust
+    from gsreal.model_files.build import set_trust
+    from gsreal.run.launch import Guard, launch, listening_on
+    from gsreal.run.rank import TIMEOUT, leave
     from gssim.result import read_result
 
     set_trust(trust_code)
@@ -88,14 +88,14 @@ def run_command(
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
     with scratch_folder("gsreal-run-") as folder, _only_saver(checkpoint) as locks:
         if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            from gsreal.checkpoint import check_checkpoints
+            from gsreal.run.checkpoint import check_checkpoints
 
             check_checkpoints(ours, checkpoint, every, where=loaded.file)
         made = Path(folder, name)
         arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
-            from gsreal import worker  # here alone: all that trains takes seconds to import
+            from gsreal.run import worker  # here alone: all that trains takes seconds to import
 
             os.environ[TIMEOUT] = str(timeout_s)
             if interface or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
@@ -106,7 +106,7 @@ def run_command(
                 return
         else:
             guard = Guard(timeout_s, interface, locks)
-            launch("gsreal.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts, guard=guard)
+            launch("gsreal.run.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts, guard=guard)
         result = read_result(made)
         text = made.read_text(encoding="utf-8")
     _hand_over(result, text, out / name if out else None, as_json=as_json)
@@ -121,7 +121,7 @@ def _only_saver(folder: Path | None) -> Iterator[tuple[int, ...]]:
     if folder is None or os.environ.get("RANK", "0") != "0":
         yield ()
         return
-    from gsreal.checkpoint import LOCK, remove_unfinished
+    from gsreal.run.checkpoint import LOCK, remove_unfinished
 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--checkpoint {folder}: is no folder")
@@ -160,8 +160,8 @@ def lab_command(
 
     Calls the factory that each model file names.
     """
-    from gsreal.lab.check import check_tools
-    from gsreal.trust import set_trust
+    from gsreal.lab.cleaning import check_tools
+    from gsreal.model_files.build import set_trust
 
     set_trust(trust_code)
     if clean + (scenario is not None) + (sweep is not None) != 1:
@@ -194,8 +194,8 @@ def _lab_sweep(
 ) -> None:
     from gsreal.lab.lab import run_lab, warn_of_other_processors
     from gsreal.lab.sweep import LOCK, cells_of, checked_points, measure_cells, middle_ones
-    from gssim.console import print_results
-    from gssim.sweep import chosen, load_sweep, points_of
+    from gssim.scenario.sweep import chosen, load_sweep, points_of
+    from gssim.terminal import print_results
 
     _check_places(out / file.name)
     sweep = load_sweep(file)
@@ -224,7 +224,7 @@ def _clean() -> None:
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     """Return a scenario that can run for real; raise UserError for what cannot."""
-    from gsreal.checks import check_real
+    from gsreal.run.checks import check_real
     from gssim.scenario import load_scenario
 
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
@@ -241,7 +241,7 @@ def _hand_over(result: "Result", text: str, file: Path | None, *, as_json: bool)
     if as_json:
         sys.stdout.write(text)
     else:
-        from gssim.console import print_result
+        from gssim.terminal import print_result
 
         print_result(result)
 
@@ -269,9 +269,9 @@ def gradients_command(
 
     Calls the factory that the model file names.
     """
-    from gsreal.data import check_data
-    from gsreal.statistics import take_statistics, write_statistics
-    from gsreal.trust import check_factory, set_trust
+    from gsreal.data.sources import check_data
+    from gsreal.model_files.build import check_factory, set_trust
+    from gsreal.statistics.collect import take_statistics, write_statistics
     from gssim.scenario import load_scenario
 
     set_trust(trust_code)
@@ -311,11 +311,10 @@ def calibrate_command(
     """
     import torch
 
-    from gsreal.benchmarks.bench import Settings
-    from gsreal.build import DTYPES
-    from gsreal.calibrate import averaged, cluster_data, measure, measured_before, write_cluster
+    from gsreal.calibrate.bench import Settings
+    from gsreal.calibrate.cluster_file import averaged, cluster_data, measure, measured_before, write_cluster
     from gsreal.machine import device_name, usable_cores
-    from gsreal.trust import set_trust
+    from gsreal.model_files.build import DTYPES, set_trust
 
     set_trust(trust_code)
     _check_places(out)
@@ -352,7 +351,7 @@ def _only_writer(file: Path) -> AbstractContextManager[int]:
 
 def _check_models(length: int, models: list[Path]) -> None:
     """Raise UserError where one of the models is not trusted, or takes no sequences of this length."""
-    from gsreal.trust import check_factory
+    from gsreal.model_files.build import check_factory
     from gssim.scenario import load_model
     from gssim.workload import TokenInput
 
@@ -442,8 +441,8 @@ def trace_command(
 
     Calls the factory that is named, or that the model file names: only for the latter must it be trusted.
     """
-    from gsreal.modelfile import Request, check_options, counted_table, traced_model, write_model
-    from gsreal.trust import set_trust
+    from gsreal.model_files.build import set_trust
+    from gsreal.model_files.model_file import Request, check_options, counted_table, traced_model, write_model
 
     set_trust(trust_code or not model.endswith(".toml"))
     _check_places(out)

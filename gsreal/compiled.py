@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from gssim.errors import UserError
 from gssim.files import scratch_folder
-from gssim.units import UserError
 
 
 def compiler() -> str | None:

@@ -31,8 +31,8 @@ import torch
 
 from gsreal.lab.throttle import own_place, take
 from gssim.cluster import Cluster
-from gssim.digests import SHOWN, package_digest
-from gssim.units import UserError
+from gssim.errors import UserError
+from gssim.execution import SHOWN, package_digest
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -26,6 +26,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from gssim.errors import MistakenNameError, UserError
 from gssim.limits import excess
 
 DECIMAL_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
@@ -77,18 +78,6 @@ def distinct(numbers: Numbers) -> Numbers:
 _QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]+)\s*$")
 _MOST = 10**15
 """No count is larger: what is made of counts still fits into 64 bits."""
-
-
-class UserError(ValueError):
-    """Something the user can mend: one line that names the file, the key, the value and what is allowed."""
-
-
-class MistakenNameError(UserError):
-    """A key or file that there is not: a slip of the pen, whatever else it is combined with."""
-
-
-class RunFailedError(RuntimeError):
-    """A run that cannot end well through no fault of the user's: one line that names the rank or command, and why."""
 
 
 def parse_quantity(value: object, kind: str) -> float:

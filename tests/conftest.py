@@ -32,7 +32,7 @@ def _trusted_code():
 @pytest.fixture
 def gssim(monkeypatch, capsys):
     """Return a function that runs the command line in this process: (exit code, stdout, stderr)."""
-    from gssim import cli  # not before the number of threads is set
+    from gssim.cli import commands as cli  # not before the number of threads is set
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["gssim", *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Charts of a comparison (see `analysis.compare`), and of a study (`analysis.convergence`): figures of data.
+"""Charts of a comparison (see `analysis.compare.comparison`), and of a study (`analysis.study`): figures of data.
 
 Figures are laid out in inches, so that text never shrinks: more scenarios make a larger picture. Marks differ in shape
 or hatching and in lightness, so that they can be told apart in grey and by colour-blind readers.
@@ -6,12 +6,10 @@ or hatching and in lightness, so that they can be told apart in grey and by colo
 
 from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
-from analysis.charts.comparison import comparison_charts
+from analysis.charts.chart_sets import comparison_charts, study_charts
 from analysis.charts.drawing import DPI, STYLE, Chart, png, point_labels, save, save_all, svg
-from analysis.charts.exposed import exposed_communication
 from analysis.charts.rivals import rivals
-from analysis.charts.step_phases import phases
-from analysis.charts.studies import study_charts
+from analysis.charts.step_phases import exposed_communication, phases
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.timeline import timeline
 

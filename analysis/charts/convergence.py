@@ -17,10 +17,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from analysis.charts.drawing import STYLE, TIME_UNITS, new_figure, plain, unit_for, wrapped
-from analysis.convergence.effects import Effect, Spread
-from analysis.convergence.findings import Findings, percentage
-from analysis.convergence.rows import Row
-from analysis.convergence.study import Study
+from analysis.study.effects import Effect, Spread
+from analysis.study.findings import Findings, percentage
+from analysis.study.rows import Row
+from analysis.study.study import Study
 
 # Colours: Okabe & Ito 2008, "Color Universal Design".
 LOOKS = (

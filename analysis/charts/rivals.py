@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, MARKS, STYLE, label_width_in, new_figure, percent, plain, wrapped
-from analysis.groups import variant_of
-from analysis.rivals import DENSE
+from analysis.compare.groups import variant_of
+from analysis.compare.rivals import DENSE
 
 TITLE = "Where does Gradient Sharding win, and where does it lose?"
 PANEL_IN, ROW_IN, TOP_IN, BOTTOM_IN, COLUMN_IN = 5.2, 0.3, 1.1, 1.2, 1.25

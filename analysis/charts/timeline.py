@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, label_width_in, new_figure, plain, unit_for
 from analysis.charts.step_phases import DARK_PHASES, PHASE_COLOURS
-from analysis.timeline import Block, Lane, Step
+from analysis.compare.timeline import Block, Lane, Step
 from gssim.result import PHASES
 
 MOST_RANKS = 8

@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 
 from gssim.cluster import Cluster
-from gssim.topology import FullyConnected, LeafSpine, Ring, ServerGroup, Servers, Sites, Switch, Torus, Wiring
+from gssim.cluster.topology import FullyConnected, LeafSpine, Ring, ServerGroup, Servers, Sites, Switch, Torus, Wiring
 
 ALL_SERVERS, SHOWN_SERVERS, SHOWN_OF_ONE_KIND = 8, 2, 4
 SHOWN_SPINES, SHOWN_AROUND, SHOWN_ALONG = 8, 24, 16

@@ -6,12 +6,24 @@ from typing import Any
 
 from analysis.charts import comparison_charts
 from analysis.charts.step_phases import longest_phase
-from analysis.compare import medians
-from analysis.groups import ALL, error_column, variant_of, worst_of
+from analysis.compare.comparison import medians
+from analysis.compare.groups import ALL, error_column, variant_of, worst_of
+from analysis.compare.targets import Target, targets
 from analysis.page.contents import Comparison
-from analysis.page.markup import Cell, Column, Part, figure, folded, paragraph, table
-from analysis.page.words import counted, density, percent, seconds, size
-from analysis.targets import Target, targets
+from analysis.page.markup import (
+    Cell,
+    Column,
+    Part,
+    counted,
+    density,
+    figure,
+    folded,
+    paragraph,
+    percent,
+    seconds,
+    size,
+    table,
+)
 from gssim.result import Result
 
 Row = dict[str, Any]

@@ -7,16 +7,16 @@ from typing import Any
 
 import polars as pl
 
-from analysis.compare import COLUMNS, Joined, compare, join
-from analysis.groups import group_table
-from analysis.rivals import COLUMNS as RIVAL_COLUMNS
-from analysis.rivals import rival_table
+from analysis.compare.comparison import COLUMNS, Joined, compare, join
+from analysis.compare.groups import group_table
+from analysis.compare.rivals import COLUMNS as RIVAL_COLUMNS
+from analysis.compare.rivals import rival_table
+from analysis.compare.table import ResultFile, find_results
+from analysis.compare.timeline import Step, read_step
 from analysis.sweeps.table import SweepTable, is_table, read_table, table_from
-from analysis.table import ResultFile, find_results
-from analysis.timeline import Step, read_step
-from gssim.reading import number_in, read_json, read_rows, read_text
+from gssim.errors import UserError
+from gssim.files import number_in, read_json, read_rows, read_text
 from gssim.result import PHASES, Result
-from gssim.units import UserError
 
 FEWEST_PREDICTIONS = 2
 """Predictions that nobody measured, from which on they are a sweep."""

@@ -1,19 +1,189 @@
-"""The whole report of a folder."""
+"""The whole report of a folder.
 
+Where a report's figures are from: programs, machines, calibrations; what was measured, and what only predicted.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from analysis.charts import timeline
 from analysis.charts.drawing import Chart
+from analysis.compare.table import method_of, name_of, peaks_by_rank
+from analysis.compare.timeline import named_alike
 from analysis.page.comparison import comparison_parts
 from analysis.page.comparison import summary as comparison_summary
 from analysis.page.contents import Contents, Overlay, contents_of
-from analysis.page.markup import Part, bullets, document, figure, paragraph
-from analysis.page.provenance import provenance_part, told_part
+from analysis.page.markup import (
+    Cell,
+    Column,
+    Part,
+    bullets,
+    counted,
+    density,
+    document,
+    figure,
+    folded,
+    paragraph,
+    percent,
+    seconds,
+    size,
+    table,
+    terms,
+)
 from analysis.page.study import study_parts
 from analysis.page.sweep import summary as sweep_summary
 from analysis.page.sweep import sweep_parts
-from analysis.page.words import percent, seconds
-from analysis.timeline import named_alike
+from gssim.result import Result
+
+MOST_VALUES = 6
+MOST_ROWS = 200
+MOST_CALIBRATIONS = 20
+
+
+def told_part(found: Contents) -> Part:
+    """Return what was measured, and what is only predicted."""
+    lines = []
+    for comparison in found.comparisons:
+        repeated = int((comparison.table["repeats"] > 1).sum())
+        lines.append(
+            f"Measured and predicted: {counted(len(comparison.table), 'scenario')}, {repeated} of them more than "
+            "once. Measured: step "
+            "time, phases, peak memory, collectives, densities, training loss. Only predicted: use of links, "
+            "categories of "
+            "memory, cost."
+        )
+    if found.only_predicted:
+        lines.append(f"Only predicted: {counted(len(found.only_predicted), 'scenario')}.")
+    if found.only_measured:
+        lines.append(f"Only measured: {counted(len(found.only_measured), 'scenario')}.")
+    lines += [
+        f"Only predicted: all {counted(len(sweep.rows), 'point')} of the sweep {sweep.sweep or sweep.name}; nothing "
+        "of it was measured."
+        for sweep in found.sweeps
+        if not found.only_predicted
+    ]
+    lines += [
+        f"Measured: all trainings of the study {study.place}: loss, density, step time. Predicted: step times, also "
+        "for other networks."
+        for study in found.studies
+    ]
+    lines += [f"One step of {overlay.name}: traced on both sides." for overlay in found.overlays]
+    body = bullets(lines)
+    for title, files in (("only predicted", found.only_predicted), ("only measured", found.only_measured)):
+        if files:
+            body += folded(f"Scenarios that are {title}", _result_table(title, [file.result for file in files]))
+    return Part("What was measured, and what is only predicted", body)
+
+
+def _result_table(title: str, results: Sequence[Result]) -> str:
+    """Return Results of one side."""
+    rows: list[list[Cell]] = [
+        [
+            name_of(result),
+            method_of(result),
+            seconds(result.step_time_s),
+            f"{result.throughput_samples_per_s:.4g}",
+            size(max(peaks_by_rank(result).values(), default=None)),
+            density(result.density.push),
+        ]
+        for result in sorted(results, key=name_of)
+    ]
+    left_out = len(rows) - MOST_ROWS
+    heads = ("step", "samples/s", "peak memory", "pushed")
+    columns = [Column("scenario", False), Column("method", False), *(Column(head) for head in heads)]
+    more = paragraph(f"{counted(left_out, 'more scenario')}.", "soft") if left_out > 0 else ""
+    return table(f"Scenarios that are {title}", columns, rows[:MOST_ROWS]) + more
+
+
+def provenance_part(found: Contents) -> Part:
+    """Return versions, hardware and calibrations of all that the page shows."""
+    predicted = [result for each in found.comparisons for result in each.predicted]
+    predicted += [file.result for file in found.only_predicted]
+    measured = [result for each in found.comparisons for result in each.measured]
+    measured += [file.result for file in found.only_measured]
+    body = ""
+    for title, results in (("Predicted by", predicted), ("Measured on", measured)):
+        if results:
+            body += f"<h3>{title}</h3>\n{terms(_facts(results))}"
+    body += _calibrations(found)
+    files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in found.sweeps]
+    files += [f"Comparison {each.place}, without its Results" for each in found.comparisons if not each.predicted]
+    files += [f"Study {each.place}" for each in found.studies]
+    if files:
+        body += bullets(files)
+    return Part("Provenance", body or paragraph("Nothing is known of where these figures are from."))
+
+
+def _facts(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """Return each fact with the values that Results have, most have but one."""
+    found: dict[str, dict[str, None]] = {}
+    for result in results:
+        for key, value in _flat(result.provenance):
+            found.setdefault(key, {}).setdefault(value, None)
+        found.setdefault("devices", {}).setdefault("; ".join(dict.fromkeys(rank.device for rank in result.ranks)), None)
+    return [
+        (key.replace("_", " "), ", ".join([*list(values)[:MOST_VALUES], *_more(values)]))
+        for key, values in found.items()
+        if key != "repeat"
+    ]
+
+
+def _more(values: dict[str, None]) -> list[str]:
+    return [f"and {len(values) - MOST_VALUES} others"] if len(values) > MOST_VALUES else []
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Yield facts by their names; of lists how long they are: links and devices are in the Results."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key} ")
+        elif isinstance(value, list):
+            yield from _listed(f"{prefix}{key}", value)
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
+    """Yield what is to say of a list: of links that were verified, how far off the worst was; of others how many."""
+    rates = ("measured_bytes_per_s", "rate_bytes_per_s")
+    known = [value for value in values if isinstance(value, dict) and all(value.get(rate) for rate in rates)]
+    if known:
+        worst = max(abs(value[rates[0]] / value[rates[1]] - 1) for value in known)
+        yield f"{key} verified before use", f"within {math.ceil(100 * worst)} % of the rates asked for"
+    else:
+        yield key, str(len(values))
+
+
+def _calibrations(found: Contents) -> str:
+    """Return a table of the calibrations, a row for each; of very many, those of which most is."""
+    counts = _uses(found)
+    if not counts:
+        return ""
+    often = sorted(counts, key=lambda identity: (-sum(counts[identity]), identity))[:MOST_CALIBRATIONS]
+    rows: list[list[Cell]] = [[each, *(f"{n:,}" if n else "" for n in counts[each])] for each in sorted(often)]
+    heads = ("predicted", "measured", "points of sweeps")
+    columns = [Column("calibration", False), *(Column(head) for head in heads)]
+    left_out = len(counts) - len(rows)
+    return table("Calibrations: rates, profiles and statistics, by the id that is in every Result", columns, rows) + (
+        paragraph(f"{left_out:,} more, of no more points each, are left out here.", "soft") if left_out else ""
+    )
+
+
+def _uses(found: Contents) -> dict[str, list[int]]:
+    """Return of how many predictions, measurements and points each calibration is."""
+    counts: dict[str, list[int]] = {}
+    for comparison in found.comparisons:
+        for place, side in enumerate(("predicted", "measured")):
+            for identity in comparison.table[f"calibration_id_{side}"].to_list():
+                counts.setdefault(str(identity), [0, 0, 0])[place] += 1
+    for sweep in found.sweeps:
+        for row in sweep.answered:
+            counts.setdefault(str(row.get("calibration_id")), [0, 0, 0])[2] += 1
+    return counts
+
 
 MOST_QUESTIONS = 8
 TIMELINE = "Who does what in one step, when, and waits for what?"

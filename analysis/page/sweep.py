@@ -3,14 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from analysis.charts import sweep_charts
 from analysis.charts.drawing import Chart
-from analysis.charts.sweeps.looks import density_words, threshold_words
-from analysis.page.markup import Cell, Column, Part, figure, folded, paragraph, table
-from analysis.page.words import counted, seconds, size
-from analysis.sweeps.choice import best_gain, fastest
-from analysis.sweeps.settings import Layout, Place, by_setting, layout_of
-from analysis.sweeps.spread import evenly, spread
+from analysis.charts.sweeps import sweep_charts
+from analysis.charts.sweeps.panels import density_words, threshold_words
+from analysis.page.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
+from analysis.sweeps.settings import Layout, Place, best_gain, by_setting, evenly, fastest, layout_of, spread
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 from gssim.result import PHASES
 

@@ -2,13 +2,23 @@
 
 Which columns tell settings and plans apart depends on what varies: a column says nothing that has one value, or whose
 value follows from the others'.
+
+Which points of a setting are worth choosing: fronts, and the fastest with and without a threshold.
+
+What is thresholded trains by other gradients than what is dense, so it never simply wins: fronts are told apart, and a
+speed beside dense training stands beside the density that it was had for.
+
+Which few of many settings are shown: such that each value of each column appears, and not only the first ones.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import exp
+from typing import TypeVar
 
-from analysis.sweeps.table import BANDWIDTH, METHOD, THRESHOLD, Row, SweepTable
+from analysis.sweeps.table import BANDWIDTH, METHOD, THRESHOLD, Row, SweepTable, is_control, is_dense
 from gssim.units import human_bytes, human_seconds
 
 PLAN = "plan."
@@ -170,3 +180,115 @@ def bit_rate(bytes_per_s: float) -> str:
         ("kbit/s", 1e3),
     )
     return f"{bits / factor:.3g} {unit}"
+
+
+def front(rows: Sequence[Row], x: Callable[[Row], float], y: Callable[[Row], float]) -> list[Row]:
+    """Return the rows than which no other is as good in both and better in one, by ascending x; of equals the first.
+
+    >>> [row["n"] for row in front([{"n": 1}, {"n": 2}], lambda row: row["n"], lambda row: row["n"])]
+    [1]
+    """
+    best: list[Row] = []
+    for row in sorted(rows, key=lambda row: (x(row), y(row))):
+        if not best or y(row) < y(best[-1]):
+            best.append(row)
+    return best
+
+
+def fastest(rows: Iterable[Row]) -> Row | None:
+    """Return the row with the shortest step; None where there is none."""
+    return min(rows, key=lambda row: row["step_time_s"], default=None)
+
+
+@dataclass(frozen=True)
+class Winner:
+    """Who is faster at one threshold: the fastest thresholded plan, or the fastest dense one."""
+
+    thresholded: Row
+    dense: Row
+
+    @property
+    def speed_up_ratio(self) -> float:
+        """Of the thresholded plan over the dense one: above 1, the threshold wins."""
+        return float(self.dense["step_time_s"] / self.thresholded["step_time_s"])
+
+
+def winner(rows: Sequence[Row], threshold: float) -> Winner | None:
+    """Return who wins among rows of one setting that fit; None where one side is missing."""
+    sparse = fastest(row for row in rows if not is_dense(row) and row.get(THRESHOLD) == threshold)
+    dense = fastest(row for row in rows if is_dense(row))
+    return Winner(sparse, dense) if sparse is not None and dense is not None else None
+
+
+def best_gain(rows: Sequence[Row]) -> Winner | None:
+    """Return the thresholded plan of one setting that is fastest beside the fastest dense one, controls left out."""
+    sparse = fastest(row for row in rows if not is_dense(row) and not is_control(row))
+    dense = fastest(row for row in rows if is_dense(row))
+    return Winner(sparse, dense) if sparse is not None and dense is not None else None
+
+
+def thresholds(rows: Iterable[Row]) -> list[float]:
+    """Return the thresholds of thresholded rows, ascending."""
+    return sorted({row[THRESHOLD] for row in rows if not is_dense(row) and row.get(THRESHOLD) is not None})
+
+
+T = TypeVar("T")
+FAR = 8.0
+"""How far apart the ends of a column of numbers are, where values 1 apart are hardly alike."""
+
+
+def evenly(values: Sequence[T], most: int) -> list[T]:
+    """Return so many of the values, evenly apart and both ends among them; all, where there are no more.
+
+    >>> evenly([0, 1, 2, 3, 4, 5, 6], 3), evenly("ab", 3)
+    ([0, 3, 6], ['a', 'b'])
+    """
+    if len(values) <= most:
+        return list(values)
+    step = (len(values) - 1) / max(1, most - 1)
+    return [values[round(i * step)] for i in range(most)]
+
+
+def spread(places: Sequence[Place], most: int) -> list[Place]:
+    """Return so many places, in their order, that are spread over the values of every column.
+
+    Places are of one kind where they have the same names and the same keys (None: a key that a place does not have).
+    Beginning with the first place, the next is of a kind that was taken least, and of these the one whose values are
+    the least like those that were taken: numbers by their rank, so that ends and middle of a column appear.
+
+    >>> spread([("ring", 1), ("ring", 2), ("ring", 4), ("star", 1), ("star", 4)], 2)
+    [('ring', 1), ('star', 4)]
+    """
+    if len(places) <= most:
+        return list(places)
+    columns = [_coordinates(values) for values in zip(*places, strict=True)]
+    kinds = [tuple(0.0 if isinstance(each, float) else each for each in place) for place in zip(*columns, strict=True)]
+    taken_of, likeness = Counter[Place](), [0.0] * len(places)
+    left, taken = list(range(len(places))), list[int]()
+    while len(taken) < most:
+        new = min(left, key=lambda i: (taken_of[kinds[i]], round(likeness[i], 9)))
+        left.remove(new)
+        taken.append(new)
+        taken_of[kinds[new]] += 1
+        for i in left:
+            likeness[i] += sum(_likeness(column[i], column[new]) for column in columns)
+    return [places[i] for i in sorted(taken)]
+
+
+Coordinate = float | str | None
+
+
+def _coordinates(values: Sequence[object]) -> list[Coordinate]:
+    """Return where each value stands: numbers by their rank, from 0 to `FAR`; other values are unlike one another."""
+    numbers = sorted({value for value in values if isinstance(value, (int, float))})
+    rank = {number: FAR * i / max(1, len(numbers) - 1) for i, number in enumerate(numbers)}
+    return [
+        None if value is None else rank[value] if isinstance(value, (int, float)) else str(value) for value in values
+    ]
+
+
+def _likeness(one: Coordinate, other: Coordinate) -> float:
+    """Return how alike two values are, from 0 to 1."""
+    if isinstance(one, float) and isinstance(other, float):
+        return exp(-abs(one - other))
+    return float(one is not None and one == other)

@@ -8,12 +8,12 @@ from typing import Any
 
 import polars as pl
 
-from analysis.table import ResultFile, name_of, sweep_group, threshold_of
-from gssim.reading import of_text_cell
+from analysis.compare.table import ResultFile, name_of, sweep_group, threshold_of
+from gssim.errors import UserError
+from gssim.files import of_text_cell
 from gssim.result import Result
-from gssim.sweep import SEPARATOR
-from gssim.table import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, kind_of, outcome, table_of
-from gssim.units import UserError
+from gssim.scenario.sweep import SEPARATOR
+from gssim.sweeps import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, kind_of, outcome, table_of
 
 THRESHOLD = "plan.push.threshold"
 METHOD = "plan.method"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gsreal.data.source import sizes_of
-from gsreal.data.tokenisers import START
+from gsreal.data.text import START
 from gssim.units import Ints
 
 HELD_OUT_DIGITS = 540

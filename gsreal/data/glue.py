@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gsreal.data.source import samples_at, sizes_of
-from gsreal.data.tokenisers import Tokeniser, tokeniser
-from gssim.data import Glue
-from gssim.units import Ints, UserError
-from gssim.workload import TokenInput
+from gsreal.data.text import Tokeniser, tokeniser
+from gssim.errors import UserError
+from gssim.units import Ints
+from gssim.workload import Glue, TokenInput
 
 
 @dataclass(frozen=True)

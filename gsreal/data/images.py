@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gsreal.data.source import samples_at, sizes_of
-from gssim.data import ImageFolder
-from gssim.units import Floats, Ints, UserError
-from gssim.workload import ImageInput
+from gssim.errors import UserError
+from gssim.units import Floats, Ints
+from gssim.workload import ImageFolder, ImageInput
 
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MODES = {1: "L", 3: "RGB"}

@@ -31,8 +31,8 @@ them, and while it computes the root and one unit (beside the compute: two) as w
 gathered.
 """
 
-from gsreal.gradient_sharding.entry import shard_gradients
-from gsreal.gradient_sharding.needs import Needs, memory_and_traffic
+from gsreal.gradient_sharding.api import shard_gradients
+from gsreal.gradient_sharding.estimate import Needs, memory_and_traffic
 from gsreal.gradient_sharding.push import Sent
 from gsreal.gradient_sharding.sharding import GradientSharding
 from gssim.plan import Publish, Push

@@ -3,16 +3,26 @@
 A parameter that no backward reached on a rank is absent there, as `None` is on one device: its place in the bucket is
 filled with negative zeros. Sums keep them only where all ranks are absent, and gradients that exist are stored without
 them, so that owners see in what comes anyway whether a parameter has a gradient at all.
+
+Divides buckets among owners: by elements, or at the edges of parameters.
+
+Shards cut into pieces where the parameters in them have different histories: those that got no gradient in a step.
+
+torch's optimizers pass over a parameter without a gradient: no decay, no momentum, no step counted. A shard is updated
+as one tensor, so it is cut, once and for good, where such a parameter begins and ends; values and state stay in place.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.pushed_gradient import PushedGradient
-from gsreal.master import master_type
-from gssim.division import Division
+from gssim.plan import Division, divide
 
 ABSENT = -0.0
 """In place of every element of a gradient that does not exist."""
@@ -275,3 +285,100 @@ def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, s
 def _clipped(slot: slice, first: int, end: int) -> slice:
     """Return what of a slice is in [first, end), counted from there."""
     return slice(*(min(max(edge, first), end) - first for edge in (slot.start, slot.stop)))
+
+
+class Partition:
+    """Divides the buckets of a model one after another, by the shares of the ranks: node by node, in each by place.
+
+    With `whole_tensors` every parameter has one owner: a bucket is cut at the edges nearest to what each owner lacks of
+    its share of all buckets so far, so that what one bucket cannot give is made up for in the next.
+    """
+
+    def __init__(self, by_node: Sequence[Sequence[float]], *, whole_tensors: bool) -> None:
+        self.by_node, self.whole_tensors = by_node, whole_tensors
+        self._shares = [share for of_place in zip(*by_node, strict=True) for share in of_place]
+        self._owned = [0] * len(self._shares)
+
+    def divide(self, sizes: Sequence[int]) -> Division:
+        """Return how the next bucket is divided, of parameters with as many elements.
+
+        >>> partition = Partition([[0.5], [0.5]], whole_tensors=True)
+        >>> partition.divide([6, 3]).owned, partition.divide([1, 5]).owned
+        (((6, 3),), ((1, 5),))
+        """
+        elements = sum(sizes)
+        if not self.whole_tensors:
+            return divide(elements, by_node=self.by_node)
+        total = sum(self._owned) + elements
+        lacking = [max(0.0, share * total - owned) for share, owned in zip(self._shares, self._owned, strict=True)]
+        scale = elements / (sum(lacking) or 1.0)
+        edges = list(accumulate(sizes, initial=0))
+        cuts = [min(edges, key=lambda edge: abs(edge - wanted * scale)) for wanted in accumulate(lacking, initial=0.0)]
+        parts = [last - first for first, last in pairwise([*cuts[:-1], elements])]
+        self._owned = [owned + part for owned, part in zip(self._owned, parts, strict=True)]
+        nodes = len(self.by_node)
+        return Division(tuple(tuple(parts[i : i + nodes]) for i in range(0, len(parts), nodes)))
+
+    @property
+    def idle_owners(self) -> bool:
+        """Whether an owner got nothing of any bucket so far that is cut at the edges of parameters."""
+        return self.whole_tensors and not all(self._owned)
+
+
+def pass_over_absent(bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer pass over the parameters of a bucket that got a gradient on no rank in this step."""
+    absent = bucket.absent()
+    bucket.updated = {parameter for parameter in bucket.parameters if parameter not in absent}
+    if not absent:
+        return
+    cut_where(bucket, optimizer, lambda parameter: parameter in absent)
+    for parameter in absent:
+        found = bucket.piece_of(parameter)
+        assert found is not None
+        found[0].tensor.grad = None
+
+
+def cut_where(bucket: Bucket, optimizer: torch.optim.Optimizer, kind: Callable[[nn.Parameter], Any]) -> None:
+    """Cut a shard's pieces wherever the parameters on both sides are of different kinds."""
+    found: list[Piece] = []
+    for piece in bucket.pieces:
+        runs: list[slice] = []
+        last: Any = None
+        for parameter in bucket.parameters:
+            held, part = bucket.piece_of(parameter), bucket.owned(parameter)[1]
+            if held is None or held[0] is not piece:
+                continue
+            if runs and kind(parameter) == last:
+                runs[-1] = slice(runs[-1].start, part.stop)
+            else:
+                runs.append(part)
+            last = kind(parameter)
+        found += [piece] if len(runs) < 2 else _cut(bucket, piece, runs, optimizer)
+    bucket.pieces = found
+    bucket.show_gradients()
+
+
+def _cut(bucket: Bucket, piece: Piece, places: list[slice], optimizer: torch.optim.Optimizer) -> list[Piece]:
+    """Give the optimizer several pieces in the place of one, with their parts of its state."""
+    values = bucket.shard.detach()
+    pieces = [Piece(nn.Parameter(values[place]), place) for place in places]
+    members = next(g["params"] for g in optimizer.param_groups if any(p is piece.tensor for p in g["params"]))
+    at = next(i for i, member in enumerate(members) if member is piece.tensor)
+    members[at : at + 1] = [each.tensor for each in pieces]
+    state = optimizer.state.pop(piece.tensor, None)
+    for each in pieces if state else ():
+        first = each.place.start - piece.place.start
+        part = slice(first, first + each.tensor.numel())
+        flat = elementwise(state, piece)
+        optimizer.state[each.tensor] = {key: flat[key][part] if key in flat else _copy(state[key]) for key in state}
+    return pieces
+
+
+def elementwise(state: Mapping[str, Any], piece: Piece) -> dict[str, Tensor]:
+    """Return those of an optimizer's states that have a value for every element of a piece, as flat views."""
+    shape = piece.tensor.shape  # of at least one dimension, unlike numbers of steps
+    return {key: value.view(-1) for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,6 +1,6 @@
 """Who pushes to whom: among all ranks, or on two levels, across nodes what was reduced inside them.
 
-What is divided how, and who sends how much: [Note: hierarchy] in `gssim.division`.
+What is divided how, and who sends how much: [Note: hierarchy] in `gssim.plan.bucket_partition`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsreal.exchanges import reduce_scatter_v
-from gsreal.gradient_sharding.beside import Lane
-from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.gradient_sharding.observer import Observer
-from gsreal.gradient_sharding.partition import Partition
+from gsreal.gradient_sharding.bucket import Bucket, Partition
+from gsreal.gradient_sharding.point_to_point import reduce_scatter_v
 from gsreal.gradient_sharding.protocol import Kind, Protocol, check_alike
+from gsreal.gradient_sharding.side_stream import Lane, Observer
 
 
 @dataclass(frozen=True)

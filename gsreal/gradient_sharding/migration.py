@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gsreal.exchanges import all_to_all_v
 from gsreal.gradient_sharding.bucket import Bucket
-from gssim import shares
+from gsreal.gradient_sharding.point_to_point import all_to_all_v
+from gssim.plan import splitting
 
 Range = tuple[int, int]
 
@@ -40,7 +40,7 @@ def migrate(
     sent = 0
     rank = dist.get_rank(group)
     for bucket in buckets:
-        before, after = bucket.ranges, list(shares.ranges(bucket.elements, shard_shares))
+        before, after = bucket.ranges, list(splitting.ranges(bucket.elements, shard_shares))
         if before == after:
             continue
         if bucket.shard.grad is not None:

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from gsreal.gradient_sharding.bucket import Bucket
-from gssim import shares as share_solver
-from gssim.plan import Publish
+from gssim.plan import Publish, splitting
 
 Parameters = Literal["replicated", "gathered", "sharded"]
 """What a rank keeps of the parameters."""
@@ -123,7 +122,7 @@ def checked_shares(
 ) -> tuple[float, ...]:
     """Return every rank's share, even where none are given; raise ValueError where they are none."""
     if shares is None:
-        return share_solver.even(ranks)
+        return splitting.even(ranks)
     shares = _fractions("shard_shares", shares, ranks)
     if scaler is not None and min(shares) == 0:
         raise ValueError("shard_shares: a scaler looks at its own rank's gradients, so every rank must own some")

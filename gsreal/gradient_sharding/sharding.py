@@ -15,19 +15,17 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gsreal.gradient_sharding import state
-from gsreal.gradient_sharding.at_rest import Unit
-from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.gradient_sharding.clipping import any_non_finite, clip, total_norm
+from gsreal.gradient_sharding.bucket import Bucket, pass_over_absent
+from gsreal.gradient_sharding.guards import Watch
 from gsreal.gradient_sharding.hierarchy import InNode, Levels
 from gsreal.gradient_sharding.migration import migrate
 from gsreal.gradient_sharding.options import checked_shares, described_optimizer
-from gsreal.gradient_sharding.pieces import pass_over_absent
+from gsreal.gradient_sharding.protocol import called_by_torchs_state_dict, every_rank
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
-from gsreal.gradient_sharding.pushed_gradient import PushedGradient
-from gsreal.gradient_sharding.waiting import called_by_torchs_state_dict, every_rank
-from gsreal.gradient_sharding.watch import Watch
-from gssim import shares as share_solver
+from gsreal.gradient_sharding.pushed_gradient import PushedGradient, any_non_finite, clip, total_norm
+from gsreal.gradient_sharding.sharded_parameters import Unit
+from gssim.plan import splitting
 
 BACKWARD = "a backward, and what it pushes"
 OPTIMIZERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -73,7 +71,7 @@ class GradientSharding(torch.optim.Optimizer):
         self._others = [p for p in model.parameters() if p not in names]
         self._norm: Tensor | None = None
         self._spoilt = False
-        self._weights = share_solver.even(len(levels.ranks))
+        self._weights = splitting.even(len(levels.ranks))
         self.weights = self._weights
         self._next = 0
         self._collecting = True

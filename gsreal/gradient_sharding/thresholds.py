@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gsreal.gradient_sharding.scratch import Scratch, is_on_host
-from gssim.encodings import SAMPLE_ELEMENTS
-from gssim.plan import Push
+from gsreal.gradient_sharding.messages import Scratch, is_on_host
+from gssim.plan import SAMPLE_ELEMENTS, Push
 
 Pieces = Callable[[int, int], list[Tensor]]
 """Returns what is accumulated in a half-open range of a bucket, in pieces that follow one another."""

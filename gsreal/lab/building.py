@@ -9,13 +9,11 @@ from pathlib import Path
 
 from gsreal.compiled import compiled
 from gsreal.lab.cleaning import claimed, take_down
-from gsreal.lab.interrupts import deferred, uninterrupted
-from gsreal.lab.namespaces import in_namespace
-from gsreal.lab.network import ADDRESS_DEVICE, Network, Wire
-from gsreal.lab.processes import before_first
-from gsreal.lab.shaping import Command, shape
+from gsreal.lab.namespaces import before_first, in_namespace
+from gsreal.lab.network import ADDRESS_DEVICE, Command, Network, Wire, shape
+from gsreal.run.launch import deferred, uninterrupted
 from gssim.cluster import group_bytes
-from gssim.units import RunFailedError
+from gssim.errors import RunFailedError
 
 SETTINGS = {
     "ipv4/ip_forward": "1",

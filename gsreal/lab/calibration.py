@@ -14,8 +14,8 @@ from typing import Any
 
 import tomli_w
 
-from gsreal.benchmarks.bench import Settings
-from gsreal.calibrate import GUARD, backend_cost_data, device_type_data, rounded, source_of
+from gsreal.calibrate.bench import Settings
+from gsreal.calibrate.cluster_file import GUARD, backend_cost_data, device_type_data, rounded, source_of
 from gsreal.lab.building import built
 from gsreal.lab.lab import Lab, lab_of
 from gsreal.lab.network import FASTEST_BYTES_PER_S
@@ -23,8 +23,8 @@ from gsreal.lab.ranks import run_ranks
 from gsreal.lab.throttle import MOST_OF_THE_CORES, share_of
 from gsreal.machine import processor_name, usable_cores
 from gssim.cluster import BackendCost, Cluster, Device, DeviceType, Link
-from gssim.ending import unwinding
 from gssim.files import scratch_folder, write_files
+from gssim.terminal import unwinding
 from gssim.units import validated
 
 RATES_BYTES_PER_S = (12.5e6, 125e6)

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from gsreal.lab.building import built
-from gsreal.lab.check import check_compiler, check_tools
-from gsreal.lab.cleaning import runs
+from gsreal.lab.cleaning import check_compiler, check_tools, runs
 from gsreal.lab.network import Network, network_of
 from gsreal.lab.ranks import run_ranks
 from gsreal.lab.throttle import Place, cores_of, share_of, throttle_library
 from gsreal.lab.verify import Verified, verify
-from gsreal.launch import Guard
 from gsreal.machine import device_name, processor_name, usable_cores
-from gsreal.watch import DEFAULT_TIMEOUT_S
+from gsreal.run.launch import Guard
+from gsreal.run.progress import DEFAULT_TIMEOUT_S
 from gssim.cluster import Cluster
-from gssim.ending import unwinding
+from gssim.errors import RunFailedError, UserError
 from gssim.files import scratch_folder
 from gssim.result import Result, read_result
 from gssim.scenario import Loaded
-from gssim.units import RunFailedError, UserError
+from gssim.terminal import unwinding
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def run_lab(
             report(lab.network.run_id, links)
             places = lab.places[: loaded.scenario.ranks]
             guard = Guard(timeout_s)
-            run_ranks(lab.network, places, "gsreal.worker", arguments, check=network.check, guard=guard)
+            run_ranks(lab.network, places, "gsreal.run.worker", arguments, check=network.check, guard=guard)
         found = read_result(made)
     return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=network.netem)})
 

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from gsreal.lab.namespaces import FOLDER, in_namespace
+from gsreal.lab.namespaces import FOLDER, before_first, in_namespace
 from gsreal.lab.network import ADDRESS_DEVICE, Network, Node
-from gsreal.lab.processes import before_first
 from gsreal.lab.throttle import Place, as_variable
-from gsreal.launch import Guard, Start
-from gsreal.launch import run_ranks as run_anywhere
+from gsreal.run.launch import Guard, Start
+from gsreal.run.launch import run_ranks as run_anywhere
 
 ANSWER_S = 1.0
 """How long a device gets to answer whether it can be reached."""

@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gsreal.checks import check_real
 from gsreal.lab.lab import lab_of
 from gsreal.lab.network import Network, network_of
 from gsreal.lab.throttle import share_of
+from gsreal.run.checks import check_real
 from gssim.cluster import Cluster
+from gssim.errors import RunFailedError, UserError
 from gssim.files import remove_partial, write_text
 from gssim.result import Result, file_name, read_result
 from gssim.scenario import Loaded
-from gssim.sweep import Point, loaded_point
-from gssim.units import RunFailedError, UserError, human_seconds, validated
+from gssim.scenario.sweep import Point, loaded_point
+from gssim.units import human_seconds, validated
 
 LOCK = ".gsreal-lab.lock"
 """In a folder of measurements; whoever measures there holds it."""

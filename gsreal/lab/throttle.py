@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gsreal.compiled import compiled
 from gssim.cluster import DeviceType, dealt
-from gssim.units import RunFailedError, UserError
+from gssim.errors import RunFailedError, UserError
 
 VARIABLE = "GSREAL_LAB_PLACE"
 """Environment variable in which a rank finds its place."""

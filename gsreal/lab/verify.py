@@ -1,4 +1,7 @@
-"""Measures the built links before they are used: what a plain TCP connection between neighbours gets."""
+"""Measures the built links before they are used: what a plain TCP connection between neighbours gets.
+
+What a device of the lab has really sent and received, by the counters of its network interfaces.
+"""
 
 import pickle
 import socket
@@ -11,13 +14,65 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 
-from gsreal.lab.interrupts import deferred
-from gsreal.lab.namespaces import in_namespace
-from gsreal.lab.network import End, Network
-from gsreal.lab.processes import before_first
-from gssim.units import RunFailedError
+from gsreal.lab.namespaces import before_first, in_namespace
+from gsreal.lab.network import ADDRESS_DEVICE, End, Network
+from gsreal.lab.throttle import own_place
+from gsreal.run.launch import deferred
+from gssim.errors import RunFailedError
+
+INSIDE = ("lo", ADDRESS_DEVICE)
+"""Interfaces that lead nowhere else."""
+
+
+def carried_bytes(table: Path = Path("/proc/self/net/dev")) -> tuple[int, int] | None:
+    """Return (sent, received) bytes of this device since its network was built, headers included; None outside the lab.
+
+    What a switch beside it passes on for others is in that switch's counters.
+    """
+    if own_place() is None:
+        return None
+    sent = received = 0
+    for line in table.read_text(encoding="ascii").splitlines()[2:]:
+        name, _, counts = line.partition(":")
+        if name.strip() not in INSIDE:
+            received, sent = received + int(counts.split()[0]), sent + int(counts.split()[8])
+    return sent, received
+
+
+class Carried:
+    """Bytes that this device has sent and received over steps, of which some moments do not count."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._from = self._to = carried_bytes()
+        self._steps = 0
+
+    def note(self) -> None:
+        """Count up to now, the end of a step."""
+        self._to = carried_bytes()
+        self._steps += 1
+
+    def leave_out(self) -> None:
+        """Do not count what has been carried since the last step's end."""
+        now = carried_bytes()
+        if self._from and self._to and now:
+            sent, received = (at - to for at, to in zip(now, self._to, strict=True))
+            self._from, self._to = (self._from[0] + sent, self._from[1] + received), now
+
+    @property
+    def by_step(self) -> tuple[float, float] | None:
+        """(Sent, received) bytes of a step, mean over the steps; None where nothing counts them."""
+        if not (self._from and self._to and self._steps):
+            return None
+        sent, received = (to - begun for to, begun in zip(self._to, self._from, strict=True))
+        return sent / self._steps, received / self._steps
+
 
 TOLERANCE_RATIO = 0.05
 ATTEMPTS = 3

@@ -2,8 +2,7 @@
 
 from gsreal.measure.collectives import CollectiveRecorder, Seen, collectives_of
 from gsreal.measure.memory import MemoryCounter, counting_allocator
-from gsreal.measure.step import RankStep, middle_step, rank_step, step_of
-from gsreal.measure.timeline import Timeline
+from gsreal.measure.step import RankStep, Timeline, middle_step, rank_step, step_of
 
 __all__ = [
     "CollectiveRecorder",

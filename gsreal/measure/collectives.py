@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gsreal.exchanges import Logical, observers
+from gsreal.gradient_sharding.point_to_point import Logical, observers
 from gssim.result import Collective, merge_collectives
 
 

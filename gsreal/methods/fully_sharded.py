@@ -9,15 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsreal.build import DTYPES
-from gsreal.exchanges import all_gather_into_tensor, reduce_scatter_tensor
-from gsreal.master import master_type
+from gsreal.gradient_sharding.master import master_type
+from gsreal.gradient_sharding.point_to_point import all_gather_into_tensor, reduce_scatter_tensor
 from gsreal.measure import Timeline
-from gsreal.methods.axes import data_mesh, device_mesh
-from gsreal.methods.blocks import blocks_of
 from gsreal.methods.optimizers import make_optimizer
-from gsreal.methods.training import Training
-from gssim.policies import Policies
+from gsreal.methods.training import Training, blocks_of, data_mesh, device_mesh
+from gsreal.model_files.build import DTYPES
+from gssim.plan import Policies
 from gssim.scenario import Scenario, has_master_copy
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gsreal.master import MasterCopy, master_type
+from gsreal.gradient_sharding.master import MasterCopy, master_type
 from gssim.scenario import has_master_copy
 from gssim.workload import Workload
 

@@ -9,15 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from gsreal.build import loss_of
 from gsreal.measure import Timeline
-from gsreal.methods.blocks import checkpoint_block
 from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.pipeline_stages import StageModules, process_group, stage_module
 from gsreal.methods.replicated import deal_out
-from gsreal.methods.training import Training, Weights
-from gsreal.stages import StageModules, process_group, stage_module
-from gssim.mesh import DATA_AXES
-from gssim.plan import DDP_BUCKET_BYTES, MIB
+from gsreal.methods.training import Training, Weights, checkpoint_block
+from gsreal.model_files.build import loss_of
+from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB
 from gssim.scenario import Scenario, schedule_of
 
 __all__ = ["StageModules", "pipeline_stages"]

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.measure import Timeline
-from gsreal.methods.axes import data_group
 from gsreal.methods.optimizers import make_optimizer, replica_optimizer_of
-from gsreal.methods.training import Training
+from gsreal.methods.training import Training, data_group
 from gssim.plan import DDP_BUCKET_BYTES, MIB
 from gssim.scenario import Scenario
 from gssim.workload import Workload

@@ -1,18 +1,80 @@
-"""A module made ready for a plan, and one step of it."""
+"""A module made ready for a plan, and one step of it.
+
+The ranks on the plan's axes, as torch.distributed knows them.
+
+The blocks of a real module: what is checkpointed, and what FSDP2 shards on its own.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from gsreal.build import logits_of, loss_of
 from gsreal.gradient_sharding import GradientSharding
+from gsreal.machine import starting_threads
 from gsreal.measure import Timeline
-from gsreal.paces import Follower, SlowDevice
-from gssim import shares
+from gsreal.methods.recompute import selective_contexts
+from gsreal.model_files.build import logits_of, loss_of
+from gsreal.run.rank_speed import Follower, SlowDevice
+from gssim.plan import AXES, Mesh, Policies, splitting
+from gssim.workload import Model, unrolled
+
+
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Return the mesh of all ranks with every axis, of one rank where the plan does not use it; made once."""
+    return _device_mesh(mesh, device.type)
+
+
+@cache
+def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    with starting_threads():
+        return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
+
+
+def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
+    """Return the ranks along a data axis with which this one shares its part of the model, as a mesh of one axis."""
+    if policies.data_ranks == policies.ranks:
+        with starting_threads():
+            return init_device_mesh(device.type, (policies.ranks,))
+    return device_mesh(policies.mesh, device)[axis]
+
+
+def data_group(policies: Policies, device: torch.device, axis: str) -> dist.ProcessGroup | None:
+    """Return the same ranks as a group; None: all ranks."""
+    if policies.data_ranks == policies.ranks:
+        return None
+    group: dist.ProcessGroup = data_mesh(policies, device, axis).get_group()
+    return group
+
+
+def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
+    """Return the modules of the model's blocks: the elements of its repeated stack."""
+    inner = dict(module.named_modules())
+    return [inner[layer.module] for layer in unrolled(model) if layer.layer.block]
+
+
+def checkpoint_blocks(model: Model, module: nn.Module, *, selective: bool = False) -> None:
+    """Run every block of the module under torch's checkpoint, with its default settings (it keeps random states).
+
+    `selective`: it keeps the outputs of compute-heavy operations too, and runs only the others again.
+
+    The blocks' own forward is replaced: wrappers come around it, as they should, and parameters keep their names.
+    """
+    for block in blocks_of(model, module):
+        checkpoint_block(block, selective=selective)
+
+
+def checkpoint_block(block: nn.Module, *, selective: bool = False) -> None:
+    """Run one block under torch's checkpoint."""
+    context: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
 
 
 @dataclass(frozen=True)
@@ -77,7 +139,7 @@ class Training:
         self, inputs: Tensor, targets: Tensor, weights: Sequence[float]
     ) -> list[tuple[bool, Tensor, Tensor, float]]:
         """Return whether gradients leave, inputs, targets and weight of each micro-batch."""
-        sizes = shares.split(len(inputs), shares.even(len(weights)))
+        sizes = splitting.split(len(inputs), splitting.even(len(weights)))
         leaves = [self.sync_each or number == len(weights) - 1 for number in range(len(weights))]
         return list(zip(leaves, inputs.split(sizes), targets.split(sizes), weights, strict=True))
 

@@ -7,18 +7,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from gsreal.build import logits_of, loss_of
-from gsreal.feed import Feed
-from gsreal.gradient_sharding.scratch import Scratch
+from gsreal.gradient_sharding.master import MasterCopy, master_type
+from gsreal.gradient_sharding.messages import Scratch
 from gsreal.gradient_sharding.thresholds import Thresholds
-from gsreal.master import MasterCopy, master_type
 from gsreal.measure import Timeline
-from gsreal.methods import make_optimizer
-from gsreal.worker import build
-from gssim.buckets import assign_buckets, bucket_limits
-from gssim.plan import Push
+from gsreal.methods.optimizers import make_optimizer
+from gsreal.model_files.build import logits_of, loss_of
+from gsreal.run.feed import Feed
+from gsreal.run.worker import build
+from gssim.plan import Push, assign_buckets, bucket_limits, ranges
 from gssim.scenario import Scenario, single_device
-from gssim.shares import ranges
 from gssim.workload import gradient_order, unrolled
 
 Gradients = dict[str, Tensor]

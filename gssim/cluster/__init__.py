@@ -1,7 +1,17 @@
-"""What there is: device types with their costs, devices on hosts, directed links, and the backend's habits."""
+"""The cluster: devices with measured costs, hosts, directed links, and presets of all of these."""
 
 from gssim.cluster.cluster import BackendCost, Cluster, Device, DeviceType, Emulation, Link
-from gssim.cluster.costs import (
+from gssim.cluster.contention import communicating_excess, core_shares, dealt, is_coupled, neighbourhoods
+from gssim.cluster.kernel_workspace import Scratch
+from gssim.cluster.lab_links import (
+    FRAME_BYTES,
+    SEGMENT_BYTES,
+    burst_bytes,
+    group_bytes,
+    head_start_s,
+    shaped_group_bytes,
+)
+from gssim.cluster.measured import (
     CompressionCost,
     Curve,
     CutBlockCost,
@@ -11,40 +21,49 @@ from gssim.cluster.costs import (
     Profile,
     ShardedUnitCost,
 )
-from gssim.cluster.emulated import (
-    FRAME_BYTES,
-    SEGMENT_BYTES,
-    burst_bytes,
-    group_bytes,
-    head_start_s,
-    shaped_group_bytes,
-)
-from gssim.cluster.neighbours import communicating_excess, core_shares, dealt, is_coupled, neighbourhoods
+from gssim.cluster.nccl_tuning import GENERATIONS, Algorithm, Array, Joint, Kind, NcclTuning, Protocol
+from gssim.cluster.network_faults import Conditions, LinkFault, Traffic, applied, ends_of
+from gssim.cluster.presets import expanded, presets
 
 __all__ = [
     "FRAME_BYTES",
+    "GENERATIONS",
     "SEGMENT_BYTES",
+    "Algorithm",
+    "Array",
     "BackendCost",
     "Cluster",
     "CompressionCost",
+    "Conditions",
     "Curve",
     "CutBlockCost",
     "Device",
     "DeviceType",
     "Emulation",
+    "Joint",
+    "Kind",
     "LayerProfile",
     "Link",
+    "LinkFault",
+    "NcclTuning",
     "OptimizerCost",
     "PostingCost",
     "Profile",
+    "Protocol",
+    "Scratch",
     "ShardedUnitCost",
+    "Traffic",
+    "applied",
     "burst_bytes",
     "communicating_excess",
     "core_shares",
     "dealt",
+    "ends_of",
+    "expanded",
     "group_bytes",
     "head_start_s",
     "is_coupled",
     "neighbourhoods",
+    "presets",
     "shaped_group_bytes",
 ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from gssim.cluster.costs import (
+from gssim.cluster.measured import (
     CompressionCost,
     Curve,
     CutBlockCost,
@@ -21,9 +21,9 @@ from gssim.cluster.costs import (
     ShardedUnitCost,
     Slowdown,
 )
-from gssim.nccl import GENERATIONS, NcclTuning
-from gssim.presets import expanded
-from gssim.topology import Topology, Wiring, build, check_size, wiring_of_links
+from gssim.cluster.nccl_tuning import GENERATIONS, NcclTuning
+from gssim.cluster.presets import expanded
+from gssim.cluster.topology import Topology, Wiring, build, check_size, wiring_of_links
 from gssim.units import (
     Bytes,
     BytesPerSecond,

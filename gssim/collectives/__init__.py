@@ -1,6 +1,7 @@
-"""Collectives: what is handed over, the algorithms that carry them out, and what a backend adds."""
+"""Collectives: algorithms as stages of hops, backends, and closed forms of their time."""
 
-from gssim.collectives.algorithms import ALGORITHMS, SINGLE_FLOWS, Members, algorithms_for, carried_by_rank, tree_depth
+from gssim.collectives.algorithms.registry import algorithms_for, carried_by_rank
+from gssim.collectives.algorithms.trees import tree_depth
 from gssim.collectives.backend import (
     BACKEND_ALGORITHMS,
     algorithm_of,
@@ -15,21 +16,18 @@ from gssim.collectives.backend import (
     reduction_s,
     staging_bytes,
 )
-from gssim.collectives.closed_forms import CLOSED_FORMS, ring_all_reduce_time_s
+from gssim.collectives.closed_forms import CLOSED_FORMS, hierarchical_time_s, ring_all_reduce_time_s, torus_time_s
 from gssim.collectives.communication import KINDS, Communication
 from gssim.collectives.pairs import Exchange, Pairs, summed_without
 from gssim.collectives.stage import Hops, Stage, summed
 
 __all__ = [
-    "ALGORITHMS",
     "BACKEND_ALGORITHMS",
     "CLOSED_FORMS",
     "KINDS",
-    "SINGLE_FLOWS",
     "Communication",
     "Exchange",
     "Hops",
-    "Members",
     "Pairs",
     "Stage",
     "algorithm_of",
@@ -37,6 +35,7 @@ __all__ = [
     "at_once",
     "carried_by_rank",
     "has_notices",
+    "hierarchical_time_s",
     "measured_s",
     "message_s",
     "overhead_s",
@@ -48,5 +47,6 @@ __all__ = [
     "staging_bytes",
     "summed",
     "summed_without",
+    "torus_time_s",
     "tree_depth",
 ]

@@ -19,7 +19,7 @@ from gssim.cluster import Cluster, DeviceType, PostingCost
 from gssim.collectives.algorithms import ALGORITHMS, algorithms_for
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Stage
-from gssim.units import UserError
+from gssim.errors import UserError
 
 BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
     # its reduce-scatter is an all-reduce (measured with torch 2.13); uneven forms are made of point-to-point messages

@@ -1,9 +1,7 @@
-"""The network: routes over the wiring, shares of links, equal links and flows taken together, and flows in time."""
+"""The network: routes, max-min fair flows in simulated time, and folding of equal links and flows."""
 
-from gssim.network.fluid import Network, Pace
-from gssim.network.folding import Folded, Traffic, codes, fold
-from gssim.network.queues import notices_queue
-from gssim.network.routes import Router
-from gssim.network.sharing import max_min_rates
+from gssim.network.fluid import Network, Pace, limited_rates, max_min_rates
+from gssim.network.folding import codes
+from gssim.network.routes import Router, notices_queue
 
-__all__ = ["Folded", "Network", "Pace", "Router", "Traffic", "codes", "fold", "max_min_rates", "notices_queue"]
+__all__ = ["Network", "Pace", "Router", "codes", "limited_rates", "max_min_rates", "notices_queue"]

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gssim.cluster.topology import Wiring
 from gssim.collectives import Exchange, Hops, summed
-from gssim.topology import Wiring
-from gssim.units import Floats, Ints, UserError, distinct
+from gssim.errors import UserError
+from gssim.units import Floats, Ints, distinct
 
 TARGETS_AT_ONCE = 128
 PAIR_LINKS = 500

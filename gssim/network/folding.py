@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from gssim.cache import Recent, Same, Shared
 from gssim.collectives import Exchange, Hops, Stage, summed
 from gssim.network.routes import Router
-from gssim.shared import Recent, Same, Shared
 from gssim.units import Floats, Ints, distinct
 
 Marks = NDArray[np.uint64]

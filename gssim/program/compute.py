@@ -5,8 +5,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from gssim import costs
+from gssim import cost
+from gssim.cache import Same
 from gssim.memory import (
+    CPU_RANDOM_STATE_BYTES,
+    LAST,
     Event,
     Lives,
     Timeline,
@@ -14,17 +17,15 @@ from gssim.memory import (
     as_traced,
     footprint,
     gradient_events,
+    recomputed_buffers,
     with_scratch,
 )
-from gssim.program.borders import stage_timeline
-from gssim.program.bucket import MicroBatch
+from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering
-from gssim.program.scratch import scratch_events
-from gssim.program.slices import cut_after, phase_label, reduced, with_host_time
-from gssim.program.task import Issue, Task
-from gssim.recompute import CPU_RANDOM_STATE_BYTES, LAST, recomputed_buffers
+from gssim.program.stage_boundary import stage_timeline
+from gssim.program.task import Issue, MicroBatch, Task
+from gssim.program.tensor_slices import cut_after, phase_label, reduced, with_host_time
 from gssim.scenario import pause_excess
-from gssim.shared import Same
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
@@ -163,7 +164,7 @@ def _named(task: Task, label: str) -> Task:
 def _layer_s(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, *, issued: bool = True
 ) -> float:
-    return costs.layer_time_s(
+    return cost.layer_time_s(
         low.device(rank),
         low.scenario.workload,
         instance.layer,
@@ -181,7 +182,7 @@ def _issue(low: Lowering, rank: int, instance: LayerInstance, phase: str, sample
     if not sums:
         return 0.0, 0.0
     device, workload, selective = low.device(rank), low.scenario.workload, low.selective
-    host_s = costs.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, selective=selective)
+    host_s = cost.issue_time_s(device, workload, instance.layer, phase=phase, sums=sums, selective=selective)
     return (_layer_s(low, rank, instance, phase, samples, issued=False) if host_s else 0.0), host_s
 
 
@@ -204,7 +205,7 @@ def _shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:
 def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:
     """Return the time to add a layer's gradients to those of earlier micro-batches."""
     size = instance.layer.elements * low.value_bytes
-    return costs.accumulation_time_s(low.device(rank), size, tensors=len(instance.layer.parameters))
+    return cost.accumulation_time_s(low.device(rank), size, tensors=len(instance.layer.parameters))
 
 
 def _ends(events: Sequence[Event], cuts: Sequence[int]) -> list[int]:

@@ -9,21 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from gssim import shares
-from gssim.buckets import assign_buckets, bucket_limits
+from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.division import Division, divide
-from gssim.gradients import GradientStatistics
-from gssim.plan import Push
-from gssim.policies import Policies
-from gssim.program.borders import Stage
-from gssim.program.bucket import Bucket, MicroBatch
+from gssim.gradient_statistics import GradientStatistics
+from gssim.plan import (
+    Action,
+    Division,
+    Policies,
+    Push,
+    assign_buckets,
+    bucket_limits,
+    divide,
+    held_model,
+    schedule,
+    splitting,
+)
 from gssim.program.owned import OwnedLayers, owned_layers
+from gssim.program.stage_boundary import Stage
+from gssim.program.task import Bucket, MicroBatch
 from gssim.scenario import Scenario, has_master_copy, master_bytes, schedule_of, value_bytes
-from gssim.schedule import Action, schedule
-from gssim.shared import Shared
-from gssim.slices import held_model
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 
@@ -214,7 +219,7 @@ class Lowering:
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
         """Return the samples of a rank in a micro-batch."""
-        return shares.split(self.batch_sizes[rank], shares.even(micro_batch.count))[micro_batch.index]
+        return splitting.split(self.batch_sizes[rank], splitting.even(micro_batch.count))[micro_batch.index]
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -272,7 +277,7 @@ class Lowering:
     @cached_property
     def owned_parameters(self) -> tuple[tuple[int, ...], ...]:
         """Which of `parameters`, by position, each rank updates where whole tensors are dealt out (ZeRO-1)."""
-        return shares.greedy([parameter.elements for _, parameter in self.parameters], len(self.group))
+        return splitting.greedy([parameter.elements for _, parameter in self.parameters], len(self.group))
 
     @cached_property
     def deals_out_layers(self) -> bool:

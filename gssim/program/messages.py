@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from gssim import density, encodings
+from gssim import sparsity
+from gssim.cache import Same
 from gssim.collectives import Pairs
-from gssim.density.staleness import movements, staleness_steps
-from gssim.plan import absolute_threshold
-from gssim.program.bucket import Bucket, MicroBatch
+from gssim.plan import absolute_threshold, encodings
 from gssim.program.lowering import Lowering
-from gssim.shared import Same
+from gssim.program.task import Bucket, MicroBatch
+from gssim.sparsity import movements, staleness_steps
 from gssim.units import PRECISION_BYTES
 
 
@@ -111,15 +111,15 @@ def pieces_of(low: Lowering, bucket: Bucket, place: int) -> list[list[Piece]]:
     return found
 
 
-def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, density.Ratios]:
+def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:
     """Return what is sent of each tensor in this step, by ranks whose gradient is such a mean."""
     statistics = low.statistics
     assert statistics is not None  # loading demands them
 
-    def found() -> Mapping[str, density.Ratios]:
+    def found() -> Mapping[str, sparsity.Ratios]:
         names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
         return {
-            name: density.push_ratios(
+            name: sparsity.push_ratios(
                 statistics, low.push, samples=samples, tensor=name, step=low.step, part=part, lag_steps=lag_steps
             )
             for name in names

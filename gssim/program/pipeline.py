@@ -7,12 +7,11 @@ from gssim import collectives
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.memory import input_bytes, let_go
-from gssim.program.borders import Stage
-from gssim.program.bucket import MicroBatch
+from gssim.plan import Action, Message
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
-from gssim.program.task import Task
-from gssim.schedule import Action, Message
+from gssim.program.stage_boundary import Stage
+from gssim.program.task import MicroBatch, Task
 
 Chunk = Callable[[Lowering, MicroBatch], Sequence[Task]]
 """Gives the forward and the backward of one stage for one micro-batch, with the collectives of the plan's policies."""

@@ -6,15 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from gssim import collectives, costs, encodings
+from gssim import collectives, cost
+from gssim.cache import Same
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication, Pairs, summed_without
-from gssim.memory import (
-    Event,
-    Footprint,
-    footprint,
-)
-from gssim.program.bucket import Bucket, MicroBatch
+from gssim.memory import Event, Footprint, footprint
+from gssim.plan import encodings
 from gssim.program.compute import insert_after, part_at
 from gssim.program.lowering import Lowering
 from gssim.program.messages import (
@@ -26,8 +23,7 @@ from gssim.program.messages import (
     push_matrix,
     to_everybody,
 )
-from gssim.program.task import Task
-from gssim.shared import Same
+from gssim.program.task import Bucket, MicroBatch, Task
 
 COUNT_BYTES = 8
 """A thresholded push first tells each owner how many entries come, as one int64."""
@@ -45,7 +41,7 @@ def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: Mic
     waiting: tuple[list[Task], list[Task]] = ([], [])
     for bucket in low.buckets:
         index = part_at(low, tasks, bucket.complete)
-        collect_s = costs.copy_time_s(low.device(rank), bucket.elements * low.value_bytes)
+        collect_s = cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes)
         tasks[index] = replace(tasks[index], duration_s=tasks[index].duration_s + collect_s)
         reduce, push, drain = sent_off(low, rank, bucket, micro_batch, tasks[index].label)
         if reduce and low.overlaps:  # what is reduced beside the compute is taken up once the next bucket is complete
@@ -138,20 +134,20 @@ def _push_bucket(
 def _add_s(low: Lowering, bucket: Bucket, rank: int, entries: Pairs, received_bytes: float) -> float:
     """Return the time to add what came from each node, and to divide it where the plan says so."""
     device, own = low.device(rank), low.pushed_elements(bucket, rank)
-    add_s = 0.0 if low.policies.point_to_point else costs.copy_time_s(device, received_bytes)
+    add_s = 0.0 if low.policies.point_to_point else cost.copy_time_s(device, received_bytes)
     if not is_thresholded(low):
-        return add_s + costs.copy_time_s(device, 1.5 * received_bytes)  # read both, write one
+        return add_s + cost.copy_time_s(device, 1.5 * received_bytes)  # read both, write one
     node = low.node(rank)
     by_kind = np.array([_unpacked_s(low, device, own, row[node]) for row in entries.rows])
     add_s = summed_without(by_kind[np.array(entries.kinds)].ravel(), node, width=2, first=add_s)
-    return add_s + costs.division_time_s(device, size_bytes=own * low.master_bytes) * _divides(low)
+    return add_s + cost.division_time_s(device, size_bytes=own * low.master_bytes) * _divides(low)
 
 
 def _unpacked_s(low: Lowering, device: DeviceType, own: int, came: float) -> tuple[float, float]:
     """Return the times to add a message to an owner's gradient, and to note its weight."""
     encoding = encoding_of(low, own, came)
-    added_s = costs.unpack_time_s(device, encoding=encoding, elements=own, entries=came, value=low.value_bytes)
-    return added_s, costs.weight_time_s(device, encoding=encoding, elements=own, entries=came) * _divides(low)
+    added_s = cost.unpack_time_s(device, encoding=encoding, elements=own, entries=came, value=low.value_bytes)
+    return added_s, cost.weight_time_s(device, encoding=encoding, elements=own, entries=came) * _divides(low)
 
 
 def _divides(low: Lowering) -> bool:
@@ -216,7 +212,7 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float, messages: int) -> fl
     own thread.
     """
     if not low.policies.point_to_point:
-        return costs.copy_time_s(low.device(rank), sent_bytes)
+        return cost.copy_time_s(low.device(rank), sent_bytes)
     if not low.scenario.plan.overlap:
         return 0.0
     return collectives.posting_s(low.scenario.cluster, low.device(rank), sent_bytes, messages)
@@ -224,7 +220,7 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float, messages: int) -> fl
 
 def _prepare(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]) -> Task:
     """Return the task that takes the own gradient and thresholds and packs the rest."""
-    duration_s = costs.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
+    duration_s = cost.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
     message_bytes: Sequence[float] = ()
     if is_thresholded(low):
         matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
@@ -239,12 +235,12 @@ def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Pairs) -> fl
     device, push = low.device(rank), low.push
     sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
     kept = kept_elements(low, bucket, rank)
-    found_s = costs.residual_time_s(device, elements=kept, value=low.value_bytes, kept=kept_bytes(low)) if kept else 0.0
+    found_s = cost.residual_time_s(device, elements=kept, value=low.value_bytes, kept=kept_bytes(low)) if kept else 0.0
     if push.kind == "relative":
-        found_s += costs.mean_time_s(device, elements=sum(sizes), tensors=len(bucket.members), value=low.value_bytes)
+        found_s += cost.mean_time_s(device, elements=sum(sizes), tensors=len(bucket.members), value=low.value_bytes)
     elif push.kind == "target-density" and (low.step - push.warmup_steps) % push.reestimate_steps == 0:
         samples = [min(parameter.elements, encodings.SAMPLE_ELEMENTS) for _, parameter in bucket.members]
-        found_s += costs.estimate_time_s(device, samples=sum(samples), tensors=len(samples))
+        found_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(samples))
     kind, clears = entries.kinds[own], bool(kept)
     key = ("packed", Same(entries), kind, low.scenario.cluster.devices[rank].type, clears)
     if key not in low.found:
@@ -260,8 +256,8 @@ def _packed_s(
     """Return the times to find what is sent to an owner of so many elements, and to pack it."""
     device, value, encoding = low.device(rank), low.value_bytes, encoding_of(low, elements, sent)
     parts = len(bucket.members) if low.push.kind != "absolute" else 1
-    found_s = costs.select_time_s(device, elements=elements, parts=parts, value=value)
-    return found_s, costs.pack_time_s(
+    found_s = cost.select_time_s(device, elements=elements, parts=parts, value=value)
+    return found_s, cost.pack_time_s(
         device, encoding=encoding, elements=elements, entries=sent, value=value, clears=clears
     )
 

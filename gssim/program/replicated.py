@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from gssim import costs
+from gssim import cost
 from gssim.collectives import Communication
-from gssim.program.bucket import MicroBatch
 from gssim.program.compute import insert_after, part_at
 from gssim.program.lowering import Lowering
-from gssim.program.task import Task
+from gssim.program.task import MicroBatch, Task
 
 REDUCTION = "all-reduce"
 
@@ -34,7 +33,7 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         name = f"{REDUCTION} bucket {bucket.index}"
         low.communications[name] = Communication("all-reduce", low.group, size)
         index = part_at(low, tasks, bucket.complete)
-        copied = replace(tasks[index], duration_s=tasks[index].duration_s + costs.copy_time_s(device, size))
+        copied = replace(tasks[index], duration_s=tasks[index].duration_s + cost.copy_time_s(device, size))
         tasks[index] = copied
         stream = "communication" if low.scenario.plan.overlap else "compute"
         task = Task(name, "exposed_communication", stream, communication=name, after=(copied.label,))

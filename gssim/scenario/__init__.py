@@ -1,11 +1,7 @@
-"""The question: Cluster x Workload x Plan and a run's length, loaded from one TOML file and checked whole."""
+"""The scenario: cluster, workload, plan and run length, loaded from one TOML file and validated as a whole."""
 
 from gssim.scenario.checks import check
-from gssim.scenario.following import Following, after_step, begin
-from gssim.scenario.loading import first_comment, load_cluster, load_model, load_scenario, read_toml
-from gssim.scenario.overrides import as_overrides, parsed_override, toml
-from gssim.scenario.question import Loaded, Run, Scenario, single_device
-from gssim.scenario.rates import (
+from gssim.scenario.device_rates import (
     achieved_flop_per_s,
     as_it_runs,
     has_master_copy,
@@ -16,14 +12,32 @@ from gssim.scenario.rates import (
     takes_tokens,
     value_bytes,
 )
-from gssim.scenario.stages import schedule_of, stages_per_rank
+from gssim.scenario.following import after_step, begin
+from gssim.scenario.loading import (
+    as_overrides,
+    first_comment,
+    load_cluster,
+    load_model,
+    load_scenario,
+    parsed_override,
+    read_toml,
+    toml,
+)
+from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes, owned_bytes, rank_rates
+from gssim.scenario.scenario import Loaded, Run, Scenario, single_device
+from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
+from gssim.scenario.stages import schedule_of, why_no_chain
 
 __all__ = [
-    "Following",
+    "SEARCHED_METHODS",
+    "USABLE_RATIO",
     "Loaded",
+    "Objective",
     "Run",
     "Scenario",
+    "SearchSpace",
     "achieved_flop_per_s",
+    "activation_bytes",
     "after_step",
     "as_it_runs",
     "as_overrides",
@@ -31,19 +45,22 @@ __all__ = [
     "check",
     "first_comment",
     "has_master_copy",
+    "held_bytes",
     "layer_profile",
     "load_cluster",
     "load_model",
     "load_scenario",
     "master_bytes",
+    "owned_bytes",
     "parsed_override",
     "pause_excess",
+    "rank_rates",
     "read_toml",
     "sample_costs",
     "schedule_of",
     "single_device",
-    "stages_per_rank",
     "takes_tokens",
     "toml",
     "value_bytes",
+    "why_no_chain",
 ]

@@ -1,15 +1,12 @@
 """What of workload, plan and cluster does not go together."""
 
-from gssim.conditions import applied, ends_of
-from gssim.encodings import MOST_INDEXED, too_long
+from gssim.cluster import applied, ends_of
+from gssim.errors import UserError
 from gssim.limits import excess
-from gssim.plan import Plan, Push
-from gssim.policies import Policies, refuse_what_cannot_run
-from gssim.scenario.question import Scenario
+from gssim.plan import MOST_INDEXED, Plan, Policies, Push, refuse, refuse_what_cannot_run, too_long, units_held
+from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, why_no_chain
-from gssim.schedule import refuse
-from gssim.slices import units_held
-from gssim.units import PRECISION_BYTES, UserError
+from gssim.units import PRECISION_BYTES
 
 
 def check(scenario: Scenario, *, file: str) -> None:
@@ -352,7 +349,7 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
     if not layers:
         raise UserError(
             f"{file}: workload.model: does not say how its blocks are cut among {ranks} ranks; "
-            "trace it again with `gsreal trace` (of its kinds of blocks, gsreal.tensor_slices lists those that can be)"
+            "trace it again with `gsreal trace` (gsreal.methods.tensor_slices lists the blocks that can be cut)"
         )
     for layer in layers:
         if layer.units is None:

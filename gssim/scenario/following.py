@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from gssim import shares
+from gssim.plan import rebalancing
 from gssim.result import Division
-from gssim.scenario.question import Scenario
+from gssim.scenario.scenario import Scenario
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Following:
     """What is known of the ranks' paces, and the shares of the next step."""
 
     scenario: Scenario
-    watch: shares.Watch
+    watch: rebalancing.Watch
     shard_shares: tuple[float, ...]
     most_samples: tuple[int, ...]
     updates: tuple[tuple[float | None, ...], ...] = ()
@@ -29,7 +29,7 @@ class Following:
 
 def begin(scenario: Scenario) -> Following:
     """Return what is known before the first step."""
-    watch = shares.Watch(scenario.batch_sizes)
+    watch = rebalancing.Watch(scenario.batch_sizes)
     return Following(scenario, watch, scenario.shard_shares, scenario.most_samples)
 
 
@@ -40,7 +40,7 @@ def after_step(following: Following, *, step: int, compute_s: Sequence[float], u
     """
     scenario, before = following.scenario, following
     settings, least = scenario.plan.shares.replanning, scenario.plan.micro_batches
-    watch = shares.observe(following.watch, compute_s, settings, least=least, most=following.most_samples)
+    watch = rebalancing.observe(following.watch, compute_s, settings, least=least, most=following.most_samples)
     whole_s = [s / share if share and s else None for s, share in zip(update_s, following.shard_shares, strict=True)]
     updates = (*following.updates, tuple(whole_s))[-settings.minimum_steps :]
     following = replace(following, watch=watch, updates=updates)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from gssim.cache import Same, Shared
 from gssim.cluster import Cluster
-from gssim.gradients import GradientStatistics
+from gssim.cluster.topology import structure_of
+from gssim.gradient_statistics import GradientStatistics
 from gssim.plan import Plan, Publish
-from gssim.shared import Same, Shared
-from gssim.topology import structure_of
 from gssim.workload import Model, Workload
 
 if TYPE_CHECKING:
-    from gssim.scenario.question import Scenario
+    from gssim.scenario.scenario import Scenario
 
 FOLLOWS_FROM_THE_MODULE = (
     "units",

@@ -15,15 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from gssim import shares
 from gssim.cluster import Cluster, DeviceType
-from gssim.optimizers import VALUES_KEPT, implementation_on, optimizer_moved_values
-from gssim.plan import Plan, resolved_push
-from gssim.policies import Policies
-from gssim.scenario.rates import has_master_copy, master_bytes, value_bytes
-from gssim.topology import Wiring
-from gssim.units import PRECISION_BYTES, Floats, Ints, UserError
-from gssim.workload import Buffer, ImageInput, Layer, Workload, handed_back, handed_on
+from gssim.cluster.topology import Wiring
+from gssim.errors import UserError
+from gssim.plan import Plan, Policies, rebalancing, resolved_push, shard_sizing
+from gssim.scenario.device_rates import has_master_copy, master_bytes, value_bytes
+from gssim.units import PRECISION_BYTES, Floats, Ints
+from gssim.workload import (
+    VALUES_KEPT,
+    Buffer,
+    ImageInput,
+    Layer,
+    Workload,
+    handed_back,
+    handed_on,
+    implementation_on,
+    optimizer_moved_values,
+)
 
 USABLE_RATIO = 0.92
 """Of a device's memory: the rest is left to temporaries, and to what allocators lose (assumed)."""
@@ -39,11 +47,11 @@ def owned_shares(
     capacity, held, whole = _rooms(cluster, workload, plan, policies, batch_sizes)
     try:
         if plan.shares.shards == "memory":
-            return shares.memory_shares(capacity_bytes=capacity, held_bytes=held, whole_bytes=whole)
+            return shard_sizing.memory_shares(capacity_bytes=capacity, held_bytes=held, whole_bytes=whole)
         _refuse_overfull(capacity, held)
         most = tuple((room - used) / whole for room, used in zip(capacity, held, strict=True))
-        return shares.cost_shares(owner_times(cluster, workload, plan, policies), most=most)
-    except shares.InfeasibleError as error:
+        return shard_sizing.cost_shares(owner_times(cluster, workload, plan, policies), most=most)
+    except shard_sizing.InfeasibleError as error:
         raise _misfit(error, cluster, plan, capacity, held, whole) from None
 
 
@@ -62,11 +70,11 @@ def _rooms(
 def _refuse_overfull(capacity: Sequence[float], held: Sequence[float]) -> None:
     excess, rank = max((used - room, rank) for rank, (room, used) in enumerate(zip(capacity, held, strict=True)))
     if excess > 0:
-        raise shares.InfeasibleError(rank, excess)
+        raise shard_sizing.InfeasibleError(rank, excess)
 
 
 def _misfit(
-    error: shares.InfeasibleError,
+    error: shard_sizing.InfeasibleError,
     cluster: Cluster,
     plan: Plan,
     capacity: Sequence[float],
@@ -131,7 +139,7 @@ def shares_worth_moving_to(
     out, come = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
     state_bytes = (VALUES_KEPT[workload.optimizer] + has_master_copy(workload)) * master_bytes(workload)
     moving = [[state_bytes * workload.model.elements / rate for rate in rates] for rates in (out, come)]
-    return shares.worth_moving(
+    return rebalancing.worth_moving(
         replace(times, update_s=measured),
         owned,
         most=most,
@@ -226,7 +234,7 @@ def _input_bytes(workload: Workload, samples: int) -> float:
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-def owner_times(cluster: Cluster, workload: Workload, plan: Plan, policies: Policies) -> shares.OwnerTimes:
+def owner_times(cluster: Cluster, workload: Workload, plan: Plan, policies: Policies) -> shard_sizing.OwnerTimes:
     """Return what pushing, updating and publishing all parameters takes on every rank, in a whole step."""
     elements, rounds = workload.model.elements, 1
     if policies.gradient_sync == "micro-batch":
@@ -236,7 +244,7 @@ def owner_times(cluster: Cluster, workload: Workload, plan: Plan, policies: Poli
     out, come = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
     types = [cluster.type_of(rank) for rank in range(policies.ranks)]
     update_s = {id(device): elements * _update_element_s(device, workload, policies.ranks) for device in types}
-    return shares.OwnerTimes(
+    return shard_sizing.OwnerTimes(
         push_out_s=tuple(rounds * size / rate for rate in out),
         push_in_s=tuple(rounds * size / rate for rate in come),
         update_s=tuple(update_s[id(device)] for device in types),

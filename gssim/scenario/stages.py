@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from gssim import shares
 from gssim.cluster import DeviceType
-from gssim.plan import Plan
-from gssim.scenario.rates import layer_costs_s
-from gssim.units import UserError
+from gssim.errors import UserError
+from gssim.plan import Plan, splitting
+from gssim.scenario.device_rates import layer_costs_s
 from gssim.workload import LayerInstance, Workload, unrolled
 
 INTERLEAVED_STAGES_PER_RANK = 2
@@ -44,7 +43,7 @@ def cut_layers(
         raise UserError(f"plan.pp = {len(devices)}: {stages} stages, but the model has {len(chain)} layers (no loss)")
     else:
         rows = [_slowest_s(types, workload, chain, samples) for types in devices]
-        counts = shares.balanced_stages([rows[stage % len(rows)] for stage in range(stages)])
+        counts = splitting.balanced_stages([rows[stage % len(rows)] for stage in range(stages)])
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     ends[-1] = len(layers)
     return tuple(layers[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))

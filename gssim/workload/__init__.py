@@ -1,7 +1,16 @@
-"""What to compute: a model's layers as traced from the real module, and how it is trained."""
+"""The workload: a model's layers as traced, and how the model is trained."""
 
-from gssim.workload.buffer import BUFFER_CATEGORIES, Buffer, Moment, handed_back, handed_on
-from gssim.workload.layer import Layer, PartialBackward
+from gssim.workload.layer import (
+    Buffer,
+    Layer,
+    Moment,
+    Parameter,
+    PartialBackward,
+    Polynomial,
+    Reduction,
+    handed_back,
+    handed_on,
+)
 from gssim.workload.model import (
     HuggingFace,
     ImageInput,
@@ -12,14 +21,25 @@ from gssim.workload.model import (
     gradient_order,
     unrolled,
 )
-from gssim.workload.parameter import Parameter, Reduction
-from gssim.workload.polynomial import Polynomial, Quantity, Terms
-from gssim.workload.workload import Workload
+from gssim.workload.optimizers import (
+    COUNTS_STEPS,
+    VALUES_KEPT,
+    implementation_on,
+    optimizer_moved_values,
+    optimizer_operations,
+    optimizer_state_bytes,
+    optimizer_temporary_bytes,
+)
+from gssim.workload.workload import PATHS, Glue, ImageFolder, TextFolder, Workload
 
 __all__ = [
-    "BUFFER_CATEGORIES",
+    "COUNTS_STEPS",
+    "PATHS",
+    "VALUES_KEPT",
     "Buffer",
+    "Glue",
     "HuggingFace",
+    "ImageFolder",
     "ImageInput",
     "Layer",
     "LayerInstance",
@@ -29,13 +49,17 @@ __all__ = [
     "Parameter",
     "PartialBackward",
     "Polynomial",
-    "Quantity",
     "Reduction",
-    "Terms",
+    "TextFolder",
     "TokenInput",
     "Workload",
     "gradient_order",
     "handed_back",
     "handed_on",
+    "implementation_on",
+    "optimizer_moved_values",
+    "optimizer_operations",
+    "optimizer_state_bytes",
+    "optimizer_temporary_bytes",
     "unrolled",
 ]

@@ -1,13 +1,270 @@
-"""One layer as it was traced."""
+"""One layer as it was traced.
 
-from typing import Any
+Quantities as functions of batch size and sequence length.
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+Memory that a layer allocates, and when it lives.
+
+[Note: moments] A moment is a place in one training step: `f3` is the 4th operation of the layer's own forward, `b7`
+the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. Buffers
+are born and freed at moments, so memory can be replayed for any plan without the module.
+
+Parameters of a layer, and the sums over ranks that a cut one makes.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
 from gssim.units import Count, PositiveInt, spec
-from gssim.workload.buffer import Buffer, Moment
-from gssim.workload.parameter import Parameter, Reduction
-from gssim.workload.polynomial import Quantity, text_of
+
+_TERM = re.compile(r"^(-?\d+)((?:\*(?:[bs](?:\^[12])?|u))*)$")
+Terms = tuple[tuple[int, int, int], ...]
+"""(Coefficient, power of b, power of s)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A whole quantity as a function of batch size b and sequence length s: terms (coefficient, power of b, of s)."""
+
+    terms: Terms
+    unit_terms: Terms = ()
+    """What counts once for each unit u that a rank holds; see [Note: units]."""
+
+    @classmethod
+    def parse(cls, text: object) -> "Polynomial":
+        """Return the polynomial that `text` spells.
+
+        >>> Polynomial.parse("3 + 2*b*s^2").at(b=10, s=4)
+        323
+        """
+        if isinstance(text, Polynomial):
+            return text
+        if isinstance(text, bool) or not isinstance(text, (int, str)):
+            raise ValueError('must be a polynomial in b and s, such as "512 + 4*b*s"')
+        terms: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+        for term in str(text).replace(" ", "").split("+"):
+            match = _TERM.match(term)
+            if match is None:
+                raise ValueError(f'has the term {term!r}; a polynomial in b and s is needed, such as "512 + 4*b*s"')
+            powers = {"b": 0, "s": 0, "u": 0}
+            for factor in match.group(2).split("*")[1:]:
+                powers[factor[0]] += int(factor[2:] or 1)
+            if max(powers.values()) > 2 or powers["u"] > 1:
+                raise ValueError(f"has the term {term!r}; b and s may have powers up to 2, u up to 1")
+            terms[powers["u"] == 1].append((int(match.group(1)), powers["b"], powers["s"]))
+        return cls(tuple(terms[False]), tuple(terms[True]))
+
+    def at(self, *, b: int, s: int) -> int:
+        """Return the value at batch size `b` and sequence length `s`; what counts by units is left out."""
+        return sum(c * b**i * s**j for c, i, j in self.terms)
+
+    def held(self, units: int) -> "Polynomial":
+        """Return the polynomial where a rank holds so many units.
+
+        >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
+        '14*b + 4*s'
+        """
+        if not self.unit_terms:
+            return self
+        sums: dict[tuple[int, int], int] = {}
+        for factor, terms in ((1, self.terms), (units, self.unit_terms)):
+            for c, i, j in terms:
+                sums[i, j] = sums.get((i, j), 0) + factor * c
+        return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        powers = ("", "*{0}", "*{0}^2")
+        found = [
+            f"{c}{powers[i].format('b')}{powers[j].format('s')}{unit}"
+            for terms, unit in ((self.terms, ""), (self.unit_terms, "*u"))
+            for c, i, j in terms
+        ]
+        return " + ".join(found) or "0"
+
+
+Quantity = Annotated[
+    Polynomial,
+    BeforeValidator(Polynomial.parse),
+    PlainSerializer(str),
+    WithJsonSchema({"type": "string", "description": "polynomial in batch size b and sequence length s"}),
+]
+
+
+def text_of(cls: Any) -> Any:
+    """Return the type of a value of `cls`, which has `parse`, as files have it: the text that `parse` reads."""
+    schema = {"type": "string", "description": cls.parse.__doc__}
+    return Annotated[cls, BeforeValidator(cls.parse), PlainSerializer(str), WithJsonSchema(schema)]
+
+
+_MOMENT = re.compile(r"^(?:end|([fb])(\d+)(?:@([+-]\d+))?)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A place in a step relative to a layer; see [Note: moments]."""
+
+    phase: str
+    """`f`, `b` or `end`."""
+    position: int = 0
+    layer_offset: int = 0
+
+    @classmethod
+    def parse(cls, text: object) -> "Moment":
+        """Return the moment that `text` spells.
+
+        >>> Moment.parse("b7@+1")
+        Moment(phase='b', position=7, layer_offset=1)
+        """
+        if isinstance(text, Moment):
+            return text
+        match = _MOMENT.match(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(f"{text!r} is not a moment such as f3, b7, b7@+1 or end")
+        phase, position, offset = match.groups()
+        return cls(phase or "end", int(position or 0), int(offset or 0))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        if self.phase == "end":
+            return "end"
+        return f"{self.phase}{self.position}" + (f"@{self.layer_offset:+d}" if self.layer_offset else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a layer allocates: size in bytes, category, when it is born and when it is freed."""
+
+    born: Moment
+    freed: Moment
+    category: str
+    size_bytes: Polynomial
+
+    @classmethod
+    def parse(cls, text: object) -> "Buffer":
+        """Return the buffer that `text` spells.
+
+        >>> str(Buffer.parse("f0 b3@+1 activations 512*b*s"))
+        'f0 b3@+1 activations 512*b*s'
+        """
+        if isinstance(text, Buffer):
+            return text
+        if not isinstance(text, str) or len(text.split(maxsplit=3)) != 4:
+            raise ValueError('must be "BORN FREED CATEGORY BYTES", such as "f0 b3 activations 512*b*s"')
+        born, freed, category, size = text.split(maxsplit=3)
+        if category not in BUFFER_CATEGORIES:
+            raise ValueError(f"has the category {category!r}; allowed: {', '.join(BUFFER_CATEGORIES)}")
+        return cls(Moment.parse(born), Moment.parse(freed), category, Polynomial.parse(size))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
+
+
+def handed_on(buffers: Sequence[Buffer]) -> Buffer | None:
+    """Return what a layer makes for the next: the last made of its buffers that live beyond it."""
+    crossing = [b for b in buffers if b.born.phase == "f" and b.freed.layer_offset > 0]
+    return max(crossing, key=lambda buffer: buffer.born.position, default=None)
+
+
+def handed_back(buffers: Sequence[Buffer]) -> Buffer | None:
+    """Return the gradient that a layer makes for the one before it."""
+    crossing = [b for b in buffers if b.born.phase == b.freed.phase == "b" and b.freed.layer_offset == -1]
+    return max(crossing, key=lambda buffer: buffer.born.position, default=None)
+
+
+BUFFER_CATEGORIES = ("input", "activations", "temporaries")
+
+_PARAMETER = re.compile(r"^(\S+) ((?:\d+u?(?:x\d+u?)*)|scalar) (\S+) (\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter tensor: its name (`{}` stands for the layer's module), shape, and when its gradient is born, ready.
+
+    Moments are relative to the layer that lists it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    born: Moment
+    ready: Moment
+    cut: int | None = None
+    """The dimension in which it is cut, whose size in `shape` is that of one unit; see [Note: units]."""
+
+    @classmethod
+    def parse(cls, text: object) -> "Parameter":
+        """Return the parameter that `text` spells.
+
+        >>> Parameter.parse("{}.weight 4x3 b1 b2").elements
+        12
+        """
+        if isinstance(text, Parameter):
+            return text
+        match = _PARAMETER.match(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError('must be "NAME SHAPE BORN READY", such as "{}.weight 4x3 b1 b2"')
+        name, shape, born, ready = match.groups()
+        sizes = [] if shape == "scalar" else shape.split("x")
+        cut = [dimension for dimension, size in enumerate(sizes) if size.endswith("u")]
+        if len(cut) > 1:
+            raise ValueError(f"has the shape {shape}; one dimension at most is cut in units (u)")
+        whole = tuple(int(size.rstrip("u")) for size in sizes)
+        return cls(name, whole, Moment.parse(born), Moment.parse(ready), cut[0] if cut else None)
+
+    def held(self, units: int) -> "Parameter":
+        """Return the parameter where a rank holds so many units of its layer.
+
+        >>> str(Parameter.parse("{}.weight 8ux3 b1 b2").held(2))
+        '{}.weight 16x3 b1 b2'
+        """
+        if self.cut is None:
+            return self
+        sizes = (size * units if dimension == self.cut else size for dimension, size in enumerate(self.shape))
+        return Parameter(self.name, tuple(sizes), self.born, self.ready)
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        sizes = [f"{size}u" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
+        return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}"
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A sum over the ranks that share a cut block: an all-reduce of so many bytes right after a moment of the layer."""
+
+    moment: Moment
+    size_bytes: Polynomial
+
+    @classmethod
+    def parse(cls, text: object) -> "Reduction":
+        """Return the reduction that `text` spells.
+
+        >>> str(Reduction.parse("f5 64*b*s"))
+        'f5 64*b*s'
+        """
+        if isinstance(text, Reduction):
+            return text
+        if not isinstance(text, str) or len(text.split(maxsplit=1)) != 2:
+            raise ValueError('must be "MOMENT BYTES", such as "f5 64*b*s"')
+        moment, size = text.split(maxsplit=1)
+        return cls(Moment.parse(moment), Polynomial.parse(size))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return f"{self.moment} {self.size_bytes}"
+
 
 STREAMED = (
     "forward_streamed_bytes",

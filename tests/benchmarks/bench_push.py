@@ -14,8 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
-from gsreal.gradient_sharding.messages import Encoding  # noqa: E402
-from gsreal.gradient_sharding.scratch import Scratch  # noqa: E402
+from gsreal.gradient_sharding.messages import Encoding, Scratch  # noqa: E402
 from gsreal.gradient_sharding.thresholds import mark  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -66,7 +65,7 @@ def test_threshold_pass_and_pack_over_their_four_operations(benchmark, density):
 
 
 def test_a_dense_step_over_that_of_fsdp2s_zero2(benchmark, tmp_path):
-    from gsreal.launch import launch
+    from gsreal.run.launch import launch
 
     with pytest.MonkeyPatch.context() as patch:
         paths = (str(HERE), os.environ.get("PYTHONPATH"))

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gssim.cluster.topology import build
 from gssim.collectives import Communication
-from gssim.machine import Machine
+from gssim.engine import Machine
 from gssim.network import max_min_rates
 from gssim.program import Program, Task
 from gssim.scenario import load_cluster, load_scenario
-from gssim.simulate import simulate
-from gssim.topology import build
+from gssim.simulation import simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 H100_CLUSTER = (

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gssim.reservation import replay
+from gssim.cache import Shared
 from gssim.scenario import Loaded, load_scenario
-from gssim.shared import Shared
-from gssim.simulate import simulate
+from gssim.simulation import replay, simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 DENSE = ("ddp", "zero2", "zero3", "gs", "gs_z3")

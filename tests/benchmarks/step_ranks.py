@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gsreal.feed import Feed
 from gsreal.machine import settle
 from gsreal.measure import Timeline
-from gsreal.rank import join, run_on_rank
-from gsreal.worker import build
+from gsreal.run.feed import Feed
+from gsreal.run.rank import join, run_on_rank
+from gsreal.run.worker import build
 from gssim.scenario import load_scenario
 
 PLANS = {

@@ -9,13 +9,21 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis.charts.drawing import BYTE_UNITS, STYLE, TIME_UNITS, Chart, unit_for
-from analysis.charts.placing import place_labels
-from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only, threshold_words
-from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet, value_axis
-from analysis.sweeps.choice import front
-from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
-from analysis.sweeps.spread import spread
+from analysis.charts.drawing import BYTE_UNITS, STYLE, TIME_UNITS, Chart, place_labels, unit_for
+from analysis.charts.sweeps.panels import (
+    CONTROL,
+    Look,
+    Size,
+    add_axes,
+    density_words,
+    looks_of,
+    of_all,
+    points_only,
+    sheet,
+    threshold_words,
+    value_axis,
+)
+from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, front, layout_of, spread
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)

@@ -11,10 +11,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, label_width_in, plain, unit_for
-from analysis.charts.sweeps.looks import listed
-from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet
-from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
-from analysis.sweeps.spread import spread
+from analysis.charts.sweeps.panels import Size, add_axes, listed, of_all, sheet
+from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of, spread
 from analysis.sweeps.table import FITS, THRESHOLD, Row, SweepTable
 from gssim.result import CATEGORIES
 from gssim.units import human_bytes

@@ -9,10 +9,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart
-from analysis.charts.sweeps.looks import Look, density_words, looks_of
-from analysis.charts.sweeps.panels import Size, add_axes, log_axis, of_all, sheet
-from analysis.sweeps.settings import Layout, Place, by_plan, family, follows, layout_of, shown
-from analysis.sweeps.spread import spread
+from analysis.charts.sweeps.panels import Look, Size, add_axes, density_words, log_axis, looks_of, of_all, sheet
+from analysis.sweeps.settings import Layout, Place, by_plan, family, follows, layout_of, shown, spread
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "How far does each plan scale?"

@@ -11,11 +11,20 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, Chart, unit_for
-from analysis.charts.sweeps.looks import CONTROL, Look, density_words, looks_of, points_only, threshold_words
-from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet, value_axis
-from analysis.sweeps.choice import best_gain, thresholds
-from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of
-from analysis.sweeps.spread import spread
+from analysis.charts.sweeps.panels import (
+    CONTROL,
+    Look,
+    Size,
+    add_axes,
+    density_words,
+    looks_of,
+    of_all,
+    points_only,
+    sheet,
+    threshold_words,
+    value_axis,
+)
+from analysis.sweeps.settings import Layout, Place, best_gain, by_plan, by_setting, layout_of, spread, thresholds
 from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "At which threshold is a step faster than dense training, and on which network?"

@@ -11,11 +11,19 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, plain, wrapped
-from analysis.charts.sweeps.looks import percentage, threshold_words
-from analysis.charts.sweeps.panels import Size, add_axes, of_all, sheet
-from analysis.sweeps.choice import Winner, thresholds, winner
-from analysis.sweeps.settings import Layout, Place, by_setting, layout_of, shown
-from analysis.sweeps.spread import evenly, spread
+from analysis.charts.sweeps.panels import Size, add_axes, of_all, percentage, sheet, threshold_words
+from analysis.sweeps.settings import (
+    Layout,
+    Place,
+    Winner,
+    by_setting,
+    evenly,
+    layout_of,
+    shown,
+    spread,
+    thresholds,
+    winner,
+)
 from analysis.sweeps.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
 
 TITLE = "Who wins by bandwidth and density: a threshold or dense training?"

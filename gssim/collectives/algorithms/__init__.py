@@ -1,31 +1,10 @@
-"""Algorithms of collectives, each from members of a group to stages of hops.
+"""Algorithms of collectives, each from the members of a group to stages of hops."""
 
-Members are given by their ranks and hosts. Hops are made once for an algorithm and group (sizes only scale them), so
-that a model of a hundred layers costs no more than one. Time of every algorithm on idle links: `closed_forms`.
-"""
-
-from collections.abc import Callable, Sequence
-
-from gssim.collectives.algorithms.exchanges import SINGLE_FLOWS, direct, direct_uneven, halving_doubling, send
-from gssim.collectives.algorithms.levels import hierarchical, one_way_torus, torus
+from gssim.collectives.algorithms.exchanges import SINGLE_FLOWS
 from gssim.collectives.algorithms.members import Members
-from gssim.collectives.algorithms.rings import (
-    SEGMENT_BYTES,
-    in_switch,
-    pipelined_ring,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_all_to_all,
-    ring_hops,
-    ring_reduce_scatter,
-    segmented_all_gather,
-    segmented_all_reduce,
-    store_and_forward,
-)
-from gssim.collectives.algorithms.trees import CHUNK_BYTES, binomial, binomial_at_once, chain, double_tree, tree_depth
-from gssim.collectives.communication import Communication
-from gssim.collectives.stage import Hops, Stage
-from gssim.units import Floats
+from gssim.collectives.algorithms.registry import ALGORITHMS, algorithms_for, carried_by_rank
+from gssim.collectives.algorithms.rings import SEGMENT_BYTES, ring_hops
+from gssim.collectives.algorithms.trees import CHUNK_BYTES, tree_depth
 
 __all__ = [
     "ALGORITHMS",
@@ -38,55 +17,3 @@ __all__ = [
     "ring_hops",
     "tree_depth",
 ]
-
-Algorithm = Callable[[Members, Communication], tuple[Stage, ...]]
-ALGORITHMS: dict[tuple[str, str], Algorithm] = {
-    ("ring", "all-reduce"): ring_all_reduce,
-    ("ring", "reduce-scatter"): ring_reduce_scatter,
-    ("ring", "all-gather"): ring_all_gather,
-    ("ring", "all-to-all"): ring_all_to_all,
-    ("ring", "all-gather-v"): store_and_forward,
-    ("ring", "reduce-scatter-v"): store_and_forward,
-    ("pipelined-ring", "all-gather-v"): pipelined_ring,
-    ("pipelined-ring", "reduce-scatter-v"): pipelined_ring,
-    ("ring-all-reduce", "reduce-scatter"): ring_all_reduce,
-    ("direct", "all-reduce"): direct,
-    ("direct", "reduce-scatter"): direct,
-    ("direct", "all-gather"): direct,
-    ("direct", "all-to-all"): direct,
-    ("direct", "all-to-all-v"): direct_uneven,
-    ("direct", "send"): send,
-    ("binomial", "broadcast"): binomial,
-    ("binomial-at-once", "broadcast"): binomial_at_once,
-    ("binomial", "reduce"): binomial,
-    ("chain", "broadcast"): chain,
-    ("chain", "reduce"): chain,
-    ("halving-doubling", "all-reduce"): halving_doubling,
-    ("halving-doubling", "reduce-scatter"): halving_doubling,
-    ("halving-doubling", "all-gather"): halving_doubling,
-    ("double-tree", "all-reduce"): double_tree,
-    ("in-switch", "all-reduce"): in_switch,
-    ("hierarchical", "all-reduce"): hierarchical,
-    ("hierarchical", "reduce-scatter"): hierarchical,
-    ("hierarchical", "all-gather"): hierarchical,
-    ("torus", "all-reduce"): torus,
-    ("torus", "reduce-scatter"): torus,
-    ("torus", "all-gather"): torus,
-    ("one-way-torus", "all-reduce"): one_way_torus,
-    ("one-way-torus", "reduce-scatter"): one_way_torus,
-    ("one-way-torus", "all-gather"): one_way_torus,
-    ("segmented-ring", "all-reduce"): segmented_all_reduce,
-    ("segmented-ring", "all-gather"): segmented_all_gather,
-    ("segmented-ring-all-reduce", "reduce-scatter"): segmented_all_reduce,
-}
-"""By (algorithm, kind)."""
-
-
-def algorithms_for(kind: str) -> Sequence[str]:
-    """Return the names of the algorithms that there are for a kind."""
-    return [name for name, each in ALGORITHMS if each == kind]
-
-
-def carried_by_rank(hops: Hops, ranks: int) -> tuple[Floats, Floats]:
-    """Return what each rank sends and receives for each byte of the size."""
-    return hops.carried_by_rank(ranks)

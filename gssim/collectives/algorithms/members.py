@@ -5,8 +5,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from gssim.cache import MOST_LARGE, Recent
 from gssim.collectives.stage import Hops
-from gssim.shared import MOST_LARGE, Recent
 from gssim.units import Ints, distinct
 
 made_once = lru_cache(maxsize=512)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from gssim.cache import Same
 from gssim.collectives.algorithms.members import Members, made_once
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage
-from gssim.shared import Same
 from gssim.units import Floats, Ints
 
 

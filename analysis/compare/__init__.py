@@ -1,0 +1,1 @@
+"""Comparison of predicted and measured Results."""

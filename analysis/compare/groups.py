@@ -1,0 +1,204 @@
+"""Groups of scenarios that compete with each other, such as all plans on one cluster for one model: who ranks where?
+
+The rungs of a comparison, group by group and for all together: collectives, memory, time; then whether the predictions
+put the plans into the order in which they were measured. Two plans whose measured times differ by less than their noise
+have no order that could be right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from math import inf
+from typing import Any
+
+import polars as pl
+from scipy.stats import spearmanr
+
+from analysis.compare.table import sweep_group
+from gssim.result import Result
+from gssim.scenario.sweep import SEPARATOR
+
+ALL = "all"
+UNNAMED = "unnamed"
+FEWEST_RANKED = 3
+"""Of two, a rank correlation is 1 or -1: it says no more than the order of the pair."""
+
+ERRORS = (
+    "peak_error_ratio",
+    "step_time_error_ratio",
+    "naive_compute_error_ratio",
+    "naive_link_error_ratio",
+    "exposed_communication_error_of_step_ratio",
+)
+"""Columns of a comparison whose errors are summed up."""
+
+
+def error_column(column: str, statistic: str) -> str:
+    """Return the name of the column that sums up the errors of another.
+
+    >>> error_column("peak_error_ratio", "max")
+    'peak_error_max_ratio'
+    """
+    return f"{column.removesuffix('_ratio')}_{statistic}_ratio"
+
+
+STATISTICS = ("median", "p90", "max")
+GROUP_COLUMNS = {
+    "group": pl.String,
+    "n": pl.Int64,
+    "collectives_equal": pl.Int64,
+    **{error_column(column, statistic): pl.Float64 for column in ERRORS for statistic in STATISTICS},
+    "noise_median_ratio": pl.Float64,
+    "pairs": pl.Int64,
+    "pairs_right": pl.Int64,
+    "spearman": pl.Float64,
+    "choices": pl.Int64,
+    "best_right": pl.Int64,
+    "predicted_best": pl.String,
+    "measured_best": pl.String,
+}
+"""The columns of groups.csv, in order."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The sizes of errors (their signs left out); None where there are none."""
+
+    median: float | None
+    p90: float | None
+    max: float | None
+
+
+@dataclass(frozen=True)
+class Order:
+    """How predictions rank the scenarios of a group."""
+
+    pairs: int
+    """Whose measured times differ by more than the noise of both."""
+    pairs_right: int
+    """Of these, how many are predicted in the same order."""
+    spearman: float | None
+    """Rank correlation of predicted and measured times; None of fewer than `FEWEST_RANKED`, or where all are equal."""
+    predicted_best: str | None
+    """Name of the scenario that is predicted to be fastest; of those that train by what is sent, so no control."""
+    measured_best: str | None
+    best_right: bool | None
+    """Whether the one is the other, or as fast but for noise; None where there is no choice."""
+
+
+def group_of(result: Result) -> str:
+    """Return a scenario's group: what stands before `--` in its name, else its cluster and model."""
+    group = sweep_group(result).strip()
+    if group:
+        return group
+    workload = result.scenario.get("workload", {})
+    parts = [_name(result.scenario.get("cluster")), _name(workload.get("model"))]
+    return ", ".join(part for part in parts if part) or UNNAMED
+
+
+def variant_of(name: str) -> str:
+    """Return the part of a scenario's name that tells it apart within its group.
+
+    >>> variant_of("two-sites--gs"), variant_of("demo")
+    ('gs', 'demo')
+    """
+    return name.partition(SEPARATOR)[2] or name
+
+
+def _name(table: Any) -> str:
+    return str(table.get("name") or "") if isinstance(table, dict) else ""
+
+
+def group_table(comparison: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per group, in order of name, then one of all (`group` = "all"), of a `compare.compare` table.
+
+    `choices` and `best_right` count groups in which there is a choice, and in which it is predicted rightly.
+    """
+    parts: dict[str, list[Row]] = {}
+    for row in comparison.iter_rows(named=True):
+        parts.setdefault(row["group"], []).append(row)
+    orders = {group: order_of(rows) for group, rows in sorted(parts.items())}
+    lines = [{"group": group, **_rungs(parts[group]), **_ranked(order)} for group, order in orders.items()]
+    counted = ("pairs", "pairs_right", "choices", "best_right")
+    totals = {column: sum(line[column] for line in lines) for column in counted}
+    everything = {"group": ALL, **_rungs(list(comparison.iter_rows(named=True))), **totals}
+    return pl.DataFrame([*lines, everything], schema=GROUP_COLUMNS)
+
+
+def _ranked(order: Order) -> Row:
+    choice = order.best_right is not None
+    return {**asdict(order), "choices": int(choice), "best_right": int(order.best_right or False)}
+
+
+def _rungs(rows: Sequence[Row]) -> Row:
+    """Return the figures of the three rungs, noise and naive predictions beside them."""
+    found: Row = {"n": len(rows), "collectives_equal": sum(row["collectives_equal"] for row in rows)}
+    for column in ERRORS:
+        errors = asdict(errors_of([row[column] for row in rows]))
+        found |= {error_column(column, statistic): errors[statistic] for statistic in STATISTICS}
+    return found | {"noise_median_ratio": errors_of([row["noise_ratio"] for row in rows]).median}
+
+
+def errors_of(ratios: Sequence[float | None]) -> Errors:
+    """Return median, 90th percentile (linear between neighbours) and maximum of the sizes of error ratios.
+
+    >>> errors_of([0.1, -0.2, None, 0.3])
+    Errors(median=0.2, p90=0.28, max=0.3)
+    """
+    sizes = pl.Series([abs(ratio) for ratio in ratios if ratio is not None], dtype=pl.Float64)
+    return Errors(*(sizes.quantile(part, interpolation="linear") for part in (0.5, 0.9, 1.0)))
+
+
+def order_of(rows: Sequence[Row]) -> Order:
+    """Return how the predictions rank the scenarios of a group."""
+    told = [(a, b) for a, b in combinations(rows, 2) if differ(a, b)]
+    candidates = [row for row in rows if row["threshold"] != inf]
+    first = min(candidates, key=lambda row: row["step_time_predicted_s"], default=None)
+    fastest = min(candidates, key=lambda row: row["step_time_measured_s"], default=None)
+    choice = len(candidates) > 1 and first is not None and fastest is not None
+    return Order(
+        pairs=len(told),
+        pairs_right=sum(_same_order(a, b) for a, b in told),
+        spearman=spearman([(row["step_time_predicted_s"], row["step_time_measured_s"]) for row in rows]),
+        predicted_best=None if first is None else first["name"],
+        measured_best=None if fastest is None else fastest["name"],
+        best_right=not differ(first, fastest) if choice and first and fastest else None,
+    )
+
+
+def differ(a: Row, b: Row) -> bool:
+    """Return whether two measured step times differ by more than the noise of both; unknown noise counts as none."""
+    apart_s: float = abs(a["step_time_measured_s"] - b["step_time_measured_s"])
+    return apart_s > _noise_s(a) + _noise_s(b)
+
+
+def _noise_s(row: Row) -> float:
+    return float((row["noise_ratio"] or 0.0) * row["step_time_measured_s"])
+
+
+def _same_order(a: Row, b: Row) -> bool:
+    """Return whether two are predicted in the order of their measurements; a tie is no order."""
+    predicted_s = a["step_time_predicted_s"] - b["step_time_predicted_s"]
+    return bool(predicted_s * (a["step_time_measured_s"] - b["step_time_measured_s"]) > 0)
+
+
+def spearman(times_s: Sequence[tuple[float, float]]) -> float | None:
+    """Return Spearman's rank correlation of (predicted, measured) pairs; None where it cannot be told.
+
+    >>> spearman([(1.0, 1.1), (2.0, 2.4), (3.0, 2.3)])
+    0.5
+    """
+    predicted, measured = ([pair[i] for pair in times_s] for i in (0, 1))
+    if len(times_s) < FEWEST_RANKED or len(set(predicted)) == 1 or len(set(measured)) == 1:
+        return None
+    return round(float(spearmanr(predicted, measured).statistic), 12)
+
+
+WORST_SHOWN = 10
+
+
+def worst_of(rows: Sequence[Row], most: int = WORST_SHOWN) -> list[Row]:
+    """Return the rows whose step times are furthest off, the worst first."""
+    return sorted(rows, key=lambda row: -abs(row["step_time_error_ratio"] or 0.0))[:most]

@@ -1,0 +1,244 @@
+"""A comparison in print: a line a scenario; of a large matrix its groups, its worst lines, and what is asked of it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from analysis.compare.comparison import medians
+from analysis.compare.groups import ALL, error_column, variant_of, worst_of
+from analysis.compare.targets import Target, targets
+from gssim.terminal import plain_console
+from gssim.units import human_bytes, human_seconds
+
+PIPE_WIDTH = 120
+DIFFERENCES_SHOWN = 4
+DIFFERING_SHOWN = 10
+"""Scenarios whose collectives differ."""
+MOST_LINES = 25
+"""Of more scenarios, the table shows the worst alone."""
+
+
+def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
+    """Print a comparison for people: a line a scenario, what communicated differently, the medians.
+
+    Of more than `MOST_LINES` scenarios: the groups, and the lines that are furthest off.
+    """
+    out = console()
+    rows = list(comparison.iter_rows(named=True))
+    large = len(rows) > MOST_LINES
+    shown = worst_of(rows) if large else rows
+    if large:
+        out.print(f"the {len(shown)} of {len(rows)} step times that are predicted worst; all are in comparison.csv")
+    out.print(_comparison_table(shown))
+    _print_differences(out, rows)
+    thresholded = [row for row in rows if row["speed_up_over"] is not None]
+    if thresholded and not large:
+        _print_effects(out, thresholded)
+    if large or (len(groups) > 2 and groups["n"][:-1].max() != 1):  # the last line is of all
+        _print_groups(out, list(groups.iter_rows(named=True)))
+        out.print(_target_table(targets(groups)))
+    parts = [f"{m.what} {100 * m.error_ratio:.1f} % (n = {m.n})" for m in medians(comparison)]
+    out.print(f"median |error|: {', '.join(parts)}; collectives equal in {_equal(rows)} of {len(rows)}")
+
+
+def console() -> Console:
+    """Return where tables go: as wide as the terminal, or as a page."""
+    return plain_console(PIPE_WIDTH, highlight=False)
+
+
+def _print_groups(out: Console, groups: Sequence[dict[str, Any]]) -> None:
+    """Print the rungs and the order of plans, group by group; then what the columns mean."""
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("group", overflow="fold", min_width=12)
+    for header in (
+        "\nn",
+        "collec-\ntives",
+        "peak %\nmedian",
+        "\nmax",
+        "step %\nmedian",
+        "\np90",
+        "\nmax",
+        "noise\n%",
+        "compute\nonly %",
+        "slowest\nlink %",
+        "Spear-\nman",
+        "pairs in\norder",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("best plan predicted", overflow="fold", min_width=9)
+    for group in groups:
+        table.add_row(*_group_cells(group), style="bold" if group["group"] == ALL else None)
+    out.print(table)
+    out.print(
+        "Sizes of errors. Noise: of the measurements, \u00b1 (median). Compute only, slowest link: naive predictions, "
+        "median / p90. Pairs in order: of those that differ by more than noise, predicted in the measured order."
+    )
+
+
+def _group_cells(group: dict[str, Any]) -> tuple[str, ...]:
+    def size(column: str, statistic: str) -> str:
+        return _size(group[error_column(column, statistic)])
+
+    def naive(column: str) -> str:
+        parts = (group[error_column(column, statistic)] for statistic in ("median", "p90"))
+        return " / ".join("" if part is None else f"{100 * part:.0f}" for part in parts).strip(" /")
+
+    return (
+        group["group"],
+        str(group["n"]),
+        "equal" if group["collectives_equal"] == group["n"] else f"{group['collectives_equal']}/{group['n']}",
+        size("peak_error_ratio", "median"),
+        size("peak_error_ratio", "max"),
+        *(size("step_time_error_ratio", statistic) for statistic in ("median", "p90", "max")),
+        _size(group["noise_median_ratio"]),
+        naive("naive_compute_error_ratio"),
+        naive("naive_link_error_ratio"),
+        "" if group["spearman"] is None else f"{group['spearman']:.2f}",
+        f"{group['pairs_right']}/{group['pairs']}" if group["pairs"] else "",
+        _best(group),
+    )
+
+
+def _best(group: dict[str, Any]) -> str:
+    """Return which plan is predicted to be fastest, and whether it was."""
+    if group["group"] == ALL:
+        return f"right in {group['best_right']}/{group['choices']}" if group["choices"] else ""
+    if not group["choices"]:
+        return ""
+    predicted, measured = (variant_of(group[f"{side}_best"]) for side in ("predicted", "measured"))
+    if predicted == measured:
+        return f"{predicted}: right"
+    return f"{predicted}: as fast as {measured}" if group["best_right"] else f"{predicted}: wrong, {measured}"
+
+
+def _target_table(found: Sequence[Target]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("asked of the whole matrix")
+    for header in ("asked", "found", "of"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("")
+    for target in found:
+        table.add_row(
+            target.what,
+            f"{'>=' if target.at_least else '<='} {_figure(target, target.asked)}",
+            "" if target.found is None else _figure(target, target.found),
+            f"{target.n} {target.of}",
+            "met" if target.met else "cannot be told" if target.met is None else Text("not met", "bold"),
+        )
+    return table
+
+
+def _figure(target: Target, value: float) -> str:
+    return f"{100 * value:.1f} %" if target.ratio else f"{value:.2f}"
+
+
+def _size(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:.1f}"
+
+
+def _print_effects(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Print what thresholds gained beside what they cost, and beside the run that sends nothing."""
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("thresholds", overflow="fold", min_width=12)
+    table.add_column("dense run")
+    for header in ("density\npredicted", "\nmeasured", "speed\npredicted", "\nmeasured", "change of\nlast loss"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_effect_cells(row))
+    console.print(table)
+    if not any(row["threshold"] == math.inf for row in rows):
+        console.print("no control: what learning without any push gives is unknown (plan.push.threshold = inf)")
+
+
+def _effect_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    change = row["loss_change_measured_ratio"]
+    return (
+        f"{row['name']} (control)" if row["threshold"] == math.inf else row["name"],
+        row["speed_up_over"],
+        _densities(row, "predicted"),
+        _densities(row, "measured"),
+        f"{row['speed_up_predicted_ratio']:.2f}",
+        f"{row['speed_up_measured_ratio']:.2f}",
+        "" if change is None else f"{100 * change:+.1f} %",
+    )
+
+
+def _densities(row: dict[str, Any], side: str) -> str:
+    """Return the density of what is pushed; after a stroke, that of what is published, where a threshold decides it."""
+    pushed, published = (row[f"{exchange}_density_{side}"] for exchange in ("push", "publish"))
+    shown = ["all" if pushed is None else f"{100 * pushed:.2g} %"]
+    return " / ".join(shown if published is None else [*shown, f"{100 * published:.2g} %"])
+
+
+def _equal(rows: Sequence[dict[str, Any]]) -> int:
+    return sum(row["collectives_equal"] for row in rows)
+
+
+def _comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
+    repeated = any(row["repeats"] > 1 for row in rows)
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("name", overflow="fold", min_width=12)
+    table.add_column("method", no_wrap=True)
+    for header in (
+        "thres-\nhold",
+        "step\npredicted",
+        "\nmeasured",
+        "error\n%",
+        *(("noise\n%",) if repeated else ()),
+        "peak\npredicted",
+        "\nmeasured",
+        "error\n%",
+        "collec-\ntives",
+        "payload\nerror %",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["method"],
+            "" if row["threshold"] is None else f"{row['threshold']:g}",
+            shown(human_seconds(row["step_time_predicted_s"])),
+            shown(human_seconds(row["step_time_measured_s"])),
+            _percent(row["step_time_error_ratio"]),
+            *((_size(row["noise_ratio"]),) if repeated else ()),
+            _bytes(row["peak_predicted_bytes"]),
+            _bytes(row["peak_measured_bytes"]),
+            _percent(row["peak_error_ratio"]),
+            "equal" if row["collectives_equal"] else Text("differ", "bold"),
+            _percent(row["payload_error_ratio"]),
+        )
+    return table
+
+
+def _print_differences(out: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Print where the collectives differ: an error needs an address."""
+    differing = [row for row in rows if not row["collectives_equal"]]
+    for row in differing[:DIFFERING_SHOWN]:
+        differences = row["collectives_difference"].split("; ")
+        for difference in differences[:DIFFERENCES_SHOWN]:
+            out.print(f"{row['name']}: collectives: {difference}")
+        more = len(differences) - DIFFERENCES_SHOWN
+        if more > 0:
+            out.print(f"{row['name']}: collectives: {more} more in comparison.csv")
+    if len(differing) > DIFFERING_SHOWN:
+        out.print(f"collectives of {len(differing) - DIFFERING_SHOWN} more scenarios differ: see comparison.csv")
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:+.1f}"
+
+
+def _bytes(size_bytes: float | None) -> str:
+    return "" if size_bytes is None else shown(human_bytes(size_bytes))
+
+
+def shown(quantity: str) -> str:
+    """Return a quantity with four digits, so that eleven columns fit a terminal: `212.05 ms` as `212.1 ms`."""
+    number, unit = quantity.split(" ")
+    return f"{float(number):#.4g}".rstrip(".") + f" {unit}" if "." in number else quantity

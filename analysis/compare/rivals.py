@@ -1,0 +1,98 @@
+"""Gradient Sharding beside its dense rivals, DDP and ZeRO-2, of the same group: where does it win, and where lose?
+
+A rival trains the same model on the same data and devices. Of several (other shares, micro-batches or recomputation)
+it is the one whose plan differs least. A step's time alone says nothing: beside it stand what was pushed and published,
+and what became of the loss; the control is the run in which nothing is pushed.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from math import inf
+
+import polars as pl
+
+from analysis.compare.comparison import Pair, noise_ratio_of, step_time_of
+from analysis.compare.groups import group_of
+from analysis.compare.table import devices_by_rank, method_of, name_of, threshold_of
+from analysis.compare.thresholds import last_loss
+from gssim.result import Result
+
+GRADIENT_SHARDING = ("gs", "gs_z3", "gs_wgrad", "gs_tp", "gs_hier")
+DENSE = ("ddp", "zero2")
+COMPARED_KEYS = ("shares", "micro_batches", "recompute")
+"""Of a plan: what a rival should have in common, but need not."""
+
+COLUMNS = {
+    "group": pl.String,
+    "name": pl.String,
+    "scenario_id": pl.String,
+    "method": pl.String,
+    "threshold": pl.Float64,
+    "control": pl.Boolean,
+    "rival_method": pl.String,
+    "rival": pl.String,
+    "step_time_ratio_predicted": pl.Float64,
+    "step_time_ratio_measured": pl.Float64,
+    "noise_ratio": pl.Float64,
+    "push_density_predicted": pl.Float64,
+    "push_density_measured": pl.Float64,
+    "publish_density_predicted": pl.Float64,
+    "publish_density_measured": pl.Float64,
+    "loss_change_measured_ratio": pl.Float64,
+}
+"""The columns of gs_against_dense.csv, in order. Ratios are of a step's time to the rival's: below 1, GS is faster."""
+
+
+def rival_table(pairs: Sequence[Pair]) -> pl.DataFrame:
+    """Return a row for each Gradient Sharding scenario and each of its dense rivals that was measured too."""
+    trainings: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        result = pair.predicted.result
+        trainings[group_of(result), _training(result)].append(pair)
+    rows = [
+        _row(pair, min(rivals, key=lambda rival: _distance(rival.predicted.result, pair.predicted.result)))
+        for same in trainings.values()
+        for pair in same
+        if method_of(pair.predicted.result) in GRADIENT_SHARDING
+        for method in DENSE
+        if (rivals := [rival for rival in same if method_of(rival.predicted.result) == method])
+    ]
+    return pl.DataFrame(rows, schema=COLUMNS, orient="row").sort("group", "name", "scenario_id", "rival_method")
+
+
+def _training(result: Result) -> str:
+    """Return what decides what is trained, and on which devices; gradient statistics are predictions' own."""
+    workload = {key: value for key, value in result.scenario.get("workload", {}).items() if key != "gradients"}
+    parts = [workload, result.scenario.get("run"), result.scenario.get("network"), devices_by_rank(result)]
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def _distance(rival: Result, ours: Result) -> tuple[int, str]:
+    plans = (rival.scenario["plan"], ours.scenario["plan"])
+    return sum(plans[0].get(key) != plans[1].get(key) for key in COMPARED_KEYS), name_of(rival)
+
+
+def _row(pair: Pair, rival: Pair) -> tuple[object, ...]:
+    predicted, measured = pair.predicted.result, pair.measured.result
+    noise = [noise_ratio_of(each.measurements) for each in (pair, rival)]
+    losses = last_loss(measured), last_loss(rival.measured.result)
+    threshold = threshold_of(predicted)
+    return (
+        group_of(predicted),
+        name_of(predicted),
+        predicted.scenario_id,
+        method_of(predicted),
+        threshold,
+        threshold == inf,
+        method_of(rival.predicted.result),
+        name_of(rival.predicted.result),
+        predicted.step_time_s / rival.predicted.result.step_time_s,
+        step_time_of(pair.measurements) / step_time_of(rival.measurements),
+        sum(each or 0.0 for each in noise),
+        predicted.density.push,
+        measured.density.push,
+        predicted.density.publish,
+        measured.density.publish,
+        losses[0] / losses[1] - 1 if losses[0] is not None and losses[1] else None,
+    )

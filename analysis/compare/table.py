@@ -1,0 +1,265 @@
+"""Results as a table: found on disk, then one row per result."""
+
+import lzma
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from gssim.errors import UserError
+from gssim.files import parsed_json, read_json
+from gssim.limits import excess
+from gssim.result import PHASES, SCHEMA, Result, read_result
+from gssim.scenario.sweep import SEPARATOR
+from gssim.units import validated
+
+RESULT_COLUMNS = {
+    "scenario_id": pl.String,
+    "source": pl.String,
+    "name": pl.String,
+    "method": pl.String,
+    "threshold": pl.Float64,
+    "device": pl.String,
+    "ranks": pl.Int64,
+    "step_time_s": pl.Float64,
+    "step_time_p10_s": pl.Float64,
+    "peak_allocated_bytes": pl.Float64,
+    "fits": pl.Boolean,
+    "throughput_samples_per_s": pl.Float64,
+    "push_density": pl.Float64,
+    "publish_density": pl.Float64,
+    "calibration_id": pl.String,
+}
+
+
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+"""Endings of archives in which Results may be packed."""
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A Result and where it lies."""
+
+    path: Path
+    """Of one in an archive: the archive's, then the name in it."""
+    modified_ns: int
+    result: Result
+
+
+@dataclass(frozen=True)
+class Found:
+    """The Results below some paths."""
+
+    files: tuple[ResultFile, ...]
+    skipped: int
+    """JSON files in folders and archives that are no Results (cluster files, gradient statistics, ...)."""
+
+
+def find_results(paths: Sequence[Path]) -> Found:
+    """Return the Results named by `paths`, each once: files as they are, folders and archives searched for JSON that is
+    a Result.
+
+    Raises UserError for a path that is missing, a named file that is no Result, an archive that cannot be read to its
+    end, and a file that says it is a Result and is broken: a damaged result must not vanish from a comparison in
+    silence.
+    """
+    files: dict[Path, ResultFile] = {}
+    skipped: set[Path] = set()
+    for path in paths:
+        inside = path.is_dir()
+        for candidate in _candidates(path) if inside else [path]:
+            place = candidate.resolve()
+            if place in files or (inside and not candidate.is_file()):
+                continue
+            if candidate.name.endswith(ARCHIVES):
+                for member, modified_ns, content in _unpacked(candidate):
+                    _add(place / member, candidate / member, modified_ns, content, files, skipped)
+            elif inside and not _says_result(candidate):
+                skipped.add(place)
+            else:
+                files[place] = _read(candidate)
+    return Found(tuple(files.values()), len(skipped))
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Return the files below a folder in which Results may be."""
+    return sorted(path for path in folder.rglob("*") if path.name.endswith((".json", *ARCHIVES)))
+
+
+def _unpacked(archive: Path) -> Iterator[tuple[str, int, bytes]]:
+    """Yield each JSON file of an archive: name, time of its last change, content. Nothing is written to a disk.
+
+    Raises UserError where it is no archive, or is cut off.
+    """
+    expanded_bytes = 0
+    try:
+        with tarfile.open(archive) as opened:
+            for member in opened:
+                expanded_bytes += member.size
+                for limit, size in (("file_bytes", member.size), ("expanded_bytes", expanded_bytes)):
+                    if (why := excess(limit, size)) is not None:
+                        raise UserError(f"{archive}: {member.name!r}: {why}")
+                stream = opened.extractfile(member) if member.isfile() and member.name.endswith(".json") else None
+                if stream is not None:
+                    yield member.name, int(member.mtime * 1e9), stream.read()
+    except FileNotFoundError:
+        raise UserError(f"{archive}: no such file") from None
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+        raise UserError(f"{archive}: cannot be read as an archive: {error}") from None
+
+
+def _add(
+    place: Path,
+    path: Path,
+    modified_ns: int,
+    content: bytes,
+    files: dict[Path, ResultFile],
+    skipped: set[Path],
+) -> None:
+    """Add what an archive holds to the Results, or to what is none."""
+    if place in files:
+        return
+    try:
+        data = parsed_json(content, file=str(path))
+    except UserError:  # no JSON: not ours
+        data = None
+    if not _is_result(data):
+        skipped.add(place)
+        return
+    result = validated(Result, data, file=str(path))
+    _check(result, path)
+    files[place] = ResultFile(path, modified_ns, result)
+
+
+def _says_result(path: Path) -> bool:
+    try:
+        return _is_result(read_json(path))
+    except UserError:  # unreadable or no JSON: not ours
+        return False
+
+
+def _is_result(data: Any) -> bool:
+    return isinstance(data, dict) and data.get("schema") == SCHEMA
+
+
+def _read(path: Path) -> ResultFile:
+    try:
+        result = read_result(path)
+        modified_ns = path.stat().st_mtime_ns
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    _check(result, path)
+    return ResultFile(path, modified_ns, result)
+
+
+TABLES = (
+    *("workload", "workload.model", "cluster", "run", "network"),
+    *("plan.push", "plan.publish", "plan.shares", "plan.shares.replanning"),
+)
+"""Keys of a resolved scenario that are tables, where they are there."""
+
+
+def _check(result: Result, path: Path) -> None:
+    """Raise UserError where a Result lacks what every table needs: its type leaves `scenario` and phases open."""
+    plan = result.scenario.get("plan")
+    if not isinstance(result.scenario.get("name"), str):
+        raise UserError(f"{path}: scenario.name: missing")
+    if not isinstance(plan, dict) or not isinstance(plan.get("method"), str):
+        raise UserError(f"{path}: scenario.plan.method: missing")
+    _check_tables(result, path)
+    threshold = threshold_of(result)
+    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, (int, float))):
+        raise UserError(f"{path}: scenario.plan.push.threshold = {threshold!r}: must be a number")
+    for key, values in (
+        ("step_time_s", [result.step_time_s]),
+        ("phases_s", result.phases_s.values()),
+        ("ranks: peak_allocated_bytes", peaks_by_rank(result).values()),
+    ):
+        for value in values:
+            if not (isfinite(value) and value >= 0):  # JSON as Python reads it has NaN
+                raise UserError(f"{path}: {key} = {value}: must be finite and not negative")
+    unknown = sorted(result.phases_s.keys() - set(PHASES))
+    if unknown:
+        raise UserError(f"{path}: phases_s.{unknown[0]}: unknown phase; allowed: {', '.join(PHASES)}")
+
+
+def _check_tables(result: Result, path: Path) -> None:
+    """Raise UserError where a table of the scenario is none, or what is said of a rank is of none that there is."""
+    for key in TABLES:
+        inner: Any = result.scenario
+        for part in key.split("."):
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if inner is not None and not isinstance(inner, dict):
+            raise UserError(f"{path}: scenario.{key} = {inner!r:.60}: must be a table")
+    if not result.ranks:
+        raise UserError(f"{path}: ranks: there is none")
+    for name, place in (("margin", result.margin), ("does_not_fit", result.does_not_fit)):
+        if place is not None and not any(place.rank in each.ranks for each in result.ranks):
+            raise UserError(f"{path}: {name}.rank = {place.rank}: is none of the ranks")
+
+
+def name_of(result: Result) -> str:
+    """Return the scenario's name."""
+    return str(result.scenario["name"])
+
+
+def sweep_group(result: Result) -> str:
+    """Return the group that a sweep gave a Result: what stands before `--` in its name; empty outside of sweeps.
+
+    Groups may ask the same question of clusters that differ in nothing but rates, which are no part of a scenario_id.
+    """
+    group, found, _ = name_of(result).partition(SEPARATOR)
+    return group if found else ""
+
+
+def method_of(result: Result) -> str:
+    """Return the plan's method."""
+    return str(result.scenario["plan"]["method"])
+
+
+def threshold_of(result: Result) -> Any:
+    """Return the push threshold, or None where everything is pushed or nothing is."""
+    push = result.scenario["plan"].get("push") or {}
+    threshold: Any = push.get("threshold") if isinstance(push, dict) else None
+    return inf if threshold == "inf" else threshold  # JSON has no such number
+
+
+def devices_by_rank(result: Result) -> dict[int, str]:
+    """Return the device of each rank, in order of rank."""
+    return dict(sorted((rank, entry.device) for entry in result.ranks for rank in entry.ranks))
+
+
+def peaks_by_rank(result: Result) -> dict[int, float]:
+    """Return the peak of allocated bytes of each rank, in order of rank."""
+    return dict(sorted((rank, entry.peak_allocated_bytes) for entry in result.ranks for rank in entry.ranks))
+
+
+def result_table(results: Iterable[Result]) -> pl.DataFrame:
+    """Return one row per result; `peak_allocated_bytes` is of the rank that needs most."""
+    return pl.DataFrame([_result_row(result) for result in results], schema=RESULT_COLUMNS)
+
+
+def _result_row(result: Result) -> dict[str, Any]:
+    threshold, devices = threshold_of(result), devices_by_rank(result)
+    return {
+        "scenario_id": result.scenario_id,
+        "source": result.source,
+        "name": name_of(result),
+        "method": method_of(result),
+        "threshold": None if threshold is None else float(threshold),
+        "device": "; ".join(dict.fromkeys(devices.values())),
+        "ranks": len(devices),
+        "step_time_s": result.step_time_s,
+        "step_time_p10_s": result.step_time_p10_s,
+        "peak_allocated_bytes": max(peaks_by_rank(result).values(), default=None),
+        "fits": result.fits,
+        "throughput_samples_per_s": result.throughput_samples_per_s,
+        "push_density": result.density.push,
+        "publish_density": result.density.publish,
+        "calibration_id": result.calibration_id,
+    }

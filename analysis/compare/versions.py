@@ -1,0 +1,41 @@
+"""What Results were made with, where it is not what is here now."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from analysis.compare.comparison import Pair
+from analysis.compare.table import ResultFile, name_of
+from gssim.execution import SHOWN, code_digest, package_digest
+
+MOST_NAMES = 3
+
+
+def differences(pairs: Sequence[Pair]) -> list[str]:
+    """Return a sentence for each way in which predictions and measurements are not of the code that is here now.
+
+    Nothing is left out for it: a changed line need not change a figure, and what was measured stays measured.
+    """
+    predicted = [pair.predicted for pair in pairs]
+    measured = [file for pair in pairs for file in pair.repeats]
+    found = [
+        *_of_other_code(predicted, "code", code_digest(), "predicted", "another gssim", "predict again"),
+        *_of_other_code(
+            measured, "gsreal", package_digest("gsreal"), "measured", "another gsreal", "--again measures anew"
+        ),
+    ]
+    versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
+    if len(versions) > 1:
+        counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
+        found.append(f"measured with several versions of torch: {counts}")
+    return found
+
+
+def _of_other_code(files: Sequence[ResultFile], key: str, digest: str, done: str, other: str, advice: str) -> list[str]:
+    """Return the sentence on files whose code is another, or is not stated; none where there are no such files."""
+    names = [name_of(file.result) for file in files if file.result.provenance.get(key) != digest[:SHOWN]]
+    if not names:
+        return []
+    shown = list(dict.fromkeys(names))
+    more = f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else ""
+    listed = f"{', '.join(shown[:MOST_NAMES])}{more}"
+    return [f"{len(names)} of {len(files)} {done} with {other} than this one, or one not stated ({listed}); {advice}"]

@@ -1,0 +1,347 @@
+"""How far predictions are from published figures, source by source, beside a naive baseline.
+
+Scores of published figures as a table for people, and as JSON.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from analysis.literature.platforms import calibration_rows
+from analysis.literature.predict import INTERRUPTED, Missing, Prediction, cluster_of_run, outcomes
+from analysis.literature.runs import Run
+from analysis.literature.tables.tables import Record, read_table
+from gssim.errors import UserError
+from gssim.terminal import plain_console
+
+UTILISATION = 0.4
+"""Of the baseline: the share of the peak that 6 FLOP a parameter and token are done at, on every device."""
+BYTES_PER_PARAMETER = 16
+"""Of the baseline: mixed-precision Adam's states (Rajbhandari et al. 2019, ZeRO, section 3.1)."""
+EQUAL_RATIO = 1.05
+"""Measured times closer than this have no order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A row: what was measured of it, what is predicted, and what the baseline says."""
+
+    identity: str
+    run: Run
+    prediction: Prediction
+    calibration: bool
+    """Whether numbers of the device were fitted to it; such rows are in no score."""
+
+    @property
+    def step_errors(self) -> tuple[float, float] | None:
+        """Relative error of the step, and that of the baseline; None where no time was measured."""
+        measured = self.run.step_s
+        if not measured:
+            return None
+        return abs(self.prediction.step_s / measured - 1), abs(baseline_step_s(self.run) / measured - 1)
+
+    @property
+    def memory_errors(self) -> tuple[float, float] | None:
+        """The same of memory, in the metric that was measured."""
+        measured = self.run.memory_bytes
+        if not measured or self.run.memory_metric is None:
+            return None
+        predicted = getattr(self.prediction, f"{self.run.memory_metric}_bytes")
+        return abs(predicted / measured - 1), abs(baseline_bytes(self.run) / measured - 1)
+
+
+def baseline_step_s(run: Run) -> float:
+    """Return 6 * parameters * tokens / (the peaks of all GPUs * one utilisation)."""
+    cluster = cluster_of_run(run)
+    peaks = sum(cluster.type_of(rank).peak_flop_per_s[run.software.precision] for rank in range(run.ranks))
+    return 6 * run.shape.parameters * run.tokens / (peaks * UTILISATION)
+
+
+def baseline_bytes(run: Run) -> float:
+    """Return 16 bytes for each parameter that a rank holds, if each data rank of ZeRO-3 holds its part."""
+    shards = run.dp * run.software.context_ranks if run.method == "zero3" else 1
+    return BYTES_PER_PARAMETER * run.shape.parameters / (run.tp * run.pp * shards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Relative errors of several rows, and of the baseline for the same rows."""
+
+    n: int
+    mean: float
+    median: float
+    maximum: float
+    baseline_mean: float
+    baseline_median: float
+    baseline_maximum: float
+
+
+def errors_of(pairs: Sequence[tuple[float, float]]) -> Errors | None:
+    """Return the summary of (own, baseline) errors; None where there are none.
+
+    >>> errors_of([(0.1, 0.5), (0.3, 0.1)]).median
+    0.2
+    """
+    if not pairs:
+        return None
+    own, naive = ([pair[i] for pair in pairs] for i in (0, 1))
+    return Errors(
+        n=len(pairs),
+        mean=fmean(own),
+        median=median(own),
+        maximum=max(own),
+        baseline_mean=fmean(naive),
+        baseline_median=median(naive),
+        baseline_maximum=max(naive),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Of pairs of plans for one model on as many GPUs, how many are predicted in the order that was measured."""
+
+    pairs: int
+    agreeing: int
+
+
+def agreement_of(rows: Iterable[Scored]) -> Agreement:
+    """Return in how many pairs of plans for the same training the faster one is predicted to be faster."""
+    same: dict[object, list[Scored]] = defaultdict(list)
+    for row in rows:
+        if row.run.step_s:
+            same[row.run.shape, row.run.gpu, row.run.ranks, row.run.tokens].append(row)
+    pairs = agreeing = 0
+    for alike in same.values():
+        for one, other in combinations(alike, 2):
+            measured = (one.run.step_s or 0.0, other.run.step_s or 0.0)
+            if max(measured) < EQUAL_RATIO * min(measured):
+                continue
+            pairs += 1
+            agreeing += (measured[0] < measured[1]) == (one.prediction.step_s < other.prediction.step_s)
+    return Agreement(pairs=pairs, agreeing=agreeing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceScore:
+    """The score of one source of figures."""
+
+    source: str
+    rows: tuple[Scored, ...]
+    """All that are predicted, those of the calibration too."""
+    skipped_rows: Mapping[str, str]
+    """The rows that are not predicted, by id, with the reason."""
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many rows are not predicted, by the reason."""
+        return dict(Counter(self.skipped_rows.values()))
+
+    @property
+    def tested(self) -> tuple[Scored, ...]:
+        """What is scored: nothing was fitted to it."""
+        return tuple(row for row in self.rows if not row.calibration)
+
+    @property
+    def calibration(self) -> tuple[str, ...]:
+        """Ids of the rows that are left out as calibrated on."""
+        return tuple(row.identity for row in self.rows if row.calibration)
+
+    @property
+    def step(self) -> Errors | None:
+        """Errors of step times."""
+        return errors_of([row.step_errors for row in self.tested if row.step_errors])
+
+    @property
+    def memory(self) -> dict[str, Errors]:
+        """Errors of memory, by metric."""
+        pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for row in self.tested:
+            if row.memory_errors and row.run.memory_metric:
+                pairs[row.run.memory_metric].append(row.memory_errors)
+        return {metric: found for metric, each in pairs.items() if (found := errors_of(each))}
+
+    @property
+    def agreement(self) -> Agreement:
+        """Order of plans."""
+        return agreement_of(self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What becomes of some tables."""
+
+    sources: tuple[SourceScore, ...]
+    refused: tuple[str, ...] = ()
+    """Files that could not be read, each with the reason."""
+    faults: tuple[str, ...] = ()
+    """Where the project's own code failed."""
+    interrupted: bool = False
+
+
+def score(
+    files: Sequence[Path],
+    *,
+    jobs: int = 1,
+    told: Callable[[int, int], None] = lambda done, rows: None,
+    only: Callable[[str], bool] = lambda _: True,
+) -> Scores:
+    """Return the scores of the rows of some tables, by source.
+
+    `told` hears how many rows are done, of how many; `only`: which rows, by id. Raises UserError where no file can be
+    read; one that can makes up for others that cannot.
+    """
+    tables, refused = _read(files)
+    records = [each for table in tables for each in table if only(each[0])]
+    runs = [(identity, source, run) for identity, source, run in records if isinstance(run, Run)]
+    count = 0
+
+    def ended(_: int) -> None:
+        nonlocal count
+        count += 1
+        told(count, len(runs))
+
+    told(0, len(runs))
+    ends = iter(outcomes([run for _, _, run in runs], jobs=jobs, told=ended))
+    found: dict[str, list[Scored]] = defaultdict(list)
+    skipped: dict[str, dict[str, str]] = defaultdict(dict)
+    faults: list[str] = []
+    for identity, source, run in records:
+        outcome = next(ends) if isinstance(run, Run) else Missing(str(run))
+        if isinstance(outcome, Missing):
+            skipped[source][_unlike(identity, skipped[source])] = outcome.reason
+            faults += [outcome.fault] if outcome.fault else []
+        elif isinstance(run, Run):
+            known = identity in calibration_rows()
+            found[source].append(Scored(identity=identity, run=run, prediction=outcome, calibration=known))
+    return Scores(
+        sources=tuple(
+            SourceScore(source=source, rows=tuple(found[source]), skipped_rows=skipped[source])
+            for source in dict.fromkeys(source for _, source, _ in records)
+        ),
+        refused=refused,
+        faults=tuple(faults),
+        interrupted=any(INTERRUPTED in each.values() for each in skipped.values()),
+    )
+
+
+def _unlike(identity: str, others: Mapping[str, str]) -> str:
+    """Return an id, numbered where another row has it already."""
+    number, name = 1, identity
+    while name in others:
+        number += 1
+        name = f"{identity} ({number})"
+    return name
+
+
+def _read(files: Sequence[Path]) -> tuple[list[list[Record]], tuple[str, ...]]:
+    """Return the tables that can be read, and why others cannot; raise UserError where that is all of them."""
+    tables, refused = [], []
+    for file in files:
+        try:
+            tables.append(read_table(file))
+        except UserError as error:
+            refused.append(str(error))
+    if not tables:
+        raise UserError("; ".join(refused))
+    return tables, tuple(refused)
+
+
+PIPE_WIDTH = 140
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """Give a function that shows on stderr how many rows are done, of how many."""
+    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("rows", total=None)
+        yield lambda done, rows: bar.update(task, completed=done, total=rows)
+
+
+def as_json(scores: Scores) -> dict[str, Any]:
+    """Return all scores as plain data, every row's figures with them."""
+    return {
+        "baseline": {"utilisation_ratio": UTILISATION, "bytes_per_parameter": BYTES_PER_PARAMETER},
+        "sources": [
+            {
+                "source": each.source,
+                "step_time": asdict(each.step) if each.step else None,
+                "memory": {metric: asdict(errors) for metric, errors in each.memory.items()},
+                "rank_agreement": asdict(each.agreement),
+                "calibration_rows": list(each.calibration),
+                "skipped": each.skipped,
+                "skipped_rows": dict(each.skipped_rows),
+                "rows": [_row(row) for row in each.rows],
+            }
+            for each in scores.sources
+        ],
+        "refused_files": list(scores.refused),
+        "interrupted": scores.interrupted,
+    }
+
+
+def _row(row: Scored) -> dict[str, Any]:
+    metric = row.run.memory_metric
+    return {
+        "id": row.identity,
+        "calibration": row.calibration,
+        "measured_step_time_s": row.run.step_s,
+        "predicted_step_time_s": row.prediction.step_s,
+        "memory_metric": metric,
+        "measured_memory_bytes": row.run.memory_bytes,
+        "predicted_memory_bytes": getattr(row.prediction, f"{metric}_bytes") if metric else None,
+    }
+
+
+def print_scores(scores: Scores) -> None:
+    """Print a line for each source and quantity, then what was skipped and why."""
+    console = plain_console(PIPE_WIDTH, highlight=False)
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("source", overflow="fold", min_width=40)
+    table.add_column("figure")
+    for header in (
+        "n",
+        "mean\n%",
+        "median\n%",
+        "max\n%",
+        "baseline's\nmedian %",
+        "pairs in\norder",
+        "calibrated\non rows",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for each in scores.sources:
+        for cells in _lines(each):
+            table.add_row(*cells)
+    console.print(table)
+    console.print(
+        f"baseline: 6 x parameters x tokens / (GPUs x peak x {UTILISATION}); {BYTES_PER_PARAMETER} bytes a parameter",
+    )
+    for each in scores.sources:
+        if each.calibration:
+            rows = ", ".join(each.calibration)
+            console.print(f"calibrated on, and not scored, of {each.source}: {rows}")
+    for each in scores.sources:
+        for reason, count in sorted(each.skipped.items(), key=lambda item: -item[1]):
+            console.print(f"skipped {count} of {each.source}: {reason}")
+
+
+def _lines(each: SourceScore) -> list[tuple[str, ...]]:
+    order = f"{each.agreement.agreeing}/{each.agreement.pairs}" if each.agreement.pairs else "-"
+    lines = [_cells(each.source, "step time", each.step, order, str(len(each.calibration)))] if each.step else []
+    lines += [_cells(each.source, f"memory, {metric}", errors, "", "") for metric, errors in each.memory.items()]
+    return lines
+
+
+def _cells(source: str, figure: str, errors: Errors, order: str, calibrated: str) -> tuple[str, ...]:
+    shown = (errors.mean, errors.median, errors.maximum, errors.baseline_median)
+    return (source, figure, str(errors.n), *(f"{100 * value:.1f}" for value in shown), order, calibrated)

@@ -1,0 +1,1 @@
+"""Tables of published figures, each kind recognised by its columns."""

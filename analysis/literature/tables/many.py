@@ -1,0 +1,223 @@
+"""The table of many sources: training throughput and memory by torchtitan, Megatron-LM and others."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from analysis.literature.platforms import float8_ratio_of, platform_of, sixteen_bits_of
+from analysis.literature.runs import Method, Metric, Run, Shape, SkippedError, Software
+from analysis.literature.tables.fields import count, divided, method_of, needed, positive
+
+GIB = 2**30
+UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")
+"""The table's own remarks: of these, details are missing."""
+METRICS: dict[str, Metric] = {
+    "max_reserved": "reserved",
+    "max_memory_reserved": "reserved",
+    "max CUDA memory allocated": "allocated",
+    "nvidia-smi": "device",
+}
+"""By what the kind of a memory figure begins with."""
+SIXTEEN_BITS = ("fp16", "bf16", "bf16/fp16", "fp16 amp", "amp fp16", "amp", "mixed")
+FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx")
+"""What the precision begins with, in small letters: maps are multiplied in float8, what is between is in 16 bits."""
+MODELS = ("gpt", "llama", "mt-nlg", "bert")
+MASKED_TOKENS = {128: 20, 512: 80}
+"""Of BERT's sequences, by their length: so many are predicted, and have logits (NVIDIA, DeepLearningExamples: BERT)."""
+METHODS: dict[str, Method] = {
+    "": "ddp",
+    "none (DDP)": "ddp",
+    "DDP": "ddp",
+    "DeepSpeed 3D": "ddp",
+    "DDP+dist-opt": "zero1",
+    "distributed optimizer": "zero1",
+    "FSDP2 full-shard (ZeRO-3) over dp*cp": "zero3",
+    "FSDP": "zero3",
+    "FSDP FULL_SHARD": "zero3",
+    "FSDP SHARD_GRAD_OP": "zero2",
+    "DeepSpeed ZeRO-3": "zero3",
+}
+
+
+def many_sources(record: Mapping[str, str], identity: str) -> Run:
+    """Return what a row says; raise SkippedError where it lacks something, or is of a kind that is not scored."""
+    _refuse(record)
+    dp, tp, pp, context = _axes(record)
+    software = _software(record, tp, pp, context)
+    if software.precision == "bf16":
+        software = replace(software, precision=sixteen_bits_of(record["gpu"]))
+    micro, micro_batches = _batches(record, dp, pp)
+    memory = positive(record, "mem_gib")
+    metric = next((name for start, name in METRICS.items() if record["mem_kind"].startswith(start)), None)
+    return Run(
+        identity=identity,
+        source=record["source"],
+        gpu=record["gpu"],
+        per_node=count(record, "gpus_per_node"),
+        shape=_shape(record),
+        software=software,
+        method=_method(record, dp * context, pp, tp),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        chunks=_chunks(record),
+        micro_batch=micro,
+        micro_batches=micro_batches,
+        recompute=_recompute(record),
+        overlap=not _is_early_megatron(record) and (pp == 1 or _is_torchtitan(record)),
+        step_s=positive(record, "iter_time_s"),
+        memory_bytes=memory * GIB if memory is not None and metric else None,
+        memory_metric=metric if memory is not None else None,
+    )
+
+
+def _axes(record: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Return dp, tp, pp and cp; one of the first three that is not said follows from the others and the GPUs."""
+    ranks, context = needed(record, "n_gpus"), count(record, "cp") or 1
+    said = {key: count(record, key) for key in ("dp", "tp", "pp")}
+    missing = [key for key, value in said.items() if value is None]
+    if len(missing) > 1:
+        raise SkippedError(f"the row does not say {missing[0]}")
+    known = context
+    for value in said.values():
+        known *= value or 1
+    if missing and not ranks % known and record[missing[0]] == "":
+        said[missing[0]], known = ranks // known, ranks
+    if None in said.values():
+        raise SkippedError(f"the row does not say {missing[0]}")
+    if known != ranks:
+        raise SkippedError("dp x tp x pp x cp are not the GPUs")
+    return said["dp"] or 1, said["tp"] or 1, said["pp"] or 1, context
+
+
+def _is_early_megatron(record: Mapping[str, str]) -> bool:
+    """Return whether gradients are reduced after the backward, and scores are written: no option of 2023 is on."""
+    known = ("Megatron", "Narayanan", "MT-NLG", "DLPerf")
+    if _is_bridge(record):
+        return False
+    return any(name in record["source"] for name in known) and "overlap-grad-reduce" not in record["extras"]
+
+
+def _refuse(record: Mapping[str, str]) -> None:
+    """Raise SkippedError for rows that are not to be scored, or whose model is of another kind."""
+    remarks = " ".join(record.get(key, "") for key in ("source", "system", "gpu", "note"))
+    if any(each in remarks for each in UNTRUSTED):
+        raise SkippedError("the table says that details are missing")
+    if positive(record, "iter_time_s") is None and positive(record, "mem_gib") is None:
+        raise SkippedError("the row has neither a time nor a memory")
+    if "power limited" in remarks:
+        raise SkippedError("a GPU whose power is limited, by how much is not said")
+    if "MoE" in record["note"] or (count(record, "ep") or 1) > 1:
+        raise SkippedError("a mixture of experts")
+    model = record["model"].lower()
+    if not model.startswith(MODELS) or model.startswith("gpt-oss"):
+        raise SkippedError("neither a GPT, a Llama nor a BERT")
+    if model.startswith("bert") and count(record, "seq") not in (None, 128):
+        raise SkippedError("a BERT on long sequences, of which padding was removed")
+    if platform_of(record["gpu"]) is None:
+        raise SkippedError("a GPU that platforms.toml does not know")
+
+
+def _shape(record: Mapping[str, str]) -> Shape:
+    model = record["model"].lower()
+    hidden, heads = needed(record, "hidden"), needed(record, "heads")
+    return Shape(
+        kind="llama" if model.startswith("llama") else "gpt",
+        layers=needed(record, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=count(record, "kv_heads") or heads,
+        ffn=count(record, "ffn") or 4 * hidden,
+        vocabulary=needed(record, "vocab"),
+        sequence_length=needed(record, "seq"),
+        predicted=MASKED_TOKENS.get(needed(record, "seq")) if model.startswith("bert") else None,
+    )
+
+
+def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Software:
+    said = record["precision"].lower()
+    float8 = said.startswith(FLOAT8)
+    if not float8 and said not in (*SIXTEEN_BITS, "tf32", "fp32"):
+        raise SkippedError(f"precision '{record['precision']}' is not modelled")
+    if record["model"].lower().startswith("bert"):
+        full = said in ("tf32", "fp32")
+        return Software(precision="fp32" if full else "bf16", tensor_float=said == "tf32", fused_softmax=False)
+    if _is_early_megatron(record):
+        return Software(early_stop=False, partitioned=tp > 1 and pp > 1, in_place_loss=True)
+    if said in ("tf32", "fp32"):
+        return Software(precision="fp32", tensor_float=said == "tf32", flash_attention=False, dropout=False)
+    platform, ratio = platform_of(record["gpu"]), float8_ratio_of(record["gpu"])
+    if float8 and ratio is None:
+        raise SkippedError("a GPU whose rate in float8 platforms.toml does not know")
+    return Software(
+        flash_attention=True,
+        dropout=False,
+        attention_ratio=platform.attention_ratio if platform else 1.0,
+        compiled=record["compile"] == "yes" or _is_bridge(record),
+        sequence_parallel=tp > 1,
+        gathers_inputs=_is_torchtitan(record) and tp > 1,
+        pipelined_maps="AsyncTP" in record["extras"],
+        parallel_loss=_is_torchtitan(record) and tp > 1,
+        fused_loss=record["compile"] == "yes" and "_2024" not in record["source"],  # before 2025, it was not compiled
+        context_ranks=context,
+        map_speedup=(ratio or 1.0) if float8 else 1.0,
+        float8_casts=float8,
+        float_gradients=_is_torchtitan(record) and pp > 1,  # reduced in float, they are added up in it
+    )
+
+
+def _is_bridge(record: Mapping[str, str]) -> bool:
+    """Return whether a row is of Megatron Bridge, whose norms, rotations and activations are fused kernels."""
+    return "Megatron-Bridge" in record["source"]
+
+
+def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> Method:
+    """Return the method; FSDP2 over a pipeline's stages moves and keeps what a sharded optimizer does.
+
+    It keeps what it gathered for the first micro-batch up to the last one's backward, and reduces gradients in that one
+    (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan, models/llama/parallelize.py:
+    it reshards after a forward only where there is no pipeline).
+    """
+    if record["sharding"] not in METHODS:
+        raise SkippedError(f"sharding '{record['sharding']}' is not known")
+    method = METHODS[record["sharding"]]
+    if method in ("zero2", "zero3") and pp > 1:
+        if not _is_torchtitan(record):
+            raise SkippedError("FSDP over the stages of a pipeline")
+        method = "zero1"
+    return method_of(data, tp, pp, method)
+
+
+def _is_torchtitan(record: Mapping[str, str]) -> bool:
+    return "torchtitan" in record["source"]
+
+
+def _batches(record: Mapping[str, str], dp: int, pp: int) -> tuple[int, int]:
+    """Return samples of a micro-batch and how many there are; of a pipeline, a rank's batch may be given instead."""
+    samples = divided(needed(record, "global_batch"), dp, "samples")
+    micro = count(record, "micro_batch")
+    if micro is None and pp == 1:
+        return samples, 1
+    if micro is None:
+        raise SkippedError("the row does not say micro_batch")
+    if _is_torchtitan(record) and pp > 1 and micro == samples:  # its rows say a rank's batch, cut into pp by default
+        return divided(samples, pp, "micro-batches"), pp
+    return micro, divided(samples, micro, "micro-batches")
+
+
+def _chunks(record: Mapping[str, str]) -> int:
+    """Return the stages of each of a pipeline's ranks."""
+    if record["vpp"] and count(record, "vpp") is None:
+        raise SkippedError("the row does not say vpp")
+    return count(record, "vpp") or 1
+
+
+def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
+    said = record["recompute"].lower()
+    if said.startswith(("full", "yes")):
+        return "full"
+    if said.startswith("selective"):
+        return "selective"
+    if said in ("none", "no") or (not said and _is_bridge(record)):  # its recipes recompute where they say so
+        return "none"
+    raise SkippedError("the row does not say what is recomputed")

@@ -1,0 +1,69 @@
+"""Tables of published figures, each kind known by its columns."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.literature.runs import Run, SkippedError
+from analysis.literature.tables.amp import amp
+from analysis.literature.tables.foundry import llm_foundry
+from analysis.literature.tables.many import many_sources
+from analysis.literature.tables.megatron import megatron_tests
+from analysis.literature.tables.sailor import sailor
+from analysis.literature.tables.vtrain import vtrain
+from gssim.errors import UserError
+from gssim.files import read_rows
+
+Row = Mapping[str, str]
+Record = tuple[str, str, Run | SkippedError]
+"""Id, source and run of a row; instead of the run, why it cannot be told."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of table: the columns that tell it, and how a row of it is read."""
+
+    name: str
+    columns: frozenset[str]
+    read: Callable[[Row, str], Run]
+
+
+KINDS = (
+    Kind("runs of many sources", frozenset({"id", "source", "gpu", "n_gpus", "model", "iter_time_s"}), many_sources),
+    Kind("vTrain", frozenset({"# GPUs", "hidden size", "tensor parallelism", "iteration time (ms)"}), vtrain),
+    Kind("Sailor's validation", frozenset({"layers_per_stage", "stages", "mbs", "gbs", "measured_iter_s"}), sailor),
+    Kind("Megatron's tests", frozenset({"test_case", "platform", "iter_time_median_s", "hidden-size"}), megatron_tests),
+    Kind("AMP's trials", frozenset({"experiment", "partition", "micro_batch", "measured_iter_s"}), amp),
+    Kind("LLM Foundry", frozenset({"Model", "SeqLen (T)", "# GPUs", "GPU", "Throughput (T/s)"}), llm_foundry),
+)
+
+
+def read_table(path: Path) -> list[Record]:
+    """Return (id, source, run) of every row of a table; instead of a run, why it cannot be told.
+
+    Raises UserError where there is no such file, or its columns are of no kind that is known.
+    """
+    names, rows = read_rows(path)
+    columns = set(names)
+    kind = next((each for each in KINDS if each.columns <= columns), None)
+    if kind is None:
+        nearest = max(KINDS, key=lambda each: len(each.columns & columns))
+        missing = ", ".join(sorted(nearest.columns - columns))
+        known = ", ".join(each.name for each in KINDS)
+        raise UserError(
+            f"{path}: its columns are those of no table of runs that is known ({known}); "
+            f"{nearest.name} needs {missing} too"
+        )
+    return list(_read(rows, kind, path.stem))
+
+
+def _read(rows: list[dict[str, str]], kind: Kind, name: str) -> Iterator[Record]:
+    for number, row in enumerate(rows, start=1):
+        filled = defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key is not None})
+        identity = filled.get("id") or f"{name} row {number}"
+        try:
+            run = kind.read(filled, identity)
+            yield run.identity, run.source, run
+        except SkippedError as reason:
+            yield identity, (filled.get("source") if kind is KINDS[0] else kind.name) or name, reason

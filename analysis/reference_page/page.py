@@ -1,0 +1,300 @@
+"""The page: files that ship with their questions, then a section for each table of keys.
+
+What a key takes, in words: its type, unit, limits and default.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, is_dataclass
+from inspect import isclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import WithJsonSchema
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from analysis.study.study import Study
+from gssim.cluster import Cluster
+from gssim.limits import LIMITS
+from gssim.scenario import Scenario, first_comment
+from gssim.scenario.sweep import Sweep
+from gssim.units import EXAMPLES, RANGES, UNITS, UNSAID, human_bytes
+from gssim.workload import Model
+
+PLAIN = {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any value"}
+COMPARISONS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+MOST = 10**15
+"""Counts have this limit, which nobody meets."""
+
+
+def is_table(kind: Any) -> bool:
+    """Return whether a type is a table of keys."""
+    return isclass(kind) and hasattr(kind, "__pydantic_fields__")
+
+
+def tables_in(kind: Any) -> list[type]:
+    """Return the tables that are somewhere in a type, in order."""
+    if is_table(kind):
+        return [kind]
+    return [table for part in _parts(kind) for table in tables_in(part)]
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind)[:1] if get_origin(kind) is typing.Annotated else get_args(kind)
+
+
+def value_in_words(kind: Any, link: Any) -> str:
+    """Return what a value of a type is; `link`: turns a table into what refers to its section.
+
+    >>> from gssim.units import PositiveInt, Seconds
+    >>> value_in_words(Seconds | None, str), value_in_words(tuple[PositiveInt, ...], str)
+    ('seconds, such as `"5 us"`', 'array: whole number > 0')
+    """
+    origin = get_origin(kind)
+    if origin is typing.Annotated:
+        return _annotated(*get_args(kind), link=link)
+    if origin in (Union, UnionType):
+        options = [option for option in get_args(kind) if option is not NoneType]
+        return ", or ".join(dict.fromkeys(value_in_words(option, link) for option in options))
+    if origin is Literal:
+        return ", ".join(f"`{_toml(option)}`" for option in get_args(kind))
+    if origin is tuple:
+        return _array(get_args(kind), link)
+    if origin is dict:
+        key, value = get_args(kind)
+        names = f"each of {value_in_words(key, link)}" if get_origin(key) is Literal else "name"
+        return f"table, by {names}: {value_in_words(value, link)}"
+    if is_table(kind):
+        return f"table {link(kind)}"
+    return PLAIN.get(kind) or f"text ({kind.__name__.lower()})"
+
+
+def _array(parts: tuple[Any, ...], link: Any) -> str:
+    inner = [value_in_words(part, link) for part in parts if part is not Ellipsis]
+    if Ellipsis in parts or len(set(inner)) > 1:
+        return f"array: {', '.join(inner)}"
+    return f"array of {len(inner)}: {inner[0]}"
+
+
+def _annotated(base: Any, *notes: Any, link: Any) -> str:
+    for note in notes:
+        described = (
+            note.json_schema.get("description", "") if isinstance(note, WithJsonSchema) and note.json_schema else ""
+        )
+        unit, _, example = described.partition(", e.g. ")
+        if unit in UNITS:
+            return f'{unit}, such as `"{example.strip(chr(39))}"`'
+        if described and base is not float and not is_dataclass(base):
+            return f"text: {described}"
+    limits = [limit for note in notes if isinstance(note, FieldInfo) for limit in _field_limits(note)]
+    return " ".join([value_in_words(base, link), " and ".join(limits)]).strip()
+
+
+def _field_limits(note: FieldInfo) -> list[str]:
+    found = []
+    for each in note.metadata:
+        for name, sign in COMPARISONS.items():
+            limit = getattr(each, name, None)
+            if limit is not None and limit not in (MOST, *UNSAID):
+                found.append(f"{sign} {limit:g}")
+        if (fewest := getattr(each, "min_length", None)) is not None:
+            found.append(f"(at least {fewest})")
+    return found
+
+
+def default_in_words(name: str, field: FieldInfo) -> str:
+    """Return what holds where a key is absent."""
+    if field.default_factory is not None:
+        made = field.default_factory()  # type: ignore[call-arg]  # none of ours takes the data
+        return "its keys' own" if is_dataclass(made) else f"`{_toml(made)}`"
+    if field.default in (PydanticUndefined, MISSING):
+        return "**needed**"
+    if field.default is None:
+        return "absent"
+    shown = f"`{_toml(field.default)}`"
+    if name.endswith("_bytes") and field.default:
+        return f"{shown} ({human_bytes(field.default)})"
+    return shown
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float):
+        return f"{value:g}" if not value.is_integer() or abs(value) >= 1e6 else f"{value:.0f}"
+    return str(value)
+
+
+ROOTS: dict[type, str] = {
+    Scenario: "Scenario files",
+    Cluster: "Cluster files",
+    Model: "Model files",
+    Sweep: "Sweep files",
+    Study: "Study files",
+}
+FILLED_IN = {
+    (Scenario, "name"): "the file's name",
+    (Scenario, "question"): "the first line",
+    (Sweep, "question"): "the first line",
+}
+"""What loading fills in."""
+FOLDERS = {"": "Scenarios", "sweeps": "Sweeps", "studies": "Studies"}
+INTRODUCTION = """# Scenarios: the files, and every key in them
+
+Data only, in TOML; everything here can be read without Python. *(Made from the code by `python -m analysis keys`; a
+test holds that it is up to date.)*
+
+A scenario is a question: a cluster, a workload, a plan and the length of a run. Both `gssim run` and `gsreal run` take
+it as it is. Its first line says what it answers. Where it needs a cluster, a model or gradient statistics it names a
+file, looked up beside it, or has the table inline. Any key can be overridden by its whole path:
+
+```sh
+gssim check scenarios/demo.toml --set plan.method=ddp --set 'plan.shares.batch=[0.75, 0.25]'
+```
+
+Quantities are numbers in the unit that ends the key's name, or texts with a unit and a decimal or, of bytes, binary
+prefix: {units}. An unknown key is refused, with the allowed ones. What is
+*needed* has no default; *absent* means that the key may be left out, and what that comes to stands in its meaning.
+
+- `clusters/`, `devices/`: devices, links and measured costs; every number has a `source`
+- `models/`: models as traced by `gsreal trace`, from real modules
+- `gradients/`: gradient statistics, written by `gsreal gradients`, never by hand
+- `sweeps/`, `studies/`: many points of one question; variants that are trained for real
+- `measured/`: results of real runs: [the lab's matrix](measured/lab/README.md), [studies](measured/studies/README.md),
+  two cores, GPUs
+"""
+
+
+def page(folder: Path) -> str:
+    """Return the page for a folder of scenarios, in Markdown."""
+    units = ", ".join(f'`"{example}"`' for example in EXAMPLES.values())
+    parts = [INTRODUCTION.format(units=units), *_questions(folder)]
+    for root, title in ROOTS.items():
+        parts += [f"## {title}\n", *_sections(root)]
+    return "\n".join([*parts, *_limits()])
+
+
+def _limits() -> Iterator[str]:
+    """Yield what numbers may be, and how large things may be."""
+    yield "## Ranges and limits\n"
+    yield (
+        "Numbers are within these ranges (0 is allowed where it makes sense), so that all that follows from them is "
+        "finite.\n"
+    )
+    yield _table(
+        ["number", "from", "to"], [[kind, f"{least:g}", f"{most:g}"] for kind, (least, most) in RANGES.items()]
+    )
+    yield (
+        "Sizes have limits that are checked before anything of that size is built. `--no-limits`, which every command "
+        "has, lifts them all.\n"
+    )
+    yield _table(["limit", "most", "of"], [[f"`{name}`", f"{most:,}", of] for name, (most, of) in LIMITS.items()])
+
+
+def _questions(folder: Path) -> Iterator[str]:
+    for name, title in FOLDERS.items():
+        files = sorted((folder / name).glob("*.toml"))
+        rows = [[f"[{file.stem}]({file.relative_to(folder)})", _question(file)] for file in files]
+        yield from (f"## {title} that ship\n", _table(["file", "question"], rows))
+
+
+def _question(file: Path) -> str:
+    return first_comment(file.read_text(encoding="utf-8"))
+
+
+def _sections(root: type) -> Iterator[str]:
+    """Yield a root's keys, then those of every table in it, each once, in the order in which they come up."""
+    yield _keys(root)
+    for table, places in tables_of(root).items():
+        yield f"### {_title(table, root)}\n"
+        yield f"At {', '.join(f'`{place}`' for place in places)}. {_first_paragraph(table)}\n"
+        yield _keys(table)
+
+
+def tables_of(root: type) -> dict[type, list[str]]:
+    """Return the tables below a root, with the paths at which they stand; other roots have sections of their own."""
+    found: dict[type, list[str]] = {}
+
+    def visit(table: type, place: str) -> None:
+        for name, kind in _types(table).items():
+            for inner in tables_in(kind):
+                path = f"{place}{name}{_step(kind)}"
+                if inner in ROOTS or path in found.get(inner, ()):
+                    continue
+                found.setdefault(inner, []).append(path)
+                visit(inner, f"{path}.")
+
+    visit(root, "")
+    return found
+
+
+def _types(table: type) -> dict[str, typing.Any]:
+    hints = typing.get_type_hints(table, include_extras=True)
+    return {name: hints[name] for name in table.__pydantic_fields__}  # type: ignore[attr-defined]
+
+
+def _step(kind: typing.Any) -> str:
+    """Return what a path goes through where a key's value holds several tables."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return f"[]{_step(parts[0])}"
+    if origin is dict:
+        return f".NAME{_step(parts[1])}"
+    holding = [part for part in parts if tables_in(part)]
+    return _step(holding[0]) if holding and not is_table(holding[0]) else ""
+
+
+def _title(table: type, root: type) -> str:
+    """Return the heading of a table's section; names that two files' tables share say whose they are."""
+    shared = [other for other in ROOTS if other is not root and any(_same(table, t) for t in tables_of(other))]
+    return f"{table.__name__} ({ROOTS[root].lower()})" if shared else table.__name__
+
+
+def _same(table: type, other: type) -> bool:
+    return table is not other and table.__name__ == other.__name__
+
+
+def _link(table: type) -> str:
+    root = table if table in ROOTS else next(root for root in ROOTS if table in tables_of(root))
+    title = ROOTS[table] if table in ROOTS else _title(table, root)
+    return f"[{title}](#{_anchor(title)})"
+
+
+def _anchor(title: str) -> str:
+    """Return the name under which a heading is linked to.
+
+    >>> _anchor("Group (sweep files)")
+    'group-sweep-files'
+    """
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _first_paragraph(table: type) -> str:
+    return " ".join((inspect.getdoc(table) or "").split("\n\n")[0].split())
+
+
+def _keys(table: type) -> str:
+    fields, types = table.__pydantic_fields__, _types(table)  # type: ignore[attr-defined]
+    rows = [
+        [
+            f"`{name}`",
+            value_in_words(types[name], _link),
+            FILLED_IN.get((table, name)) or default_in_words(name, field),
+            " ".join((field.description or "").split()),
+        ]
+        for name, field in fields.items()
+    ]
+    return _table(["key", "value", "default", "meaning"], rows)
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"

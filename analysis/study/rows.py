@@ -1,0 +1,190 @@
+"""A study's variants as rows: what each pushed, how good it became, how long its steps took; beside both controls."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from analysis.study.effects import Effect, Spread, paired_difference, paired_ratio, spread
+from analysis.study.runs import Trained
+from analysis.study.study import Study
+from gssim.files import as_text_cell
+from gssim.result import Collective, Result
+
+SENT_ONCE = ("all-to-all-v", "send")
+"""Kinds whose bytes leave a device once; those of an all-reduce do 2 (ranks - 1) times, of all others ranks - 1."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant of a study: means over its seeds, and what differs from the controls, seed by seed."""
+
+    name: str
+    control: bool
+    threshold: float | None
+    kind: str
+    rules: str
+    """All of the push but its threshold: rows that share it are points of one line."""
+    samples: int
+    """That the whole training took."""
+    density: float | None
+    """Fraction of the off-shard gradient elements that were pushed; None where all always are."""
+    densities: tuple[float, ...]
+    """By step."""
+    sent_bytes: float
+    """By a rank in a step, gradients and parameters together."""
+    loss: Spread
+    """On held-out data, after the last step, in nats."""
+    loss_change: Effect | None
+    """From that of dense; None for dense itself."""
+    loss_over_silent: Effect | None
+    """From that of the training that pushes nothing."""
+    accuracy: Spread | None
+    """Fraction of held-out samples that are classified rightly."""
+    accuracy_change: Effect | None
+    curve: tuple[tuple[int, float], ...]
+    """Held-out loss by step."""
+    step_time_s: Spread
+    speed_up: Effect | None
+    """Samples per second, over dense's."""
+    predicted_s: dict[str, float]
+    """Step time by network."""
+    predicted_speed_ups: dict[str, float]
+    """As `speed_up`."""
+
+
+def rows_of(study: Study, trained: Sequence[Trained]) -> list[Row]:
+    """Return a row for each variant, in the study's order."""
+    by_name = {each.variant.name: each for each in trained}
+    return [_row(each, by_name[study.dense], by_name[study.silent]) for each in trained]
+
+
+def _row(each: Trained, dense: Trained, silent: Trained) -> Row:
+    losses, times = _each(each, _loss), _each(each, lambda result: result.step_time_s)
+    accuracies = _accuracies(each)
+    densities = [result.density.push for result in each.results if result.density.push is not None]
+    of_steps = [result.density.push_by_step for result in each.results]
+    plan, run = each.results[0].scenario["plan"], each.results[0].scenario["run"]
+    steps = run["steps"] + run["warmup_steps"]
+    is_dense = each is dense
+    predicted_s = {name: result.step_time_s for name, result in each.predictions.items()}
+    return Row(
+        name=each.variant.name,
+        control=each.variant.control,
+        threshold=None if plan["push"]["threshold"] is None else float(plan["push"]["threshold"]),
+        kind=plan["push"]["kind"],
+        rules=json.dumps({key: value for key, value in plan["push"].items() if key != "threshold"}),
+        samples=steps * _batch(each),
+        density=fmean(densities) if densities else None,
+        densities=tuple(map(fmean, zip(*of_steps, strict=True))) if densities else (),
+        sent_bytes=fmean(map(sent_bytes, each.results)),
+        loss=spread(losses),
+        loss_change=None if is_dense else paired_difference(losses, _each(dense, _loss)),
+        loss_over_silent=None if each is silent else paired_difference(losses, _each(silent, _loss)),
+        accuracy=spread(accuracies) if accuracies else None,
+        accuracy_change=None if is_dense or not accuracies else paired_difference(accuracies, _accuracies(dense)),
+        curve=_curve(each.results),
+        step_time_s=spread(times),
+        speed_up=None if is_dense else paired_ratio(_each(each, _speed), _each(dense, _speed)),
+        predicted_s=predicted_s,
+        predicted_speed_ups={
+            name: _batch(each) / time_s * dense.predictions[name].step_time_s / _batch(dense)
+            for name, time_s in predicted_s.items()
+        },
+    )
+
+
+def _each(trained: Trained, of: Callable[[Result], float]) -> list[float]:
+    return [of(result) for result in trained.results]
+
+
+def _batch(trained: Trained) -> int:
+    return int(trained.results[0].scenario["workload"]["global_batch_size"])
+
+
+def _speed(result: Result) -> float:
+    return float(result.scenario["workload"]["global_batch_size"]) / result.step_time_s
+
+
+def _loss(result: Result) -> float:
+    return result.evaluation[-1].loss
+
+
+def _accuracies(trained: Trained) -> list[float]:
+    found = [result.evaluation[-1].accuracy_ratio for result in trained.results]
+    return [each for each in found if each is not None]
+
+
+def _curve(results: Sequence[Result]) -> tuple[tuple[int, float], ...]:
+    by_step = zip(*(result.evaluation for result in results), strict=True)
+    return tuple((each[0].step, fmean(e.loss for e in each)) for each in by_step)
+
+
+def sent_bytes(result: Result) -> float:
+    """Return what a rank sends in a step, mean over ranks, by what was handed to the process group.
+
+    Rings for reduce-scatter, all-gather and all-reduce, direct messages for all else; what depends on the data was
+    counted as it was sent.
+    """
+    ranks = sum(entry.count for entry in result.ranks)
+    return sum(map(total_sent_bytes, result.collectives)) / ranks
+
+
+def total_sent_bytes(entry: Collective) -> float:
+    """Return what all ranks of a collective's group send in a step.
+
+    >>> total_sent_bytes(Collective(kind="all-reduce", group=(0, 1), bytes=100, count=2))
+    400
+    """
+    if entry.payload_bytes is not None:
+        return entry.payload_bytes
+    others = len(entry.group) - 1
+    copies = 1 if entry.kind in SENT_ONCE else 2 * others if entry.kind == "all-reduce" else others
+    return entry.count * entry.bytes * copies
+
+
+def write_csv(rows: Sequence[Row]) -> str:
+    """Return the rows as CSV, a line for each variant; intervals are of 95 %."""
+    stream = io.StringIO()
+    lines = [{key: as_text_cell(v) if isinstance(v, str) else v for key, v in _line(row).items()} for row in rows]
+    writer = csv.DictWriter(stream, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return stream.getvalue()
+
+
+def _line(row: Row) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "variant": row.name,
+        "control": row.control,
+        "threshold": row.threshold,
+        "kind": row.kind,
+        "seeds": row.loss.n,
+        "samples": row.samples,
+        "push_density": row.density,
+        "push_density_first_step": row.densities[0] if row.densities else None,
+        "push_density_last_step": row.densities[-1] if row.densities else None,
+        "sent_bytes": row.sent_bytes,
+        "loss_mean": row.loss.mean,
+        "loss_sd": row.loss.sd,
+        **_interval("loss_change", row.loss_change),
+        **_interval("loss_over_silent", row.loss_over_silent),
+        "accuracy_mean_ratio": row.accuracy.mean if row.accuracy else None,
+        "accuracy_sd_ratio": row.accuracy.sd if row.accuracy else None,
+        **_interval("accuracy_change", row.accuracy_change),
+        "step_time_mean_s": row.step_time_s.mean,
+        "step_time_sd_s": row.step_time_s.sd,
+        **_interval("speed_up", row.speed_up),
+    }
+    for name, time_s in row.predicted_s.items():
+        line[f"step_time_predicted_s ({name})"] = time_s
+        line[f"speed_up_predicted ({name})"] = row.predicted_speed_ups[name]
+    return line
+
+
+def _interval(name: str, effect: Effect | None) -> dict[str, float | None]:
+    values = (effect.mean, effect.low, effect.high) if effect else (None, None, None)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))

@@ -1,0 +1,122 @@
+"""Every rank of `gsreal calibrate` runs this; rank 0 writes what was measured."""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsreal.calibrate.bench import Bench, Settings
+from gsreal.calibrate.communication import communicating_excess, communicating_slowdown, communication_cost
+from gsreal.calibrate.device import OPTIMIZERS, compression_cost, device_rates, matrix_rate, optimizer_cost
+from gsreal.calibrate.profile import neighbour_slowdown, profile_model, trained_between
+from gsreal.calibrate.wrappers import cut_block_cost, gradient_hook_cost, sharded_unit_cost
+from gsreal.machine import device_name, provenance
+from gsreal.measure import MemoryCounter
+from gsreal.run.rank import run_on_rank
+from gssim.files import write_text
+from gssim.scenario import load_model
+from gssim.workload import Model
+
+BESIDE: dict[str, Callable[[Bench, Model], Any]] = {
+    "neighbours": neighbour_slowdown,
+    "communication": communicating_excess,
+}
+
+
+def main(settings: str, out: str) -> None:
+    """Measure on one rank; `settings` is JSON, and rank 0 writes what was found to the file `out`."""
+    asked: dict[str, Any] = json.loads(settings)
+    for key in ("models", "batch_sizes"):
+        asked[key] = tuple(asked[key])
+    measured = run(Settings(**asked))
+    if dist.get_rank() == 0:
+        write_text(Path(out), json.dumps(measured))
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Return all measurements of this machine, as plain data."""
+    counter = MemoryCounter(torch.device(settings.kind))
+    bench = Bench(settings)
+    found: dict[str, Any] = {
+        "name": device_name(bench.device),
+        "ranks": bench.ranks,
+        "memory_counter": counter.method,
+        "provenance": provenance(bench.device),
+    }
+    if settings.only in BESIDE:
+        return found | {"beside": _beside(bench, BESIDE[settings.only])}
+    if settings.only == "layers":
+        found["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
+    else:
+        found |= _device_costs(bench)
+    found |= _layer_costs(bench, counter)
+    if bench.ranks > 1 and settings.only != "layers":
+        found |= _communication_costs(bench)
+    return found
+
+
+def _device_costs(bench: Bench) -> dict[str, Any]:
+    bench.say("arithmetic and memory")
+    device = bench.alone(lambda: device_rates(bench))
+    bench.say("optimizers")
+    with trained_between(bench):
+        optimizers = bench.alone(lambda: {name: optimizer_cost(bench, name) for name in OPTIMIZERS})
+    bench.say("thresholding")
+    compression = bench.alone(lambda: compression_cost(bench))
+    return {"device": device, "optimizers": optimizers, "compression": compression}
+
+
+def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
+    profiles, jitters = [], []
+    for path in bench.settings.models:
+        model = load_model(Path(path))
+        bench.say(f"layers of {model.name}")
+        profile, jitter = profile_model(bench, model, counter)
+        profiles.append(profile)
+        jitters.append(jitter)
+    if not profiles:
+        return {"profiles": []}
+    return {
+        "profiles": profiles,
+        "step_jitter_ratio": statistics.median(jitter[0] for jitter in jitters),
+        "task_jitter_ratio": statistics.median(jitter[1] for jitter in jitters),
+        "neighbour_slowdown_ratio": statistics.median(each.get("neighbour_slowdown_ratio", 1.0) for each in profiles),
+    }
+
+
+def _beside(bench: Bench, measure: Callable[[Bench, Model], Any]) -> dict[str, Any]:
+    """Return what is measured of each model, by its name."""
+    found = {}
+    for path in bench.settings.models:
+        model = load_model(Path(path))
+        bench.say(f"{model.name} beside {bench.settings.only}")
+        found[model.name] = measure(bench, model)
+    return found
+
+
+def _communication_costs(bench: Bench) -> dict[str, Any]:
+    bench.say("exchanges and collectives")
+    communication = communication_cost(bench)
+    bench.say("compute beside communication")
+    slowdown = communicating_slowdown(bench)
+    bench.say("sharding wrappers")
+    sharded_unit, sharded_tensor_s = sharded_unit_cost(bench)
+    bench.say("DTensor's own time")
+    cut_block = cut_block_cost(bench)
+    return {
+        "cut_block": cut_block,
+        "communication": communication,
+        "communicating_slowdown_ratio": slowdown,
+        "sharded_unit": sharded_unit,
+        "sharded_tensor_s": sharded_tensor_s,
+        "gradient_hook_s": gradient_hook_cost(bench),
+    }
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

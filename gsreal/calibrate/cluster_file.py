@@ -1,0 +1,196 @@
+"""From measurements of this machine to a cluster file that predictions read."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from gsreal.calibrate.bench import Settings
+from gsreal.run.launch import Guard, launch
+from gssim.cluster import Cluster
+from gssim.errors import UserError
+from gssim.files import scratch_folder, write_text
+from gssim.scenario import read_toml
+from gssim.units import validated
+
+GUARD = Guard(timeout_s=1800)
+"""Of micro-benchmarks: one rank may measure for long while the others wait."""
+
+
+def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
+    """Return what the micro-benchmarks show on `ranks` ranks of this machine."""
+    with scratch_folder("gsreal-run-") as folder:
+        made = Path(folder, "measured.json")
+        launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(made)], ranks=ranks, guard=GUARD)
+        measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
+        return measured
+
+
+LINK_KEYS = ("bandwidth_bytes_per_s", "latency_s")
+
+
+def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the cluster file's content: this machine's devices, one a rank, wired by its own loopback."""
+    source = source_of(measured)
+    names = [f"device{rank}" for rank in range(measured["ranks"])]
+    data: dict[str, Any] = {
+        "name": f"this machine: {measured['ranks']} x {measured['name']}",
+        "backend": "gloo",
+        "cores_per_rank": 1 if settings.kind == "cpu" else 0,
+        "source": source,
+        "device_types": {measured["name"]: device_type_data(measured, settings, source)},
+        "devices": [{"name": name, "type": measured["name"], "host": "this"} for name in names],
+    }
+    communication = measured.get("communication")
+    if communication:
+        link = {key: communication[key] for key in LINK_KEYS}
+        pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+        data["links"] = [{"between": list(pair), **link, "source": source} for pair in pairs]
+        data["backend_cost"] = backend_cost_data(communication, source)
+    return data
+
+
+def source_of(measured: dict[str, Any]) -> str:
+    """Return when, how and on what something was measured."""
+    made = measured["provenance"]
+    return (
+        f"measured {made['date']} by gsreal calibrate on {made.get('gpu', made['processor'])}, {made['system']}, "
+        f"torch {made['torch']}, python {made['python']}, memory by {measured['memory_counter']}"
+    )
+
+
+def backend_cost_data(communication: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the backend's costs of a cluster file: what was measured of communication, less what is the link's."""
+    return {**{key: value for key, value in communication.items() if key not in LINK_KEYS}, "source": source}
+
+
+def device_type_data(measured: dict[str, Any], settings: Settings, source: str) -> dict[str, Any]:
+    """Return a device type of a cluster file."""
+    device = measured["device"]
+    optimizers = measured["optimizers"]
+    for name, cost in optimizers.items():
+        cost["sharded_tensor_s"] = measured.get("sharded_tensor_s", {}).get(name, 0.0)
+    ranks = measured["ranks"]
+    found = {
+        "kind": settings.kind,
+        "memory_bytes": device["memory_bytes"] / (ranks if settings.kind == "cpu" else 1),
+        "peak_flop_per_s": {settings.precision: device["peak_flop_per_s"]},
+        "memory_bandwidth_bytes_per_s": device["memory_bandwidth_bytes_per_s"],
+        "operation_overhead_s": device["operation_overhead_s"],
+        "workspace_bytes": device["workspace_bytes"],
+        "source": source,
+        "optimizers": optimizers,
+        "compression": measured["compression"],
+        "profiles": measured["profiles"],
+    }
+    if "resident_threads" in device:
+        found["resident_threads"] = int(device["resident_threads"])
+    for key in (
+        "communicating_slowdown_ratio",
+        "neighbour_slowdown_ratio",
+        "step_jitter_ratio",
+        "task_jitter_ratio",
+        "gradient_hook_s",
+        "sharded_unit",
+        "cut_block",
+    ):
+        if key in measured:
+            found[key] = measured[key]
+    return found
+
+
+def measured_before(path: Path, name: str) -> dict[str, Any]:
+    """Return the content of a cluster file whose device `name` is to be measured again; raise UserError for others."""
+    data = read_toml(path)[1]
+    validated(Cluster, data, file=str(path))
+    _device_in(data, name, str(path))
+    return data
+
+
+def _device_in(data: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    types: dict[str, dict[str, Any]] = data["device_types"]
+    if name not in types:
+        raise UserError(f"{where}: describes {', '.join(types)}, but this is {name}")
+    types[name].setdefault("profiles", [])
+    return types[name]
+
+
+def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return a cluster file's content with layers that were measured again averaged into its profiles.
+
+    A shared machine drifts by minutes: several measurements at different times say better what a run will find. A model
+    that is there in another precision gets a profile, and the device a peak, of this one beside it. Raises UserError
+    where the file is of another device, or has no profile of such a model and shape.
+    """
+    device = _device_in(data, measured["name"], where)
+    count = max((profile.get("measurements", 1) for profile in device["profiles"]), default=1)
+    for key in DRIFTING:
+        if key in measured:
+            device[key] = (device.get(key, measured[key]) * count + measured[key]) / (count + 1)
+    for new in measured["profiles"]:
+        same = [old for old in device["profiles"] if all(old.get(key) == new.get(key) for key in PROFILE_KEYS)]
+        if same:
+            _average(same[0], new, where)
+        elif any(_differs_in_precision(old, new) for old in device["profiles"]):
+            device["profiles"].append(new)
+        else:
+            raise UserError(f"{where}: has no profile of {new['model']} at this sequence length")
+    device["peak_flop_per_s"] = measured.get("peak_flop_per_s", {}) | device.get("peak_flop_per_s", {})
+    return data
+
+
+def _differs_in_precision(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return all(old.get(key) == new.get(key) for key in PROFILE_KEYS if key != "precision")
+
+
+DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")
+MEMORY = ("forward_peak_bytes", "backward_peak_bytes", "scratch_bytes")
+PROFILE_KEYS = ("model", "precision", "sequence_length")
+
+
+def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
+    count = old.get("measurements", 1)
+    for name, layer in new["layers"].items():
+        for key in ("forward_s", "backward_s"):
+            curve = old["layers"][name][key]
+            if curve["sizes"] != layer[key]["sizes"]:
+                raise UserError(f"{where}: was measured at batch sizes {curve['sizes']}; give the same again")
+            pairs = zip(curve["values"], layer[key]["values"], strict=True)
+            curve["values"] = [(before * count + now) / (count + 1) for before, now in pairs]
+        if any(key in layer for key in MEMORY):  # does not drift: the latest count says it all
+            times = {key: value for key, value in old["layers"][name].items() if key not in MEMORY}
+            old["layers"][name] = times | {key: layer[key] for key in MEMORY if key in layer}
+    if "pause_excess_s" in new:
+        curve = new["pause_excess_s"]
+        before = old.setdefault("pause_excess_s", curve)
+        if before["sizes"] == curve["sizes"]:
+            pairs = zip(before["values"], curve["values"], strict=True)
+            before["values"] = [(then * count + now) / (count + 1) for then, now in pairs]
+    if "neighbour_slowdown_ratio" in new:
+        then = old.get("neighbour_slowdown_ratio", new["neighbour_slowdown_ratio"])
+        old["neighbour_slowdown_ratio"] = (then * count + new["neighbour_slowdown_ratio"]) / (count + 1)
+    old["measurements"] = count + 1
+
+
+def write_cluster(path: Path, data: dict[str, Any]) -> None:
+    """Write the cluster file, or nothing; what is written is checked first."""
+    written = rounded(data)
+    validated(Cluster, written, file=str(path))
+    write_text(
+        path,
+        "# Written by gsreal calibrate: what this machine does, measured alone and together.\n"
+        + tomli_w.dumps(written),
+    )
+
+
+def rounded(value: Any) -> Any:
+    """Return the data with five significant digits: more is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    return value

@@ -1,0 +1,389 @@
+"""What messages and collectives cost, and what they cost the compute beside them.
+
+How much slower a model's steps are beside communication, by how much of it there is.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gsreal.calibrate.bench import Bench, batch_of, middle_batch_size, step_marks, trained, update
+from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v, reduce_scatter_v
+from gssim.plan import even, ranges
+from gssim.workload import Model
+
+ROUNDS = 4
+STEPS_PER_ROUND = 3
+
+
+def communicating_excess(bench: Bench, model: Model) -> tuple[float, float]:
+    """Return (bytes/s that a rank sends and receives, by how much longer steps take meanwhile, over steps alone).
+
+    All ranks compute, with and without all-reduces beside, in turns. Their threads and the kernel's share cores with
+    the compute, and caches: it hangs on the layers, and on how much memory is sent, which is what the model's gradients
+    have. Both were measured.
+    """
+    module, optimizer, _ = trained(bench, model)
+    batch = batch_of(bench, model, middle_batch_size(bench))
+    payload = torch.zeros(sum(each.numel() for each in module.parameters()), device=bench.device)
+
+    def step_s() -> float:
+        began_s = time.perf_counter()
+        step_marks(bench, module, batch)
+        took_s = time.perf_counter() - began_s
+        update(bench, optimizer)
+        return took_s
+
+    one_s = bench.mean_over_ranks(_reduced_s(payload))
+    quiet, busy = list[float](), list[float]()
+    for turn in range(ROUNDS + 1):
+        dist.barrier()
+        alone = [step_s() for _ in range(STEPS_PER_ROUND)]
+        works = math.ceil(bench.mean_over_ranks(2 * sum(alone)) / one_s)
+        beside = _beside(payload, works, step_s)
+        if turn:  # the first warms up
+            quiet += alone
+            busy += beside
+    handled = 2 * 2 * (bench.ranks - 1) / bench.ranks * payload.nbytes
+    excess = statistics.median(busy) / statistics.median(quiet) - 1 if busy else 0.0
+    return handled / one_s, max(0.0, excess)
+
+
+def _beside(payload: torch.Tensor, works: int, step_s: Callable[[], float]) -> list[float]:
+    """Return what steps take while so many all-reduces go on; the last, which outlasts them, is left out."""
+    dist.barrier()
+    going = [dist.all_reduce(payload, async_op=True) for _ in range(works)]
+    found = []
+    while not going[-1].is_completed():
+        took_s = step_s()
+        if not going[-1].is_completed():
+            found.append(took_s)
+    for work in going:
+        work.wait()
+    return found
+
+
+def _reduced_s(payload: torch.Tensor) -> float:
+    """Return what an all-reduce takes, one after another."""
+    dist.all_reduce(payload)
+    began_s = time.perf_counter()
+    for _ in range(2):
+        dist.all_reduce(payload)
+    return (time.perf_counter() - began_s) / 2
+
+
+REPEATS, WARMUPS = 21, 2
+EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
+POSTED_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20))
+"""What sockets take at once on any system of today's."""
+OVERFLOWING_BYTES = 2**24
+MANY_MESSAGES = 4
+"""What they do not."""
+OUTLIERS = 0.1
+"""Part of the repeats, at either end, that is left out: others' work on a shared machine."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a collective's algorithm makes of its size."""
+
+    rounds: int
+    """Latencies, one after another, those of receivers' notices among them."""
+    carried: float
+    """Part of the size that crosses each link."""
+    handled: float
+    """Part of the size that the busiest rank sends and receives, together."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Times by size: a fixed part, and seconds per byte."""
+
+    fixed_s: float
+    byte_s: float
+
+
+def communication_cost(bench: Bench) -> dict[str, Any]:
+    """Return what messages take of links and processors, and each collective's fixed cost beside it.
+
+    A collective is taken as  t = overhead + rounds * latency + max(carried / bandwidth, handled * processor_byte).
+    On a loopback the processors are what limits it; the bandwidth is the fastest that was seen, by any kind.
+    """
+    lines = {}
+    for kind, make in _calls(bench).items():
+        try:
+            lines[kind] = _line(EXCHANGE_BYTES, [_synchronised_s(bench, make(size)) for size in EXCHANGE_BYTES])
+        except RuntimeError as error:  # the same on every rank, before anything is sent
+            bench.say(f"without {kind}: {str(error).splitlines()[0]}")
+    return costs_of(lines, bench.ranks) | _posting_cost(bench)
+
+
+def shapes(n: int) -> dict[str, Shape]:
+    """Return the shape of each kind that is measured, among n ranks.
+
+    All ranks come at once, so that a message waits for its receive's notice, but where receives are posted ahead: below
+    the first level of a broadcast's tree, and after the first step of rings of messages.
+    """
+    share = (n - 1) / n
+    depths = [rank.bit_count() for rank in range(n)]
+    busiest = [
+        max(sum(rank < 2**i and rank + 2**i < n for i in range(n)) for rank in range(n) if depths[rank] == depth)
+        for depth in range(max(depths))
+    ]
+    return {
+        "all-to-all-v": Shape(2, 1.0, 2.0),  # every rank to the next one
+        "send": Shape(2, 1.0, 1.0),
+        "broadcast": Shape(1 + max(depths), sum(busiest), sum(busiest)),
+        "all-reduce": Shape(4 * (n - 1), 2 * share, 4 * share),
+        "reduce-scatter": Shape(4 * (n - 1), 2 * share, 4 * share),  # gloo's is an all-reduce
+        "all-gather": Shape(2 * (n - 1), share, 2 * share),
+        "all-gather-v": Shape(n, share, 2 * share),
+        "reduce-scatter-v": Shape(n, share, 2 * share),
+        "all-to-all": Shape(2, 1.0, 2.0),
+    }
+
+
+def costs_of(lines: dict[str, Line], ranks: int) -> dict[str, Any]:
+    """Return latency and bandwidth of a link, and overheads and processor times by kind, from measured lines."""
+    of = shapes(ranks)
+    latency_s = min(line.fixed_s / of[kind].rounds for kind, line in lines.items())
+    processor_byte_s = {kind: line.byte_s / of[kind].handled for kind, line in lines.items()}
+    return {
+        "latency_s": latency_s,
+        "bandwidth_bytes_per_s": max(of[kind].carried / line.byte_s for kind, line in lines.items()),
+        "overhead_s": {kind: max(0.0, line.fixed_s - of[kind].rounds * latency_s) for kind, line in lines.items()},
+        "processor_byte_s": {"default": processor_byte_s["all-to-all-v"], **processor_byte_s},
+    }
+
+
+def _line(sizes: Sequence[int], times: Sequence[float]) -> Line:
+    """Return the line through the times, every point weighted by its own size of error."""
+    x, y = np.array(sizes, dtype=float), np.array(times)
+    slope, fixed = np.polyfit(x, y, 1, w=1 / y)
+    return Line(max(1e-7, float(fixed)), max(1e-13, float(slope)))
+
+
+def _mean(times: Sequence[float]) -> float:
+    """Return the mean of all but the outliers.
+
+    Not the median: in the lab, whether a thread of the backend's finds a free core makes two kinds of times, and a step
+    meets both.
+    """
+    cut = round(OUTLIERS * len(times))
+    return statistics.fmean(sorted(times)[cut : len(times) - cut])
+
+
+def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
+    """Return the mean time of a collective from its last rank's arrival to its last rank's end.
+
+    As in training, ranks compute before it, and go on at once when they are done, with nothing between that would bring
+    them together: caches are cold for the message; and in the lab, where a rank is done before another, its compute
+    holds a core that the threads need which still carry the other's bytes, until the scheduler's next tick. Where all
+    wait for each other afterwards, cores are free for them, and a collective takes about half the time. Times are of
+    one host's clock.
+    """
+    moments = torch.zeros(2, REPEATS + WARMUPS, dtype=torch.float64)
+    dist.barrier()
+    for repeat in range(REPEATS + WARMUPS):
+        _compute(bench)
+        began = time.monotonic()
+        if call() is not ABSENT:
+            bench.finish()
+            moments[:, repeat] = torch.tensor([began, time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(moments, op=dist.ReduceOp.MAX)
+    return _mean((moments[1] - moments[0])[WARMUPS:].tolist())
+
+
+def _compute(bench: Bench) -> None:
+    """Keep this rank busy for some milliseconds, over more memory than its caches hold."""
+    a = torch.ones(512, 512, device=bench.device)
+    for _ in range(4):
+        torch.mm(a, a)
+    bench.displace()
+    bench.finish()
+
+
+def _posting_cost(bench: Bench) -> dict[str, float]:
+    """Return what posting takes, by size up to what the sockets take at once, and how much that is."""
+    line = _line(POSTED_BYTES, [_posting_s(bench, size) for size in POSTED_BYTES])
+    limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
+    return {
+        "posting_s": line.fixed_s,
+        "posting_message_s": _posting_message_s(bench),
+        "posting_byte_s": line.byte_s,
+        "posting_limit_bytes": min(max(limit_bytes, float(POSTED_BYTES[-1])), float(OVERFLOWING_BYTES)),
+    }
+
+
+def _posting_s(bench: Bench, size_bytes: int) -> float:
+    """Return the mean time that posting an exchange takes, before it is waited for."""
+    post = _exchange(bench, size_bytes, wait=False)
+    times = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        _compute(bench)
+        began = time.perf_counter()
+        pending = post()
+        times.append(time.perf_counter() - began)
+        pending.wait()  # type: ignore[attr-defined]
+    return _mean(times)
+
+
+def _posting_message_s(bench: Bench) -> float:
+    """Return what each message more adds to the time that posting takes: sent and received, all by the next rank."""
+    few, many = (_mean([_posted_s(bench, count) for _ in range(REPEATS)]) for count in (1, MANY_MESSAGES))
+    return max(0.0, (many - few) / (MANY_MESSAGES - 1))
+
+
+def _posted_s(bench: Bench, count: int) -> float:
+    """Return what posting so many small messages, to the next rank and from the last, takes after some compute."""
+    following, before = (bench.rank + 1) % bench.ranks, (bench.rank - 1) % bench.ranks
+    outgoing, incoming = (torch.zeros(count, POSTED_BYTES[0] // 4) for _ in range(2))
+    dist.barrier()
+    _compute(bench)
+    began_s = time.perf_counter()
+    works = [dist.irecv(part, before, tag=tag) for tag, part in enumerate(incoming)]
+    works += [dist.isend(part, following, tag=tag) for tag, part in enumerate(outgoing)]
+    took_s = time.perf_counter() - began_s
+    for work in works:
+        if work is not None:
+            work.wait()
+    return took_s
+
+
+def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[], object]:
+    """Return a call in which every rank sends `size_bytes` to the next one, and waits or returns what to wait for."""
+    outgoing, incoming = (torch.zeros(size_bytes // 4, device=bench.device) for _ in range(2))
+    sends: list[Tensor | None] = [None] * bench.ranks
+    receives: list[Tensor | None] = [None] * bench.ranks
+    sends[(bench.rank + 1) % bench.ranks] = outgoing
+    receives[(bench.rank - 1) % bench.ranks] = incoming
+    group = dist.group.WORLD
+    assert group is not None
+
+    def call() -> object:
+        pending = all_to_all_v(sends, receives, group=group, declared_bytes=0)
+        if wait:
+            pending.wait()
+        return pending
+
+    return call
+
+
+ABSENT = object()
+"""What a call returns on a rank that takes no part in it."""
+Makers = dict[str, Callable[[int], Callable[[], object]]]
+"""By kind: from a size to a call of it."""
+
+
+def _one_way_calls(bench: Bench) -> Makers:
+    """Return how to make calls in which one rank sends.
+
+    It is another one in each: a rank that never waits for the others would run away from them.
+    """
+
+    def send(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        ways = itertools.cycle(((0, 1), (1, 0)))
+
+        def call() -> object:
+            source, target = next(ways)
+            if bench.rank not in (source, target):
+                return ABSENT
+            return dist.send(message, target) if bench.rank == source else dist.recv(message, source)
+
+        return call
+
+    def broadcast(size: int) -> Callable[[], object]:
+        message = torch.zeros(size // 4, device=bench.device)
+        roots = itertools.cycle(range(bench.ranks))
+        return lambda: dist.broadcast(message, next(roots))
+
+    return {"send": send, "broadcast": broadcast}
+
+
+def _calls(bench: Bench) -> Makers:
+    """Return how to make a call of a size, by kind."""
+    n, device = bench.ranks, bench.device
+
+    def buffers(size: int) -> tuple[Tensor, Tensor]:
+        whole = torch.zeros(size // 4 // n * n, device=device)
+        return whole, torch.zeros(whole.numel() // n, device=device)
+
+    def all_reduce(size: int) -> Callable[[], object]:
+        whole, _ = buffers(size)
+        return lambda: dist.all_reduce(whole)
+
+    def all_gather(size: int) -> Callable[[], object]:
+        whole, part = buffers(size)
+        return lambda: dist.all_gather_into_tensor(whole, part)
+
+    def reduce_scatter(size: int) -> Callable[[], object]:
+        whole, part = buffers(size)
+        return lambda: dist.reduce_scatter_tensor(part, whole)
+
+    def gather_unevenly(size: int) -> Callable[[], object]:
+        whole, _ = buffers(size)
+        group = dist.group.WORLD
+        assert group is not None
+        return lambda: all_gather_v(whole, ranges(whole.numel(), even(n)), group=group)
+
+    def reduce_unevenly(size: int) -> Callable[[], object]:
+        whole, part = buffers(size)
+        group = dist.group.WORLD
+        assert group is not None
+        return lambda: reduce_scatter_v(part, whole, ranges(whole.numel(), even(n)), group=group)
+
+    def exchange(size: int) -> Callable[[], object]:
+        outgoing, incoming = (torch.zeros(size // 4, device=device) for _ in range(2))
+        gone, come = ([size // 4 if i == (bench.rank + k) % n else 0 for i in range(n)] for k in (1, -1))
+        return lambda: dist.all_to_all_single(incoming, outgoing, come, gone)
+
+    return {
+        "all-to-all-v": lambda size: _exchange(bench, size),
+        **_one_way_calls(bench),
+        "all-reduce": all_reduce,
+        "reduce-scatter": reduce_scatter,
+        "all-gather": all_gather,
+        "all-gather-v": gather_unevenly,
+        "reduce-scatter-v": reduce_unevenly,
+        "all-to-all": exchange,
+    }
+
+
+def communicating_slowdown(bench: Bench) -> float:
+    """Return compute time while all-reduces run on all ranks over compute time without them, taking turns."""
+    a, b = (torch.randn(256, 256, device=bench.device) for _ in range(2))
+    payload = torch.zeros(2**20, device=bench.device)
+
+    def compute_s() -> float:
+        bench.finish()
+        began = time.perf_counter()
+        for _ in range(20):
+            torch.mm(a, b)
+        bench.finish()
+        return time.perf_counter() - began
+
+    quiet, busy = [], []
+    for _ in range(8):
+        dist.barrier()
+        quiet.append(compute_s())
+        dist.barrier()
+        works = [dist.all_reduce(payload, async_op=True) for _ in range(8)]
+        while not works[-1].is_completed():
+            took_s = compute_s()
+            if not works[-1].is_completed():
+                busy.append(took_s)
+        for work in works:
+            work.wait()
+    ratio = statistics.median(busy) / statistics.median(quiet) if busy else 1.0
+    return max(1.0, bench.mean_over_ranks(ratio))

@@ -1,0 +1,203 @@
+"""What the kernels of a model's layers allocate for themselves, operation by operation, at the positions of a trace.
+
+An operation's scratch is the most bytes alive while it runs, above what is alive before or after it, whichever is more:
+its results, which a trace knows, are alive after it. It depends on shapes in steps (oneDNN takes other kernels where
+channels are no multiple of its vectors), so that each way to run a layer is measured: whole, cut to so many units, and
+with some of its backward left out.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gsreal.measure import MemoryCounter
+from gsreal.methods.tensor_slices import cut_of, slice_block
+from gsreal.model_files.build import build_module, logits_of, loss_of
+from gsreal.model_files.layers import layer_boundaries
+from gsreal.model_files.partial_backward import FIRST, NOTHING, recorded
+from gsreal.model_files.recorder import Record
+from gsreal.model_files.step import record_step
+from gsreal.model_files.trace import TRACED_BATCH_SIZES, TRACED_UNITS
+from gssim.cluster import Scratch
+from gssim.workload import Model, unrolled
+
+Place = tuple[int, str]
+"""Layer and phase."""
+Batches = Mapping[int, tuple[Tensor, Tensor]]
+"""Inputs and targets by batch size."""
+Taken = Mapping[Place, Sequence[tuple[str, int]]]
+"""Name and scratch of every operation, one after another in each place."""
+FEWEST_BYTES = 64
+"""Less is a number, not an array."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to run the layers, and the places of a step so made at which it is run by itself."""
+
+    name: str
+    places: tuple[Place, ...]
+    step: int | None = None
+    """Which parameters are trained, as in `gsreal.model_files.partial_backward`; absent: all."""
+    units: int | None = None
+    """Of each block that can be cut, what is left of it."""
+
+
+def layer_scratch(
+    model: Model, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
+) -> dict[str, dict[str, list[str]]]:
+    """Return the scratch of every layer entry of the model file by the way it is run; see `LayerProfile`."""
+    found: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
+    instances, ways = unrolled(model), list(_ways(model))
+    for way, record in zip(ways, _traced(model, ways, batches), strict=True):
+        seen = _seen(model, way, batches, counter, dtype)
+        places: dict[str, list[Place]] = defaultdict(list)
+        for place in way.places:
+            places[instances[place[0]].layer.name].append(place)
+        for name, its in places.items():
+            if lines := _lines(its, record, seen):
+                found[name][way.name] = lines
+    return found
+
+
+def _ways(model: Model) -> Iterator[_Way]:
+    """Give the ways in which plans may run the model's layers."""
+    instances = unrolled(model)
+    everywhere = tuple((each.index, phase) for each in instances for phase in ("f", "b"))
+    yield _Way("whole", everywhere)
+    if any(layer.frozen for layer in model.layers):
+        yield _Way("untrained", tuple(place for place in everywhere if place[1] == "f"), NOTHING)
+        yield _Way("frozen", tuple(place for place in everywhere if place[0] > 0), FIRST)
+        for each in instances:
+            if each.layer.deepest and each.repetition == 0:
+                yield _Way("deepest", ((each.index, "f"), (each.index, "b")), each.index)
+    units = [layer.units or 0 for layer in model.sliced_layers for _ in range(layer.repeats)]
+    for held in range(1, max(units, default=0)):
+        yield _Way(f"units-{held}", tuple(place for place in everywhere if units[place[0]] > held), units=held)
+
+
+def _traced(model: Model, ways: Sequence[_Way], batches: Batches) -> list[Record]:
+    """Return what a trace shows of each way: its positions are those of the model file."""
+    inputs = next(iter(batches.values()))[0]
+    shape = (TRACED_BATCH_SIZES[0], inputs.shape[1] if model.input.kind == "tokens" else None)
+    whole = record_step(model, *shape, where=model.name)
+    cut = record_step(model, *shape, TRACED_UNITS[0], where=model.name) if any(way.units for way in ways) else whole
+    layers = [replace(i.layer, name=i.module, modules=(i.module,) if i.layer.modules else ()) for i in unrolled(model)]
+    steps = [way.step for way in ways if way.step is not None]
+    parts = recorded(model, layers, steps, shape, model.name) if steps else {}
+    return [cut if way.units else whole if way.step is None else parts[way.step] for way in ways]
+
+
+def _modules(model: Model) -> list[str]:
+    return [each.module for each in unrolled(model) if each.layer.modules]
+
+
+def _prepared(module: nn.Module, model: Model, way: _Way) -> nn.Module:
+    """Return the module made ready to be run in a way; sums over ranks are stood in for by what one of them takes."""
+    module.train()
+    for name in _modules(model) if way.units else []:
+        block = module.get_submodule(name)
+        cut = cut_of(block)
+        if way.units and cut is not None and cut.units(block) > way.units:
+            slice_block(block, range(way.units), torch.clone, ranks=2)
+    if way.step is not None:
+        trained = unrolled(model)[way.step].parameter_names if way.step != NOTHING else ()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trained)
+    return module
+
+
+def _seen(model: Model, way: _Way, batches: Batches, counter: MemoryCounter, dtype: torch.dtype) -> dict[int, Taken]:
+    """Return the scratch of every operation by batch size."""
+    device = next(iter(batches.values()))[0].device
+    module = _prepared(build_module(model.module, where=model.name).to(device, dtype), model, way)
+    found: dict[int, Taken] = {}
+    for batch_size, (inputs, targets) in batches.items():
+        watch = _Watch(counter)
+        with watch, layer_boundaries(module, _modules(model), enter=watch.enter) as out:
+            loss = loss_of(out(logits_of(module(inputs))), targets)
+            if way.step != NOTHING:
+                watch.enter(len(_modules(model)), "b")
+                loss.backward()
+        module.zero_grad(set_to_none=True)
+        found[batch_size] = watch.taken
+    return found
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the scratch of every operation."""
+
+    def __init__(self, counter: MemoryCounter) -> None:
+        super().__init__()
+        self.counter = counter
+        self.place: Place = (0, "f")
+        self.taken: dict[Place, list[tuple[str, int]]] = defaultdict(list)
+
+    def enter(self, layer: int, phase: str) -> None:
+        """Book what comes to a phase of a layer."""
+        self.place = (layer, phase)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.counter.alive()
+        self.counter.reset()
+        result = func(*args, **(kwargs or {}))
+        peak, after = self.counter.peak(), self.counter.alive()
+        if not func.is_view and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            self.taken[self.place].append((str(func), peak - max(before, after)))
+        return result
+
+
+def _lines(places: Sequence[Place], record: Record, seen: Mapping[int, Taken]) -> list[str]:
+    """Return what scratch there is in an entry, by moment: the most of its repetitions."""
+    most: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: dict.fromkeys(seen, 0))
+    for batch_size, taken in seen.items():
+        for place in places:
+            names, sizes = zip(*taken[place], strict=True) if taken[place] else ((), ())
+            positions = _aligned(names, record.names[place], record.counted[place])
+            for position, size in zip(positions, sizes, strict=True):
+                if size >= FEWEST_BYTES:
+                    held = most[place[1], position]
+                    held[batch_size] = max(held[batch_size], size)
+    order = sorted(most, key=lambda moment: (moment[0] == "b", moment[1]))
+    return [str(Scratch(*moment, _bends(sorted(most[moment].items())))) for moment in order]
+
+
+def _aligned(names: Sequence[str], traced: Sequence[str], positions: Sequence[int]) -> list[int]:
+    """Return the position of every operation: that of its like in the trace, or of the one before it that has one.
+
+    What is traced of a few units, or for the CPU, may differ in copies from what runs of one, or on another device.
+
+    >>> _aligned(["mm", "copy", "add"], ["mm", "add"], [0, 4])
+    [0, 0, 4]
+    """
+    found: list[int | None] = [None] * len(names)
+    for run in SequenceMatcher(None, traced, names, autojunk=False).get_matching_blocks():
+        found[run.b : run.b + run.size] = positions[run.a : run.a + run.size]
+    latest = 0
+    return [latest := latest if position is None else position for position in found]
+
+
+def _bends(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last point, and those at which the straight line between others bends.
+
+    >>> _bends([(1, 10), (2, 20), (4, 40), (8, 90)])
+    ((1, 10), (4, 40), (8, 90))
+    """
+    kept = list(points[:1])
+    for here, after in pairwise(points[1:]):
+        if _slope(kept[-1], here) != _slope(here, after):
+            kept.append(here)
+    return (*kept, *points[1:][-1:])
+
+
+def _slope(a: tuple[int, int], b: tuple[int, int]) -> Fraction:
+    return Fraction(b[1] - a[1], b[0] - a[0])

@@ -1,0 +1,340 @@
+"""What the layers of a model cost, one after another, alone and beside busy neighbours."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gsreal.calibrate.bench import (
+    Bench,
+    Settings,
+    batch_of,
+    elapsed_s,
+    middle_batch_size,
+    now,
+    step_marks,
+    trained,
+    update,
+)
+from gsreal.calibrate.kernel_workspace import layer_scratch
+from gsreal.measure import MemoryCounter
+from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of
+from gsreal.model_files.layers import layer_boundaries
+from gsreal.run.rank import everybodys
+from gssim.scenario import load_model
+from gssim.workload import Model, unrolled
+
+ROUNDS = 6
+PAUSE_ROUNDS = 31
+PAUSES_S = (0.005, 0.02, 0.1)
+"""After which a step is timed: waits for messages are of such lengths."""
+STEPS_PER_ROUND = 6
+"""Batch sizes, alone and together, take turns round by round: a slow minute of the machine falls on all of them."""
+
+
+def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[dict[str, Any], tuple[float, float]]:
+    """Return (profile, (step jitter, task jitter)) of a model's layers.
+
+    The profile is of a device alone, and of how much slower it is beside busy neighbours.
+    """
+    dtype = DTYPES[bench.settings.precision]
+    module, optimizer, names = trained(bench, model)
+    batches = {b: batch_of(bench, model, b) for b in bench.settings.batch_sizes}
+    middle = middle_batch_size(bench)
+    times, together = _in_turns(bench, module, optimizer, names, batches)
+    excess = bench.alone(partial(_pause_excess, bench, module, optimizer, batches[min(batches)]))
+    peaks = {
+        b: bench.alone(partial(_layer_peaks, bench, module, names, batch, counter)) or {}
+        for b, batch in batches.items()
+    }
+    counted = counter.method == "allocator"
+    scratch = bench.alone(partial(layer_scratch, model, batches, counter, dtype)) if counted else None
+    lateness = _lateness(bench, together[middle])
+    if bench.rank:
+        return {}, (0.0, 0.0)
+    profile = _profile(model, bench.settings, times, peaks, scratch or {})
+    if excess:
+        profile["pause_excess_s"] = excess
+    profile["neighbour_slowdown_ratio"] = _ratio(times, together)
+    return profile, _jitter(times, lateness)
+
+
+@contextmanager
+def trained_between(bench: Bench) -> Iterator[None]:
+    """Let what `bench.cold_time_s` measures inside come after a forward and backward of the first model, if any.
+
+    How cold the optimizer finds its states depends on how much memory the rest of the step goes through.
+    """
+    before = bench.displace
+    if bench.settings.models:
+        model = load_model(Path(bench.settings.models[0]))
+        module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
+        inputs, targets = batch_of(bench, model, middle_batch_size(bench))
+        bench.displace = lambda: loss_of(logits_of(module(inputs)), targets).backward()
+    try:
+        yield
+    finally:
+        bench.displace = before
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One profiled step: seconds by (layer, phase), and by phase of a step beside it in which nothing was observed."""
+
+    seconds: dict[tuple[int, str], float]
+    unobserved: dict[str, float]
+    lasted_s: float
+    """The unobserved step by the clock on the wall: with the bursts of a slowed-down device's sleep."""
+
+    @property
+    def unobserved_s(self) -> float:
+        """Seconds of the step in which nothing was observed."""
+        return sum(self.unobserved.values())
+
+    def observed_s(self, phase: str) -> float:
+        """Seconds of a phase of the observed step: more than the unobserved one's by what the observation costs."""
+        return sum(seconds for (_, each), seconds in self.seconds.items() if each == phase)
+
+
+def neighbour_slowdown(bench: Bench, model: Model) -> float:
+    """Return by how much a step of a model is slower while all ranks compute it than while one does, at least 1."""
+    module, optimizer, names = trained(bench, model)
+    middle = middle_batch_size(bench)
+    batches = {middle: batch_of(bench, model, middle)}
+    return _ratio(*_in_turns(bench, module, optimizer, names, batches))
+
+
+def _in_turns(
+    bench: Bench,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    batches: dict[int, tuple[Tensor, Tensor]],
+) -> tuple[dict[int, list[_Step]], dict[int, list[_Step]]]:
+    """Return the steps of each batch size on one rank alone, and of the middle one on all ranks together."""
+    times: dict[int, list[_Step]] = defaultdict(list)
+    together: dict[int, list[_Step]] = defaultdict(list)
+    for _ in range(ROUNDS):
+        for batch_size, batch in batches.items():
+            some_steps = partial(_timed, bench, module, optimizer, names, batch, STEPS_PER_ROUND)
+            times[batch_size] += bench.alone(some_steps) or []
+            if bench.ranks > 1 and batch_size == middle_batch_size(bench):
+                together[batch_size] += bench.together(partial(some_steps, together=True))
+    return times, together
+
+
+def _timed(
+    bench: Bench,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    batch: tuple[Tensor, Tensor],
+    steps: int,
+    *,
+    together: bool = False,
+) -> list[_Step]:
+    """Return `steps` profiled steps, after one to warm up; an optimizer step lies between.
+
+    `together`: all ranks are here, and begin each step at the same time, as training makes them do.
+    """
+    found = []
+    for step in range(steps + 1):
+        seconds = _observed(bench, module, names, batch)
+        update(bench, optimizer)
+        if together:
+            dist.barrier()
+        start_s = time.perf_counter()
+        unobserved = step_marks(bench, module, batch)
+        lasted_s = time.perf_counter() - start_s
+        update(bench, optimizer)
+        if step >= 1:
+            found.append(
+                _Step(
+                    {place: _total_s(marks) for place, marks in seconds.items()},
+                    {phase: elapsed_s(*marks) for phase, marks in unobserved.items()},
+                    lasted_s,
+                )
+            )
+    return found
+
+
+def _pause_excess(
+    bench: Bench, module: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> dict[str, Any]:
+    """Return how much longer a step's compute takes after pauses than without one; nothing for a GPU, which has no
+    caches to speak of from one step to the next.
+
+    A few milliseconds, whatever the batch and wherever in the step the pause is (measured): of a small batch they are
+    the largest part. Pauses take turns: a slow minute of the machine falls on all of them.
+    """
+    if bench.device.type == "cuda":
+        return {}
+    times: dict[float, list[float]] = defaultdict(list)
+    for _ in range(PAUSE_ROUNDS):
+        for pause_s in (0.0, *PAUSES_S):
+            time.sleep(pause_s)
+            marks = step_marks(bench, module, batch)
+            times[pause_s].append(sum(elapsed_s(*each) for each in marks.values()))
+            update(bench, optimizer)
+    middles = {pause_s: statistics.median(values) for pause_s, values in times.items()}
+    excess = [max(0.0, middles[pause_s] - middles[0.0]) for pause_s in PAUSES_S]
+    return {"sizes": list(PAUSES_S), "values": list(accumulate(excess, max))}
+
+
+def _total_s(marks: list[tuple[Any, Any]]) -> float:
+    return sum(elapsed_s(start, end) for start, end in marks)
+
+
+def _observed(
+    bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor]
+) -> dict[tuple[int, str], list[tuple[Any, Any]]]:
+    """Return (start, end) marks of every (layer, phase) of one forward and backward."""
+    entered: list[tuple[tuple[int, str], Any]] = []
+
+    def enter(layer: int, phase: str) -> None:
+        entered.append(((layer, phase), now(bench.device)))
+
+    with layer_boundaries(module, names, enter=enter) as out:
+        began = now(bench.device)
+        loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
+        enter(len(names), "b")
+        loss.backward()
+        ended = now(bench.device)
+    entered[0] = (entered[0][0], began)
+    found: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)
+    for (place, start), end in zip(entered, [*(mark for _, mark in entered[1:]), ended], strict=True):
+        found[place].append((start, end))
+    return found
+
+
+def _layer_peaks(
+    bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor], counter: MemoryCounter
+) -> dict[tuple[int, str], float]:
+    """Return the most bytes alive in each layer's phase, above what was alive when it began."""
+    if counter.method == "dispatch":
+        return {}
+    found: dict[tuple[int, str], float] = {}
+    current: list[Any] = [None, 0]
+
+    def enter(layer: int | None, phase: str) -> None:
+        if current[0] is not None:
+            found[current[0]] = max(found.get(current[0], 0.0), counter.peak() - current[1])
+        current[:] = [(layer, phase), counter.alive()]
+        counter.reset()
+
+    module.zero_grad(set_to_none=True)
+    with layer_boundaries(module, names, enter=enter) as out:
+        loss = loss_of(out(logits_of(module(batch[0]))), batch[1])
+        enter(len(names), "b")
+        loss.backward()
+        enter(None, "")
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def _profile(
+    model: Model,
+    settings: Settings,
+    times: dict[int, list[_Step]],
+    peaks: dict[int, dict[tuple[int, str], float]],
+    scratch: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the profile by layer entry of the model file: median times; scratch, or where it is not known, peaks."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for instance in unrolled(model):
+        members[instance.layer.name].append(instance.index)
+    sizes = sorted(times)
+    scales = {(b, phase): _unobserved_ratio(times[b], phase) for b in sizes for phase in ("f", "b")}
+    layers: dict[str, Any] = {}
+    for name, indices in members.items():
+        entry = {}
+        for phase, key in (("f", "forward"), ("b", "backward")):
+            values = [
+                scales[b, phase]
+                * statistics.median(
+                    statistics.fmean(step.seconds.get((i, phase), 0.0) for i in indices) for step in times[b]
+                )
+                for b in sizes
+            ]
+            entry[f"{key}_s"] = {"sizes": sizes, "values": values}
+            if name in scratch:
+                entry["scratch_bytes"] = scratch[name]
+            elif all(peaks[b] for b in sizes):
+                held = [max(peaks[b].get((i, phase), 0.0) for i in indices) for b in sizes]
+                entry[f"{key}_peak_bytes"] = {"sizes": sizes, "values": held}
+        layers[name] = entry
+    profile: dict[str, Any] = {"model": model.name, "precision": settings.precision, "layers": layers}
+    if model.input.kind == "tokens":
+        profile["sequence_length"] = settings.sequence_length
+    return profile
+
+
+def _unobserved_ratio(steps: list[_Step], phase: str) -> float:
+    """Return a phase's time without hooks at every layer over its time with them, measured in turns."""
+    unobserved_s = statistics.median(step.unobserved[phase] for step in steps)
+    return unobserved_s / statistics.median(step.observed_s(phase) for step in steps)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return a robust coefficient of variation from one step to the next: slow drifts of the machine are left out.
+
+    For independent normal values the median distance of neighbours is 0.6745 * sqrt(2) standard deviations.
+    """
+    distances = [abs(right - left) for left, right in pairwise(values)]
+    middle = statistics.median(values)
+    return statistics.median(distances) / (0.6745 * 2**0.5) / middle if middle > 0 else 0.0
+
+
+def _lateness(bench: Bench, steps: list[_Step]) -> float | None:
+    """Return by how much ranks that do the same differ, step by step: the standard deviation of each, over its time.
+
+    Two ranks with independent variations of s differ by sqrt(2) s; the median distance is 0.6745 of that.
+    """
+    if bench.ranks == 1:
+        return None
+    times = everybodys([step.lasted_s for step in steps])
+    distances = [abs(a - b) / ((a + b) / 2) for other in times[1:] for a, b in zip(times[0], other, strict=True)]
+    return statistics.median(distances) / (0.6745 * 2**0.5)
+
+
+def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[float, float]:
+    """Return (step, task) jitter: the part of a step's variation that all its layers share, and each layer's own.
+
+    var(step) = shared^2 T^2 + own^2 sum(t_i^2), with own from the layers' variation less the shared part, and the
+    step's from how far apart ranks are, where there are several.
+    """
+    shared, own = [], []
+    for steps in times.values():
+        totals = [step.unobserved_s for step in steps]
+        middle = {place: statistics.median(step.seconds[place] for step in steps) for place in steps[0].seconds}
+        total = sum(middle.values())
+        weights = {place: value / total for place, value in middle.items() if value > 0.02 * total}
+        task = statistics.median(_spread([step.seconds[place] for step in steps]) for place in weights)
+        spread = _spread(totals)
+        square = sum(weight**2 for weight in weights.values())
+        own_variance = max(0.0, (task**2 - spread**2) / (1 - square))
+        step_variance = (spread if lateness is None else lateness) ** 2
+        own.append(own_variance**0.5)
+        shared.append(max(0.0, step_variance - own_variance * square) ** 0.5)
+    return statistics.median(shared), statistics.median(own)
+
+
+def _ratio(times: dict[int, list[_Step]], together: dict[int, list[_Step]]) -> float:
+    """Return a step's time beside busy neighbours over its time alone, at least 1: the median over batch sizes."""
+    ratios = [
+        statistics.median(step.unobserved_s for step in together[b])
+        / statistics.median(step.unobserved_s for step in steps)
+        for b, steps in times.items()
+        if steps and together.get(b)
+    ]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0

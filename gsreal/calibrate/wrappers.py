@@ -1,0 +1,267 @@
+"""What FSDP2 and Gradient Sharding add to a module's own time.
+
+What the host adds where blocks are cut: DTensor's dispatch and propagation of shardings, and to sums over ranks.
+"""
+
+import statistics
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gsreal.calibrate.bench import Bench, optimizer_alone
+from gsreal.calibrate.device import OPTIMIZERS
+from gsreal.gradient_sharding import shard_gradients
+from gsreal.lab.throttle import device_time_s
+from gsreal.measure import Timeline
+from gsreal.methods.tensor import distribute
+from gsreal.methods.tensor_slices import cut_of, slices_of
+from gsreal.models import TransformerBlock
+
+BLOCKS, PAIRS, SUMS = 2, 2, 4
+"""Blocks one after another; in each, pairs of maps cut by columns and by rows, and sums over ranks."""
+WIDTH, HEADS, SAMPLES = 128, 4, 8
+TOKENS = (1, 64, 256, 512)
+"""Of each sample. The more there are, the less of the host's code and objects do the caches still have after a map."""
+BLOCK_WARMUPS, BLOCK_STEPS = 3, 15
+"""Plain and cut steps take turns: a slow second of the machine falls on both."""
+
+
+def cut_block_cost(bench: Bench) -> dict[str, Any]:
+    """Return DTensor's own time in forward and backward of a pair of cut maps, and in a sum over ranks, by its bytes.
+
+    Blocks cut in two, by DTensor and by hand, on one rank, whose peer is made up: its collectives return at once. What
+    a plain call of such a collective takes is left out of a sum's time: the collective's own cost has it. Slices of our
+    own take as long for a sum: both use torch's functional collectives.
+    """
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  it makes the backend `fake` known
+
+    group = dist.new_group([0, 1], backend="fake")  # every rank must call it; only rank 0 uses it
+    found: dict[str, Any] | None = bench.alone(lambda: _curves(bench, group))
+    return found or {}
+
+
+def _curves(bench: Bench, group: Any) -> dict[str, Any]:
+    timeline = Timeline(bench.rank, torch.device("cpu"), device_time_s)  # the host's clock, on a GPU too
+    mesh = DeviceMesh.from_group(group, bench.device.type)
+    plain, cut = (_blocks(bench, each, timeline) for each in (None, mesh))
+    inputs = [torch.randn(SAMPLES, tokens, WIDTH, device=bench.device, requires_grad=True) for tokens in TOKENS]
+    found = [_added_s(bench, (plain, cut), x, group, timeline) for x in inputs]
+    sizes = [float(x.numel() * x.element_size()) for x in inputs]
+    return {name: {"sizes": sizes, "values": [each[name] for each in found]} for name in found[0]}
+
+
+def _blocks(bench: Bench, mesh: DeviceMesh | None, timeline: Timeline) -> nn.Sequential:
+    """Return blocks of which half is left: cut by DTensor for a mesh, else by hand, with no sums."""
+    blocks = nn.Sequential(*(TransformerBlock(WIDTH, HEADS, causal=True) for _ in range(BLOCKS))).to(bench.device)
+    for block in blocks:
+        cut = cut_of(block)
+        assert cut is not None  # it is listed there
+        held = range(cut.units(block) // 2)
+        if mesh is not None:
+            distribute(block, cut, held, mesh, timeline)
+            continue
+        for (path, name), part in slices_of(block, held).items():
+            module = block.get_submodule(path)
+            module.register_parameter(name, nn.Parameter(part.of(getattr(module, name).detach())))
+        cut.resize(block, len(held))
+    return blocks
+
+
+def _added_s(
+    bench: Bench, kinds: tuple[nn.Module, nn.Module], x: Tensor, group: Any, timeline: Timeline
+) -> dict[str, float]:
+    """Return what cutting adds to (forward, backward) of a pair of maps, and the host time of a sum."""
+    steps: tuple[list[dict[str, float]], ...] = ([], [])
+    for step in range(BLOCK_WARMUPS + BLOCK_STEPS):
+        for module, found in zip(kinds, steps, strict=True):
+            phases = _step_phases(bench, module, x, timeline)
+            if step >= BLOCK_WARMUPS:
+                found.append(phases)
+    plain, cut = ({name: statistics.median(each[name] for each in found) for name in found[0]} for found in steps)
+    sum_s = cut["exposed_communication"] / (BLOCKS * SUMS)
+    call_s = bench.time_s(partial(_plain_sum, x.detach(), group))
+    return {
+        "forward_pair_s": max(0.0, (cut["forward"] - plain["forward"]) / (BLOCKS * PAIRS)),
+        "backward_pair_s": max(0.0, (cut["backward"] - plain["backward"]) / (BLOCKS * PAIRS)),
+        "sum_s": max(0.0, sum_s - call_s),
+    }
+
+
+def _plain_sum(x: Tensor, group: Any) -> None:
+    dist.all_reduce(x.clone(), group=group)  # a functional all-reduce copies too: traces count that
+
+
+def _step_phases(bench: Bench, module: nn.Module, x: Tensor, timeline: Timeline) -> dict[str, float]:
+    bench.finish()
+    timeline.restart()
+    with timeline.span("forward", "forward"):
+        y = module(x)
+    gradient = torch.ones_like(y)
+    with timeline.span("backward", "backward"):
+        y.backward(gradient)
+    module.zero_grad(set_to_none=True)
+    x.grad = None
+    return timeline.phases_since(0)
+
+
+WARMUPS, STEPS = 4, 21
+"""Plain and wrapped steps take turns: a slow second of the machine falls on both."""
+
+
+class _Stack(nn.Module):
+    """Units of `tensors` tiny vectors: their compute is nothing beside the host time of what wraps them."""
+
+    def __init__(self, units: int, tensors: int, elements: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(_Unit(tensors, elements) for _ in range(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+class _Unit(nn.Module):
+    def __init__(self, tensors: int, elements: int) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.zeros(elements)) for _ in range(tensors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for value in self.values:
+            x = x + value[:1]
+        return x
+
+
+UNITS = 6
+
+
+def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]:
+    """Return FSDP2's own time per unit, per tensor and per byte, and what a DTensor adds to each optimizer's step.
+
+    Differences between stacks of tiny units, wrapped and plain, with the time inside collectives left out. An optimizer
+    pays for every operation on a DTensor: AdamW's are a dozen, of SGD one or two.
+    """
+    units = UNITS
+    few, many = (_wrapped_minus_plain(bench, units, tensors, 64) for tensors in (2, 12))
+    large = _wrapped_minus_plain(bench, units, 2, 2**17)
+    tensor = [(m - f) / 10 for m, f in zip(many, few, strict=True)]
+    copied_byte_s = (large[0] + large[1] - few[0] - few[1]) / (2 * 2 * 2**17 * 4)
+    unit = {
+        "forward_unit_s": max(0.0, few[0] - 2 * tensor[0]),
+        "forward_tensor_s": max(0.0, tensor[0]),
+        "backward_unit_s": max(0.0, few[1] - 2 * tensor[1]),
+        "backward_tensor_s": max(0.0, tensor[1]),
+        "copied_byte_s": max(0.0, copied_byte_s),
+    }
+    added = {"adamw": tensor[2]} | {name: _sharded_tensor_s(bench, name) for name in OPTIMIZERS if name != "adamw"}
+    return unit, {name: max(0.0, seconds) for name, seconds in added.items()}
+
+
+def _sharded_tensor_s(bench: Bench, optimizer: str) -> float:
+    """Return what a DTensor adds to a step of the optimizer."""
+    few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64, optimizer)[2] for tensors in (2, 12))
+    return (many - few) / 10
+
+
+def _wrapped_minus_plain(
+    bench: Bench, units: int, tensors: int, elements: int, optimizer: str = "adamw"
+) -> tuple[float, float, float]:
+    """Return what wrapping adds to (forward, backward, optimizer) of one unit."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    spent = [0.0]
+
+    @contextmanager
+    def left_out() -> Any:
+        began = device_time_s()
+        yield
+        spent[0] += device_time_s() - began
+
+    class AllGather(DefaultAllGather):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with left_out():
+                return super().__call__(*args, **kwargs)
+
+    class ReduceScatter(DefaultReduceScatter):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with left_out():
+                return super().__call__(*args, **kwargs)
+
+    plain, wrapped = (_Stack(units, tensors, elements).to(bench.device) for _ in range(2))
+    mesh = init_device_mesh(bench.device.type, (bench.ranks,))
+    for unit in wrapped.units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        unit.set_custom_all_gather(AllGather())  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
+    fully_shard(wrapped, mesh=mesh, reshard_after_forward=False)
+    optimizers = [optimizer_alone(optimizer, module.parameters(), bench.device) for module in (plain, wrapped)]
+    found: list[list[list[float]]] = [[[], [], []], [[], [], []]]
+    for step in range(WARMUPS + STEPS):
+        for module, updates, parts in zip((plain, wrapped), optimizers, found, strict=True):
+            bench.displace()  # in training, host code and its objects come back to caches full of the layers' work
+            dist.barrier()
+            times = _step_parts(bench, module, updates, spent)
+            for part, seconds in zip(parts, times, strict=True):
+                if step >= WARMUPS:
+                    part.append(seconds)
+    medians = [[statistics.median(part) for part in parts] for parts in found]
+    forward, backward, update = ((w - p) / units for p, w in zip(*medians, strict=True))
+    return forward, backward, update
+
+
+def _step_parts(
+    bench: Bench, module: nn.Module, optimizer: torch.optim.Optimizer, spent: list[float]
+) -> tuple[float, float, float]:
+    """Return the seconds of forward, backward and optimizer of one step, without what was spent in collectives."""
+
+    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+        bench.finish()
+        spent[0] = 0.0
+        began = device_time_s()
+        result = call()
+        bench.finish()
+        return device_time_s() - began - spent[0], result
+
+    x = torch.ones(1, device=bench.device, requires_grad=True)
+    forward_s, y = timed(lambda: module(x))
+    backward_s, _ = timed(lambda: y.sum().backward())
+    update_s, _ = timed(optimizer.step)
+    optimizer.zero_grad(set_to_none=True)
+    return forward_s, backward_s, update_s
+
+
+def gradient_hook_cost(bench: Bench) -> float:
+    """Return the time that collecting one gradient adds to the backward under Gradient Sharding, copying left out."""
+    tensors = 48
+    group = dist.new_group([0])  # every rank must call it; only rank 0 uses it
+
+    def backward_s(sharded: bool) -> float:
+        module = _Stack(1, tensors, 64).to(bench.device)
+        optimizer = None
+        if sharded:
+            optimizer = shard_gradients(module, lambda shard: torch.optim.SGD(shard, lr=0.1), group=group)
+        times = []
+        for step in range(25):
+            total = module(torch.ones(1, device=bench.device)).sum()
+            bench.displace()
+            bench.finish()
+            began = device_time_s()
+            total.backward()
+            bench.finish()
+            if step >= 5:
+                times.append(device_time_s() - began)
+            if optimizer is not None:
+                optimizer.step()
+            module.zero_grad(set_to_none=True)
+        return statistics.median(times)
+
+    found = bench.alone(lambda: max(0.0, (backward_s(True) - backward_s(False)) / tensors))
+    return float(found or 0.0)

@@ -1,0 +1,201 @@
+"""Real data: what a scenario names, or what every machine has.
+
+Every rank makes its own rows of a step's batch from (seed, step), so no rank talks about data. What is held out for
+evaluation is a source too, with one batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gsreal.data.bundled import (
+    HELD_OUT_DIGITS,
+    Digits,
+    HeldOutDigits,
+    WhichModule,
+    held_out_part,
+    longest_modules,
+    standard_library_bytes,
+    trained_part,
+)
+from gsreal.data.source import IGNORED, Source
+from gsreal.data.text import Windows
+from gssim.errors import UserError
+from gssim.workload import Glue, ImageFolder, ImageInput, Model, TextFolder, TokenInput, Workload
+
+if TYPE_CHECKING:
+    from gsreal.data.glue import Sentences
+    from gsreal.data.images import Images
+
+
+CHECKED_SAMPLES = 256
+"""Samples of a run that are read before ranks start; a fault of a later one ends the run, in one line too."""
+
+
+def open_source(workload: Workload) -> Source:
+    """Return the workload's data; raise UserError where they are missing or are none that the model can be trained on.
+
+    Hugging Face's `tokenizers`, Pillow and scikit-learn are imported where they are needed.
+    """
+    named = workload.data if isinstance(workload.data, str) else workload.data.kind
+    opening: dict[str, Callable[[Workload], Source]] = {
+        "stdlib-bytes": _standard_library,
+        "digits": _digits,
+        "image-folder": _images,
+        "glue": _glue,
+        "text-folder": _text,
+    }
+    return opening[takes_data(workload.model) if named == "auto" else named](workload)
+
+
+HELD_OUT_WINDOWS, MOST_HELD_OUT = 256, 1024
+"""Windows of text, and samples of other data, that a model is evaluated on; drawn once and for all."""
+
+
+def open_held_out(workload: Workload) -> tuple[Source, int]:
+    """Return data that no training draws from, and how many samples its one batch (of seed 0, step 0) has.
+
+    Of the standard library the last tenth, of the digits three in ten, of GLUE the split `dev` (of MNLI
+    `dev_matched`), of a folder of images the split `val`. Raises UserError where nothing is held out.
+    """
+    data = workload.data
+    if isinstance(data, TextFolder):
+        raise UserError("workload.data.kind = 'text-folder': nothing of it is held out to be evaluated on")
+    if isinstance(data, Glue):
+        _refuse_trained_on(data, split := "dev_matched" if data.task == "MNLI" else "dev")
+        sentences = _glue(replace(workload, data=replace(data, split=split)))
+        return sentences, min(len(sentences.table), MOST_HELD_OUT)
+    if isinstance(data, ImageFolder):
+        _refuse_trained_on(data, "val")
+        if not (Path(data.folder) / "val").is_dir():
+            raise UserError(f"workload.data.folder = '{data.folder}': has no folder 'val' to be evaluated on")
+        images = _images(replace(workload, data=replace(data, split="val", augment=False)))
+        return images, min(len(images.index), MOST_HELD_OUT)
+    if takes_data(workload.model) == "digits":
+        _digits(workload)
+        return HeldOutDigits(), HELD_OUT_DIGITS
+    return _standard_library(replace(workload, global_batch_size=HELD_OUT_WINDOWS), held_out=True), HELD_OUT_WINDOWS
+
+
+def _refuse_trained_on(data: Glue | ImageFolder, split: str) -> None:
+    if data.split == split:
+        raise UserError(f"workload.data.split = '{split}': is trained on, so that it cannot be evaluated on")
+
+
+def check_held_out(workload: Workload, *, where: str) -> None:
+    """Raise UserError where there is nothing that the model can be evaluated on."""
+    try:
+        source, _ = open_held_out(workload)
+        source.batch(seed=0, step=0, rows=slice(0, 1))
+    except UserError as error:
+        raise UserError(f"{where}: run.evaluate_every_steps: {error}") from None
+
+
+def takes_data(model: Model) -> str:
+    """Return the name of the data that `auto` stands for."""
+    return "stdlib-bytes" if isinstance(model.input, TokenInput) else "digits"
+
+
+def check_data(workload: Workload, *, where: str, seed: int = 0, steps: int = 1) -> None:
+    """Raise UserError where the model cannot be trained on the data that there is; reads a run's first samples."""
+    try:
+        source = open_source(workload)
+        size = workload.global_batch_size
+        for step in range(min(steps, -(-CHECKED_SAMPLES // size))):
+            source.batch(seed=seed, step=step, rows=slice(0, min(size, CHECKED_SAMPLES - step * size)))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def global_batch(workload: Workload, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of the whole step's batch: what all ranks take together."""
+    return open_source(workload).batch(seed=seed, step=step, rows=slice(0, workload.global_batch_size))
+
+
+def loss_terms(targets: Tensor) -> int:
+    """Return over how many targets the loss is a mean."""
+    return int((targets != IGNORED).sum())
+
+
+def _digits(workload: Workload) -> Source:
+    source = workload.model.input
+    if isinstance(source, TokenInput):
+        raise _cannot_read(source, "digits")
+    if source.shape != (1, 8, 8) or source.classes < 10:
+        raise UserError("workload.data: the digits are images of 1x8x8 in 10 classes, the model takes others")
+    return Digits(workload.global_batch_size)
+
+
+def _standard_library(workload: Workload, *, held_out: bool = False) -> Source:
+    source, length = workload.model.input, workload.sequence_length or 1
+    if isinstance(source, ImageInput):
+        raise UserError("workload.data: the digits are images of 1x8x8 in 10 classes, the model takes others")
+    if source.vocabulary < _bytes_needed(source):
+        raise _cannot_read(source, "stdlib-bytes")
+    part = held_out_part if held_out else trained_part
+    if source.classes is not None:
+        modules = tuple(part(module) for module in longest_modules(source.classes))
+        if len(modules) < source.classes or len(modules[-1]) < length:
+            raise UserError(f"workload.data: the standard library has not {source.classes} modules of {length} bytes")
+        return WhichModule(modules, length, workload.global_batch_size)
+    return Windows(part(standard_library_bytes()), length, workload.global_batch_size, _mask(source, None))
+
+
+def _bytes_needed(source: TokenInput) -> int:
+    return 257 if source.task == "masked-token" else 256
+
+
+def _cannot_read(source: TokenInput, data: str) -> UserError:
+    return UserError(
+        f"workload.data: a model of {source.vocabulary} tokens cannot read '{data}'; "
+        f"bytes need a vocabulary of {_bytes_needed(source)}"
+    )
+
+
+def _mask(source: TokenInput, known: int | None) -> int | None:
+    """Return the token for what is masked, where the task has it: the tokeniser's own, else the vocabulary's last."""
+    if source.task != "masked-token":
+        return None
+    return source.vocabulary - 1 if known is None else known
+
+
+def _images(workload: Workload) -> "Images":
+    from gsreal.data.images import Images
+
+    assert isinstance(workload.data, ImageFolder)
+    assert isinstance(workload.model.input, ImageInput)  # a Workload refuses others
+    return Images(workload.data, workload.model.input, workload.global_batch_size)
+
+
+def _glue(workload: Workload) -> "Sentences":
+    from gsreal.data.glue import Sentences
+
+    assert isinstance(workload.data, Glue)
+    assert isinstance(workload.model.input, TokenInput)
+    length = workload.sequence_length or 1
+    return Sentences(workload.data, workload.model.input, length, workload.global_batch_size)
+
+
+def _text(workload: Workload) -> Source:
+    from gsreal.data.text import token_stream, tokeniser
+
+    data, source, length = workload.data, workload.model.input, workload.sequence_length or 1
+    assert isinstance(data, TextFolder)
+    assert isinstance(source, TokenInput)
+    chosen = tokeniser(data.tokenizer)
+    needed = chosen.size + (source.task == "masked-token" and chosen.mask is None)
+    if source.vocabulary < needed:
+        raise UserError(
+            f"workload.data.tokenizer = {data.tokenizer or 'bytes'}: needs a vocabulary of {needed}, "
+            f"the model's is {source.vocabulary}"
+        )
+    tokens = token_stream(data, chosen)
+    if len(tokens) <= length:
+        raise UserError(
+            f"workload.data.folder = '{data.folder}': holds {len(tokens)} tokens, "
+            f"workload.sequence_length = {length} needs more"
+        )
+    return Windows(tokens, length, workload.global_batch_size, _mask(source, chosen.mask))

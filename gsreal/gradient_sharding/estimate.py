@@ -1,0 +1,273 @@
+"""What training with Gradient Sharding needs, said before it runs: bytes of memory and bytes sent, by closed forms."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.gradient_sharding.bucket import Partition
+from gsreal.gradient_sharding.bucketing import Togetherness, trained_parameters, travelling_together
+from gsreal.gradient_sharding.master import master_type
+from gsreal.gradient_sharding.options import check_sizes, checked_shares
+from gsreal.gradient_sharding.push import PRECISIONS
+from gssim.plan import (
+    DDP_BUCKET_BYTES,
+    DDP_FIRST_BUCKET_BYTES,
+    Push,
+    chosen,
+    message_bytes,
+    resolved_push,
+    scratch_elements,
+)
+
+COUNT_BYTES = 8
+"""A count of entries, told to every owner for each bucket."""
+SHAPE = torch.Size((32, 32))
+PROBE_ELEMENTS = SHAPE.numel()
+"""Of the parameter on which an optimizer is tried to see how much state it makes."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one rank needs beside activations: what it holds from step to step, what a backward adds, what it sends."""
+
+    parameters_bytes: int
+    """The whole model: every rank has a replica, frozen parameters and buffers too."""
+    master_bytes: int
+    """The own shard in fp32, where parameters have a lower precision."""
+    optimizer_state_bytes: int
+    """Of the own shard."""
+    threshold_bytes: int
+    """What a threshold needs all the time: memory to find entries in, and what error feedback has kept."""
+    gradient_bytes: int
+    """Of the own shard, in the precision of its update: held from the pushes to the step."""
+    backward_bytes: int
+    """The most that gradients take at once in a backward: of the own shard so far, the bucket that is filled and the
+    parameter that it is filled from, the bucket that is under way before it, and what the others send for that."""
+    push_bytes: float
+    """Sent to owners in one step, at the density asked for."""
+    publish_bytes: int
+    """Sent round the ring in one step: every part of each bucket but the next rank's."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held from step to step."""
+        return self.parameters_bytes + self.master_bytes + self.optimizer_state_bytes + self.threshold_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held in a backward, activations and what kernels take for themselves left out.
+
+        For dense pushes: thresholded ones have less under way, as long as few elements reach the threshold.
+        """
+        return self.held_bytes + self.backward_bytes
+
+    @property
+    def sent_bytes(self) -> float:
+        """Sent in one step."""
+        return self.push_bytes + self.publish_bytes
+
+    def __str__(self) -> str:
+        """Return it in two lines of MiB."""
+        mib = {name: value / 2**20 for name, value in self.__dict__.items()}
+        return (
+            f"memory: {self.held_bytes / 2**20:.2f} MiB (parameters {mib['parameters_bytes']:.2f}, "
+            f"master {mib['master_bytes']:.2f}, optimizer {mib['optimizer_state_bytes']:.2f}, "
+            f"threshold {mib['threshold_bytes']:.2f}); in the backward "
+            f"{self.peak_bytes / 2**20:.2f} MiB and activations\n"
+            f"sent per step: {self.sent_bytes / 2**20:.2f} MiB (push {mib['push_bytes']:.2f}, "
+            f"publish {mib['publish_bytes']:.2f})"
+        )
+
+
+def memory_and_traffic(
+    model: nn.Module,
+    optimizer_factory: Callable[[list[Any]], torch.optim.Optimizer],
+    *,
+    rank: int,
+    ranks: int,
+    shard_shares: Sequence[float] | None = None,
+    push: Push | None = None,
+    density: float = 1.0,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    bucket_bytes: float = DDP_BUCKET_BYTES,
+    first_bucket_bytes: float = DDP_FIRST_BUCKET_BYTES,
+    parameter_order: Sequence[str] | None = None,
+    whole_tensors: bool = False,
+) -> Needs:
+    """Return what `shard_gradients` with the same arguments will need on `rank`; the model may be on `meta`.
+
+    `density`: the part of off-shard elements that reaches the threshold, which no formula knows; 1: all of them.
+    With n elements, own share s and value bytes v, by gradient-sharding's accounts:
+
+        memory  = n * v + s * n * (master + optimizer state);  in the backward + s * n * gradient + two buckets
+        push    = (1 - s) * n * v densely, or with a threshold whichever is least of that, COO, and bitmaps:
+                  (1 - s) * n * density * (v + 4)   and   (1 - s) * n * (density * v + 1/8)
+        publish = (1 - s of the next rank) * n * v
+
+    `optimizer_factory` is tried on a parameter of its own, with zero gradients, to see what state it makes.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be one of {ranks} from 0 on, not {rank}")
+    if not 0 <= density <= 1:
+        raise ValueError(f"density must be a fraction from 0 to 1, not {density}")
+    check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    shares = checked_shares(shard_shares, ranks, None)
+    parameters = trained_parameters(model, parameter_order)
+    buckets = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
+    partition = Partition([[share] for share in shares], whole_tensors=whole_tensors)
+    sizes = [_Size.of(bucket, partition, rank) for bucket in buckets]
+    flat, scalars, sgd = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
+    state_bytes = sum(int(flat[size.dtype] * size.own) + scalars[size.dtype] for size in sizes)
+    if whole_tensors:
+        owned = [p for bucket, size in zip(buckets, sizes, strict=True) for p in size.owned(bucket, rank)]
+        state_bytes = sum(_tensor_state_bytes(optimizer_factory, param_groups, Counter(owned)))
+    rules = resolved_push(push or Push(), sgd=sgd)
+    return Needs(
+        parameters_bytes=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
+        master_bytes=sum(size.shard_bytes for size in sizes if size.is_cast),
+        optimizer_state_bytes=state_bytes,
+        threshold_bytes=_threshold_bytes(sizes, rules),
+        gradient_bytes=sum(size.shard_bytes for size in sizes),
+        backward_bytes=_most_gradient_bytes(sizes, ranks),
+        push_bytes=sum(_pushed_bytes(size, rules, density, rank) for size in sizes),
+        publish_bytes=sum((size.elements - size.parts[(rank + 1) % ranks]) * size.value_bytes for size in sizes),
+    )
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A bucket's elements, and how many each rank owns."""
+
+    dtype: torch.dtype
+    parts: tuple[int, ...]
+    own: int
+    largest: int
+    """Elements of its largest parameter."""
+    device: torch.device
+
+    @staticmethod
+    def of(bucket: Togetherness, partition: Partition, rank: int) -> "_Size":
+        elements = [parameter.numel() for parameter in bucket.parameters]
+        parts = partition.divide(elements).owned[0]
+        return _Size(bucket.parameters[0].dtype, parts, parts[rank], max(elements), bucket.parameters[0].device)
+
+    @property
+    def elements(self) -> int:
+        return sum(self.parts)
+
+    def owned(self, bucket: Togetherness, rank: int) -> list[tuple[torch.Size, torch.dtype]]:
+        """Return shape and type of the parameters of which a rank owns the first element: where they are whole, all."""
+        first, last = sum(self.parts[:rank]), sum(self.parts[: rank + 1])
+        starts = accumulate((p.numel() for p in bucket.parameters), initial=0)
+        placed = zip(bucket.parameters, starts, strict=False)
+        return [(p.shape or torch.Size((1,)), p.dtype) for p, start in placed if first <= start < last]
+
+    @property
+    def value_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is updated in another precision than it has."""
+        return master_type(self.dtype) != self.dtype
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of the own part, in the precision in which it is updated."""
+        return self.own * master_type(self.dtype).itemsize
+
+
+def _most_gradient_bytes(sizes: Sequence[_Size], ranks: int) -> int:
+    """Return the most that gradients take at once: while a bucket is filled, is under way, or is added by its owner.
+
+    What is in a lower precision than the owner's is cast as it is added, one message after another.
+    """
+    most = kept = under_way = 0
+    for size in sizes:
+        filled = size.value_bytes * (size.elements + size.largest)
+        most = max(most, kept + under_way + filled)
+        kept += size.shard_bytes
+        come = (ranks - 1) * size.own * size.value_bytes
+        cast = size.shard_bytes if size.is_cast and come else 0
+        under_way = size.value_bytes * size.elements + come
+        most = max(most, kept + under_way, kept + come + cast)
+    return most
+
+
+def _pushed_bytes(size: _Size, push: Push, density: float, rank: int) -> float:
+    """Return the bytes of the messages to all owners, and of the counts before them."""
+    if push.threshold is None:
+        return float((size.elements - size.own) * size.value_bytes)
+    others = [part for owner, part in enumerate(size.parts) if owner != rank]
+    return sum(COUNT_BYTES + _message_bytes(push, density * part, part, size.value_bytes) for part in others)
+
+
+def _message_bytes(push: Push, entries: float, elements: int, value_bytes: int) -> float:
+    encoding = chosen(push.encoding, entries=entries, elements=elements, value_bytes=value_bytes)
+    return message_bytes(encoding, entries=entries, elements=elements, value_bytes=value_bytes)
+
+
+def _threshold_bytes(sizes: Sequence[_Size], push: Push) -> int:
+    """Return the scratch memory of each type of parameters, and what is kept of the other owners' elements."""
+    if push.threshold is None:
+        return 0
+    total = 0
+    for dtype in dict.fromkeys(size.dtype for size in sizes):
+        alike = [size for size in sizes if size.dtype == dtype]
+        part, largest = max(max(size.parts) for size in alike), max(size.elements for size in alike)
+        flags, magnitudes = scratch_elements(part, largest, chunked=alike[0].device.type == "cpu")
+        total += flags + magnitudes * master_type(dtype).itemsize
+    if push.error_feedback:
+        kept = sum(size.elements - size.own for size in sizes)
+        total += kept * PRECISIONS[push.error_feedback_precision].itemsize
+    return total
+
+
+def _state_bytes(
+    factory: Callable[[list[Any]], torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]] | None,
+    dtypes: set[torch.dtype],
+) -> tuple[dict[torch.dtype, float], dict[torch.dtype, int], bool]:
+    """Return the optimizer's bytes for each element, and for each shard, by type; and whether it is SGD."""
+    sgd = False
+    flat: dict[torch.dtype, float] = {}
+    scalars: dict[torch.dtype, int] = {}
+    for dtype in dtypes:
+        probe, optimizer = _tried(factory, groups, SHAPE, dtype)
+        sgd = isinstance(optimizer, torch.optim.SGD)
+        made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+        flat[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape == probe.shape) / PROBE_ELEMENTS
+        scalars[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape != probe.shape)
+    return flat, scalars, sgd
+
+
+def _tried(
+    factory: Callable[[list[Any]], torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]] | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """Return a parameter of a shape, and its optimizer after a step with zero gradients."""
+    probe = nn.Parameter(torch.zeros(shape, dtype=master_type(dtype)))
+    probe.grad = torch.zeros_like(probe)
+    rest = [{**group, "params": []} for group in groups[1:]] if groups else []
+    optimizer = factory([{**groups[0], "params": [probe]}, *rest] if groups else [probe])
+    optimizer.step()
+    return probe, optimizer
+
+
+def _tensor_state_bytes(
+    factory: Callable[[list[Any]], torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]] | None,
+    owned: Mapping[tuple[torch.Size, torch.dtype], int],
+) -> Iterator[int]:
+    """Give the optimizer's bytes for parameters that it has whole, by shape, type and number."""
+    for (shape, dtype), count in owned.items():
+        probe, optimizer = _tried(factory, groups, shape, dtype)
+        made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+        yield count * sum(value.numel() * value.element_size() for value in made)

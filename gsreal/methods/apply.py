@@ -1,0 +1,60 @@
+"""A plan applied to a real module with what PyTorch has for it: one function per combination of policies."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from gsreal.gradient_sharding.sharded_parameters import gathered
+from gsreal.measure import Timeline
+from gsreal.methods.fully_sharded import fully_shard_parameters
+from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
+from gsreal.methods.pipeline_stages import StageModules
+from gsreal.methods.pipelined import pipeline_stages
+from gsreal.methods.replicated import all_reduce_gradients, train_alone
+from gsreal.methods.tensor import slice_blocks
+from gsreal.methods.tensor_slices import whole_parameter
+from gsreal.methods.training import Training, checkpoint_blocks, device_mesh
+from gsreal.run.rank_speed import Follower, SlowDevice
+from gssim.scenario import Scenario
+
+Apply = Callable[[Scenario, nn.Module, Timeline, torch.device], Training]
+APPLY: dict[tuple[str, str], Apply] = {
+    ("replicated", "local"): train_alone,
+    ("replicated", "all-reduce"): all_reduce_gradients,
+    ("gathered", "reduce-scatter"): fully_shard_parameters,
+    ("sharded", "reduce-scatter"): fully_shard_parameters,
+    ("replicated", "push"): push_gradients,
+    ("gathered", "push"): push_gradients,
+    ("sharded", "push"): push_gradients,
+}
+"""By parameters and gradients, where each rank has samples of its own."""
+
+
+def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """Return the module made ready for the scenario's plan on this rank."""
+    policies = scenario.policies
+    if policies.pp > 1:
+        return pipeline_stages(scenario, module, timeline, device)
+    if scenario.plan.recompute != "none":
+        checkpoint_blocks(scenario.workload.model, module, selective=scenario.plan.recompute == "selective")
+    if policies.tp > 1:
+        slice_blocks(scenario, module, timeline, device_mesh(policies.mesh, device)["tp"])
+    apply = APPLY[policies.parameters, policies.gradients]
+    if policies.partition == "weight-gradient":
+        apply = train_owned_layers
+    training = apply(scenario, module, timeline, device)
+    if scenario.plan.shares.replan:
+        training.follower = Follower(scenario, device)
+    if scenario.run.slowdowns:
+        training.slow = SlowDevice(timeline, device)
+    return training
+
+
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter whole, by name; those of other ranks are gathered (a collective)."""
+    if isinstance(module, StageModules):
+        return module.of_all_stages()
+    names = [name for name, _ in module.named_parameters()]
+    with gathered(module):
+        return {name.removeprefix("module."): whole_parameter(module, name) for name in names}

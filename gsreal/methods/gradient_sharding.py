@@ -1,0 +1,121 @@
+"""The same samples on every rank, each of which makes the weight gradients of its own layers alone and updates these.
+
+Gradient Sharding taken by its word: no gradient is ever sent. The other layers' parameters are frozen, so that autograd
+leaves out their weight gradients, and ends the backward at the first of the owned layers.
+
+Gradients pushed to the owners of their shards: Gradient Sharding.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gsreal.gradient_sharding import shard_gradients
+from gsreal.gradient_sharding.point_to_point import all_gather_v
+from gsreal.gradient_sharding.side_stream import Observer
+from gsreal.measure import Timeline
+from gsreal.methods.optimizers import make_optimizer
+from gsreal.methods.training import Training, blocks_of, data_mesh, device_mesh
+from gssim.plan import DATA_AXES, Policies
+from gssim.scenario import Scenario
+from gssim.workload import gradient_order, unrolled
+
+
+def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
+    plan, policies = scenario.plan, scenario.policies
+    ranks = policies.mesh.group(dist.get_rank(), *DATA_AXES)
+    layers, mesh = unrolled(scenario.workload.model), _mesh(policies, device)
+    order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
+    optimizer = shard_gradients(
+        module,
+        lambda shards: make_optimizer(scenario.workload, shards, device),
+        mesh=mesh,
+        parameters=policies.parameters,  # type: ignore[arg-type]  # one of the three that are pushed
+        units=blocks_of(scenario.workload.model, module) if policies.parameters != "replicated" else (),
+        shard_shares=[scenario.shard_shares[each] for each in ranks],
+        push=scenario.push,
+        publish=plan.publish,
+        publish_overlaps=policies.publish_overlaps,
+        overlap=None if plan.overlap else False,
+        point_to_point=policies.point_to_point,
+        bucket_bytes=plan.bucket_bytes,
+        first_bucket_bytes=plan.first_bucket_bytes,
+        parameter_order=order,
+        observe=_observer(timeline, mesh),
+    )
+
+    def syncing(leaves: bool) -> AbstractContextManager[None]:
+        return nullcontext() if leaves else optimizer.no_sync()
+
+    sync_each = policies.gradient_sync == "micro-batch"
+    return Training(module, optimizer, timeline, scale=0.0, sync_each=sync_each, syncing=syncing)
+
+
+def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:
+    """Return what records spans; of those that communicate, with whom: in the node, or across nodes."""
+    across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
+
+    def observe(label: str, phase: str) -> AbstractContextManager[None]:
+        if phase != "exposed_communication":
+            return timeline.span(label, phase)
+        in_node = label.startswith("reduce-scatter") or label.endswith("in the node")
+        return timeline.span(label, phase, inside if in_node else across)
+
+    return observe
+
+
+def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
+    """Return the ranks among which gradients are pushed, with those of their nodes where they are reduced there."""
+    if policies.push_axis == "dp_replicate":
+        return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
+    return data_mesh(policies, device, "dp_shard")
+
+
+def train_owned_layers(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+    """Train the rank's own layers, then publish them: all parameters are views of one flat replica."""
+    group = dist.group.WORLD
+    assert group is not None
+    names = [
+        [name for instance in unrolled(scenario.workload.model)[slice(*layers)] for name in instance.parameter_names]
+        for layers in scenario.owned_layers
+    ]
+    flat, ranges = flat_replica(module, names)
+    for tensor in [flat, *module.buffers()]:
+        dist.broadcast(tensor, 0, group=group)
+    own = set(names[dist.get_rank(group)])
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in own)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(scenario.workload, trained, device)
+
+    def publish(*_optimizer_and_arguments: Any) -> None:
+        with timeline.span("publish", "exposed_communication", group):
+            all_gather_v(flat, ranges, group=group)
+
+    optimizer.register_step_post_hook(publish)
+    return Training(module, optimizer, timeline, scale=0.0, last_gradient=[])
+
+
+def flat_replica(module: nn.Module, names: list[list[str]]) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Move all parameters into one tensor, part by part in the order of `names`; return it and each part's range.
+
+    The parameters stay views of it. They must have one data type and be on one device.
+    """
+    named = dict(module.named_parameters())
+    moved = [named[name] for part in names for name in part]
+    flat = torch.empty(sum(p.numel() for p in moved), dtype=moved[0].dtype, device=moved[0].device)
+    ranges, start = [], 0
+    for part in names:
+        first = start
+        for name in part:
+            place = flat[start : start + named[name].numel()]
+            place.copy_(named[name].detach().reshape(-1))
+            named[name].data = place.view(named[name].shape)
+            start += place.numel()
+        ranges.append((first, start))
+    return flat, ranges

@@ -1,0 +1,165 @@
+"""From a model file back to the real module, its inputs and its loss.
+
+Code that a file may name, and who allows it to run.
+
+Scenario, sweep and model files hold data, but a model file names the factory of its module, and `gsreal` calls that.
+Factories of `gsreal.models` and modules of `transformers.models` are trusted: what they do with plain data is to make
+a module. Any other code runs only where the command line has said so (--trust-code), or has named it itself.
+"""
+
+import importlib
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gsreal.model_files.hugging_face import auto_class, first_line, training_config
+from gssim.errors import UserError
+from gssim.workload import HuggingFace, ImageInput, Model, Module, TokenInput
+
+VARIABLE = "GSREAL_TRUST_CODE"
+"""Environment variable in which ranks find what the command line said; every command sets or removes it."""
+OURS = "gsreal.models"
+TRANSFORMERS = "transformers.models"
+
+
+def set_trust(trusted: bool) -> None:
+    """Allow, or no longer, any code that files name to run in this process and in those that it starts."""
+    if trusted:
+        os.environ[VARIABLE] = "1"
+    else:
+        os.environ.pop(VARIABLE, None)
+
+
+def check_factory(module: Module, *, where: str) -> None:
+    """Raise UserError where a model file names code that is not trusted; nothing is imported for that."""
+    if module.factory is None or os.environ.get(VARIABLE) == "1":
+        return
+    inside, _, name = _parts(module.factory)
+    ours = inside == OURS and not name.startswith("_")
+    if not (ours or f"{inside}.".startswith(f"{TRANSFORMERS}.")):
+        raise _refusal(module.factory, where)
+
+
+def imported_factory(module: Module, *, where: str) -> Any:
+    """Return what a module's factory names, if that may run here; raise UserError otherwise."""
+    check_factory(module, where=where)
+    assert module.factory is not None
+    inside, _, name = _parts(module.factory)
+    try:
+        found = getattr(importlib.import_module(inside), name)
+    except Exception as error:  # importing runs the user's code
+        from gsreal.model_files.hugging_face import first_line
+
+        raise UserError(
+            f"{where}: module.factory = '{module.factory}': cannot be imported: {first_line(error)}"
+        ) from error
+    if os.environ.get(VARIABLE) != "1" and not _makes_modules(found, inside):
+        raise _refusal(module.factory, where)
+    return found
+
+
+def _makes_modules(found: Any, inside: str) -> bool:
+    """Return whether a name of a trusted module is a factory defined there, not what that module has imported."""
+    from torch import nn
+
+    defined = str(getattr(found, "__module__", ""))
+    if inside == OURS:
+        return callable(found) and defined == OURS
+    return isinstance(found, type) and issubclass(found, nn.Module) and f"{defined}.".startswith(f"{TRANSFORMERS}.")
+
+
+def _parts(path: str) -> tuple[str, str, str]:
+    """Return (module, separator, name) of the dotted path `package.module.name` (or `package.module:name`)."""
+    return path.replace(":", ".").rpartition(".")
+
+
+def _refusal(path: str, where: str) -> UserError:
+    return UserError(
+        f"{where}: module.factory = '{path}': neither a factory of {OURS} nor a module of {TRANSFORMERS}; if you trust "
+        "its code, give --trust-code"
+    )
+
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def build_module(module: Module, *, where: str) -> nn.Module:
+    """Return the real module with freshly initialised parameters; `where` names the file in error messages.
+
+    This runs the module's factory, so it must be trusted, see `trust`.
+    """
+    if module.hugging_face is not None:
+        return _build_hugging_face(module.hugging_face, where)
+    factory = imported_factory(module, where=where)
+    try:
+        built = factory(**module.arguments)
+    except Exception as error:
+        raise UserError(f"{where}: module.arguments = {module.arguments!r}: {first_line(error)}") from error
+    if not isinstance(built, nn.Module):
+        raise UserError(f"{where}: module.factory = '{module.factory}': returns {type(built).__name__}, no nn.Module")
+    return built
+
+
+def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
+    config = training_config(source, where)
+    auto = auto_class(source, where)
+    try:
+        built = auto.from_config(config)
+    except Exception as error:
+        raise UserError(f"{where}: module.hugging_face: {first_line(error)}") from error
+    assert isinstance(built, nn.Module)
+    if source.auto_class.endswith("ForSequenceClassification"):
+        built.register_forward_pre_hook(partial(_without_padding, config.pad_token_id), with_kwargs=True)
+    return built
+
+
+def _without_padding(
+    padding: int | None, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tell a Hugging Face model which of its tokens are padding: it does not look by itself."""
+    if padding is None or "attention_mask" in kwargs:
+        return args, kwargs
+    return args, {**kwargs, "attention_mask": args[0] != padding}
+
+
+def example_batch(model: Model, *, batch_size: int, sequence_length: int | None) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of the right shape and type: zeros, for tracing (ones, where zero is padding)."""
+    source = model.input
+    if isinstance(source, TokenInput):
+        shape = (batch_size, sequence_length or 1)
+        inputs = torch.full(shape, int(source.padding == 0), dtype=torch.int64)
+        return inputs, torch.zeros(shape if source.classes is None else batch_size, dtype=torch.int64)
+    assert isinstance(source, ImageInput)
+    return torch.zeros((batch_size, *source.shape)), torch.zeros(batch_size, dtype=torch.int64)
+
+
+def random_batch(
+    model: Model, batch_size: int, sequence_length: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of the right shape and type, by chance: for timing."""
+    inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
+    if inputs.is_floating_point():
+        return torch.rand_like(inputs).to(dtype), targets
+    source = model.input
+    assert isinstance(source, TokenInput)  # its inputs are whole numbers
+    return torch.randint_like(inputs, 1, 200), torch.randint_like(targets, source.classes or 200)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits in a module's output: a tensor, a Hugging Face output, or the first of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    found = output[0] if logits is None else logits
+    assert isinstance(found, Tensor)
+    return found
+
+
+def loss_of(output: Any, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over all targets that are not masked out (-100)."""
+    logits = logits_of(output)
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))

@@ -1,0 +1,213 @@
+"""From what steps at several shapes showed to functions of batch size and sequence length."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import groupby
+from typing import Any
+
+from gsreal.model_files.layers import LOSS
+from gsreal.model_files.recorder import Again, Record, Work
+from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
+
+
+class NoPolynomialError(Exception):
+    """A quantity that is no polynomial in batch size and sequence length."""
+
+
+Shape = tuple[int, int | None] | tuple[int, int | None, int]
+"""Batch size, sequence length, and where blocks are cut the units of each that are held."""
+
+
+def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
+    """Return all layers, their quantities as functions of the shape; `check` is the record that must agree."""
+    first = next(iter(records.values()))
+    everything = {**records, checked: check}
+    if any(len(r.alive) != len(first.alive) or r.modules != first.modules for r in everything.values()):
+        raise NoPolynomialError("the operations depend on batch size or sequence length")
+
+    def fit(read: Any, what: str) -> Polynomial:
+        return fitted_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
+
+    layers = []
+    for index, name in enumerate([*first.modules, LOSS]):
+        costs: dict[str, Any] = {}
+        for key, phase in (("forward", "f"), ("backward", "b")):
+            place = (index, phase)
+            costs[f"{key}_flop"] = fit(lambda r, p=place: r.flop[p], f"{name}: FLOP")
+            costs[f"{key}_bytes"] = fit(lambda r, p=place: r.bytes_moved[p], f"{name}: bytes")
+            costs[f"{key}_streamed_bytes"] = fit(lambda r, p=place: r.streamed[p], f"{name}: streamed bytes")
+        if name in first.blocks:
+            costs |= _recomputed(first, index, name, fit)
+        layers.append(
+            Layer(
+                name=name,
+                modules=(name,) if index < len(first.modules) else (),
+                block=name in first.blocks,
+                parameters=parameters_of(everything, index, name),
+                saved_bytes=fit(lambda r, i=index: r.saved[i], f"{name}: saved bytes"),
+                output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
+                forward_operations=first.operations[index, "f"],
+                backward_operations=first.operations[index, "b"],
+                buffers=fitted_buffers(everything, checked, index, name),
+                units=first.units.get(index),
+                reductions=_reductions(everything, index, fit),
+                linear=first.linear.get(index),
+                **costs,
+            )
+        )
+    return layers
+
+
+def _recomputed(
+    first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
+) -> dict[str, Any]:
+    """Return what of a block's forward checkpointing runs again, and selective checkpointing; what the latter keeps."""
+
+    def cost(kind: str, read: Callable[[Again], Work]) -> dict[str, Any]:
+        def work(record: Record) -> Work:
+            return read(record.until_saved.get(index, Again()))
+
+        return {
+            f"{kind}_flop": fit(lambda r: work(r).flop, f"{name}: recomputed FLOP"),
+            f"{kind}_bytes": fit(lambda r: work(r).bytes_moved, f"{name}: recomputed bytes"),
+            f"{kind}_streamed_bytes": fit(lambda r: work(r).streamed, f"{name}: recomputed streamed bytes"),
+            f"{kind}_operations": work(first).operations,
+        }
+
+    found = cost("recompute", lambda again: again.work)
+    counted = [-1, *first.counted[index, "f"]]
+    found["recompute_positions"] = counted[found["recompute_operations"]] + 1
+    found["recompute_releases"] = tuple(
+        counted[-1] if alive.unsaved is None else alive.unsaved
+        for alive in first.alive
+        if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
+        if alive.freed[0] <= index
+    )
+    if index not in first.overwritten:
+        found |= cost("selective", lambda again: again.light)
+        found["selective_positions"] = tuple(first.heavy[index])
+    return found
+
+
+def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
+    """Return the parameters that a layer is the first to use."""
+    (_, _, *held), first = next(iter(everything.items()))
+    found = []
+    for name, (layer, shape, born, ready) in first.parameters.items():
+        if layer == index:
+            short = "{}" + name[len(module) :] if name.startswith(module + ".") else name
+            differing = {
+                dimension
+                for record in everything.values()
+                for dimension, size in enumerate(record.parameters[name][1])
+                if size != shape[dimension]
+            }
+            cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
+            sizes = _of_a_unit(shape, cut, held)
+            found.append(Parameter(short, sizes, _moment(born, index), _moment(ready, index), cut))
+    return tuple(found)
+
+
+def _of_a_unit(shape: tuple[int, ...], cut: int | None, held: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with the size of one unit in the dimension that is cut, from that of those that are held."""
+    return tuple(size // sum(held) if dimension == cut else size for dimension, size in enumerate(shape))
+
+
+def _reductions(
+    everything: dict[Shape, Record], index: int, fit: Callable[[Callable[[Record], int], str], Polynomial]
+) -> tuple[Reduction, ...]:
+    moments = {tuple(at for at, _ in record.reductions.get(index, ())) for record in everything.values()}
+    if len(moments) > 1:
+        raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")
+    found = []
+    for number, at in enumerate(moments.pop()):
+
+        def size(record: Record, number: int = number) -> int:
+            return record.reductions[index][number][1]
+
+        found.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks")))
+    return tuple(found)
+
+
+def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
+    return Moment("end") if at is None else Moment(at[1], at[2], at[0] - layer)
+
+
+def fitted_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
+    """Return the buffers that a layer makes, their sizes as functions of the shape."""
+    first = next(iter(everything.values()))
+    found = []
+    for number, alive in enumerate(first.alive):
+        if alive.born[0] != index or (alive.freed == alive.born and alive.size_bytes == 0):
+            continue
+        sizes = {shape: record.alive[number].size_bytes for shape, record in everything.items()}
+        lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
+        if len(lives) > 1:
+            raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
+        kept = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
+        found.append(
+            Buffer(
+                born=_moment(alive.born, index),
+                freed=_moment(alive.freed, index),
+                category="activations" if kept else "temporaries",
+                size_bytes=fitted_polynomial(sizes, checked, f"{name}: a buffer"),
+            )
+        )
+    return tuple(found)
+
+
+def fitted_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
+    """Return the polynomial through all values but the checked one, which it must meet too."""
+    shapes = [shape for shape in values if shape != checked]
+    lengths = {shape[1] for shape in shapes}
+    held = (0, 1) if len(checked) > 2 else (0,)
+    powers = [(i, j, k) for k in held for j in range(len(lengths)) for i in (0, 1)]
+    rows = [[Fraction(b**i * (s or 1) ** j * (sum(u) ** k)) for i, j, k in powers] for b, s, *u in shapes]
+    solution = _solve(rows, [Fraction(values[shape]) for shape in shapes])
+    if any(c.denominator != 1 for c in solution):
+        raise NoPolynomialError(f"{what} is no whole polynomial in batch size and sequence length")
+    terms, unit_terms = (
+        tuple((int(c), i, j) for c, (i, j, k) in zip(solution, powers, strict=True) if c and k == by_unit)
+        for by_unit in (0, 1)
+    )
+    fitted = Polynomial(terms if terms or unit_terms else ((0, 0, 0),), unit_terms)  # what "0" is parsed to
+    if fitted.held(sum(checked[2:])).at(b=checked[0], s=checked[1] or 1) != values[checked]:
+        raise NoPolynomialError(f"{what} is no polynomial in batch size and sequence length")
+    return fitted
+
+
+def _solve(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction]:
+    """Return the exact solution of a small square linear system (Gauss-Jordan on fractions)."""
+    table = [[*row, value] for row, value in zip(rows, values, strict=True)]
+    size = len(table)
+    for column in range(size):
+        pivot = next(r for r in range(column, size) if table[r][column])
+        table[column], table[pivot] = table[pivot], table[column]
+        table[column] = [v / table[column][column] for v in table[column]]
+        for r in range(size):
+            if r != column and table[r][column]:
+                factor = table[r][column]
+                table[r] = [v - factor * p for v, p in zip(table[r], table[column], strict=True)]
+    return [row[-1] for row in table]
+
+
+def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
+    """Return layers with neighbours that differ only in their module put together.
+
+    Of what is left of them where others are frozen, only when buffers end in their neighbours differs, which is found
+    again from these. The second has all of it, the model's first layer has not.
+    """
+    groups = []
+    for _, members in groupby(layers, key=but_for_the_name):
+        run = list(members)
+        modules = tuple(m for layer in run for m in layer.modules)
+        name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
+        groups.append(replace(run[min(1, len(run) - 1)], name=name or run[0].name, modules=modules))
+    return tuple(groups)
+
+
+def but_for_the_name(layer: Layer) -> str:
+    """Return what is the same for layers that one entry of a model file may stand for."""
+    nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
+    return repr(replace(layer, **nothing))

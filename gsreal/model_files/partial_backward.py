@@ -1,0 +1,178 @@
+"""What is left of every layer where a rank trains only some: steps with all other parameters frozen.
+
+Three kinds of steps are traced: nothing is trained (autograd keeps nothing), the first layer alone (all others pass
+gradients on), and each layer alone (it gets its weight gradients, but its input no gradient). How these are put
+together for any run of layers that a rank owns is `gssim.program.owned`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from gsreal.model_files.build import example_batch, logits_of, loss_of
+from gsreal.model_files.fit import NoPolynomialError, Shape, fitted_buffers, fitted_polynomial, parameters_of
+from gsreal.model_files.layers import layer_boundaries
+from gsreal.model_files.recorder import Record, Recorder
+from gsreal.model_files.step import fake_module, known_storages, without_values
+from gssim.workload import Layer, Model, Moment, PartialBackward, handed_back, handed_on
+
+Records = dict[Shape, Record]
+NOTHING, FIRST = -1, 0
+"""Steps in which nothing is trained, and only the first layer; any other number stands for that layer alone."""
+
+
+def with_parts(
+    model: Model, layers: Sequence[Layer], shapes: Sequence[Shape], checked: Shape, *, where: str
+) -> list[Layer]:
+    """Return `layers` (one for each module) with what is left of them where a rank trains only some.
+
+    As they are where each layer is not a function of the one before it alone, or where what it does depends on the
+    shape: the file then says nothing of it, and a plan that needs it is refused.
+    """
+    if not _is_chain(layers):
+        return list(layers)
+    steps: dict[int, Records] = {step: {} for step in (NOTHING, FIRST, *_representatives(layers).values())}
+    for shape in (*shapes, checked):
+        for step, record in recorded(model, layers, list(steps), shape, where).items():
+            steps[step][shape] = record
+    try:
+        return _fitted(layers, steps, checked)
+    except NoPolynomialError:
+        return list(layers)
+
+
+def _is_chain(layers: Sequence[Layer]) -> bool:
+    """Return whether each layer uses what the one before it made, and parameters of its own, alone.
+
+    The gradient of a parameter that two layers use (tied embeddings) would be a buffer between layers far apart.
+    """
+    buffers = [buffer for layer in layers if layer.modules for buffer in layer.buffers]
+    parameters = [parameter for layer in layers for parameter in layer.parameters]
+    moments = [moment for buffer in buffers for moment in (buffer.born, buffer.freed)]
+    near = all(abs(moment.layer_offset) <= 1 for moment in moments)
+    return near and bool(layers[0].parameters) and not any(p.born.layer_offset for p in parameters)
+
+
+def _parameter_names(layer: Layer) -> list[str]:
+    return [p.name.replace("{}", layer.modules[0] if layer.modules else layer.name) for p in layer.parameters]
+
+
+def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
+    """Return each layer that may be the deepest trained one -> the first of the layers that do the same.
+
+    What lies beside it may differ: only where buffers end that are handed on to other layers tells of that.
+    """
+    found: dict[str, int] = {}
+    return {
+        index: found.setdefault(_what_it_does(layer), index)
+        for index, layer in enumerate(layers)
+        if index > 0 and layer.parameters
+    }
+
+
+def _what_it_does(layer: Layer) -> str:
+    buffers = [
+        replace(buffer, freed=Moment(buffer.freed.phase, 0, buffer.freed.layer_offset))
+        if buffer.freed.layer_offset
+        else buffer
+        for buffer in layer.buffers
+    ]
+    return repr(replace(layer, name="", modules=(), buffers=tuple(buffers)))
+
+
+def recorded(
+    model: Model, layers: Sequence[Layer], steps: Sequence[int], shape: Shape, where: str
+) -> dict[int, Record]:
+    """Return what each of the steps shows at one shape; `layers`: one for each module."""
+    found = {}
+    names = [layer.name for layer in layers if layer.modules]
+    with without_values(model):
+        module = fake_module(model, where)
+        module.train()
+        inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])
+        for step in steps:
+            trained = set(_parameter_names(layers[step])) if step != NOTHING else set()
+            found[step] = record_trained(module, names, trained, inputs, targets)
+    return found
+
+
+def record_trained(
+    module: nn.Module, names: list[str], trained: AbstractSet[str], inputs: Tensor, targets: Tensor
+) -> Record:
+    """Return what a step shows in which only the `trained` parameters are; `names`: the modules at which layers begin.
+
+    To be called under fake tensors; it freezes the module's other parameters.
+    """
+    record = Record(names, blocks=set())
+    recorder = Recorder(record, known_storages(module, inputs, targets))
+    ready: dict[str, tuple[int, str, int]] = {}
+    handles = []
+    for name, parameter in module.named_parameters():
+        parameter.grad = None
+        parameter.requires_grad_(name in trained)
+        if name in trained:
+            hook = _noting(ready, name, recorder.now)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    with recorder, layer_boundaries(module, names, enter=recorder.enter) as out:
+        loss = loss_of(out(logits_of(module(inputs))), targets)
+        if trained:
+            recorder.enter(len(names), "b")
+            loss.backward()
+    for handle in handles:
+        handle.remove()
+    gradients = set()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            alive = recorder.live[parameter.grad.untyped_storage()._cdata]
+            gradients.add(id(alive))
+            layer = recorder.first_use[parameter.untyped_storage()._cdata]
+            record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
+    record.alive = [alive for alive in record.alive if id(alive) not in gradients]
+    return record
+
+
+def _noting(
+    ready: dict[str, tuple[int, str, int]], name: str, now: Callable[[], tuple[int, str, int]]
+) -> Callable[[Tensor], None]:
+    def hook(_parameter: Tensor) -> None:
+        ready[name] = now()
+
+    return hook
+
+
+def _fitted(layers: Sequence[Layer], steps: Mapping[int, Records], checked: Shape) -> list[Layer]:
+    """Return the layers with their parts, as functions of the shape."""
+    likes = _representatives(layers)
+    frozen = [None, *(_part(steps[FIRST], checked, layers, k) for k in range(1, len(layers)))]
+    alone = {k: _part(steps[k], checked, layers, k) for k in set(likes.values())}
+    found = []
+    for index, layer in enumerate(layers):
+        part = alone.get(likes.get(index, -1))
+        untrained = fitted_buffers(steps[NOTHING], checked, index, layer.name)
+        found.append(replace(layer, untrained_buffers=untrained, frozen=frozen[index], deepest=part))
+    return found
+
+
+def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int) -> PartialBackward:
+    """Return what the steps show of one layer's backward."""
+    first = next(iter(records.values()))
+    if any(len(record.alive) != len(first.alive) for record in records.values()):
+        raise NoPolynomialError("the operations depend on batch size or sequence length")
+    name, place = layers[index].name, (index, "b")
+    flop = {shape: record.flop[place] for shape, record in records.items()}
+    moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
+    streamed = {shape: record.streamed[place] for shape, record in records.items()}
+    handed = handed_on(fitted_buffers(records, checked, index - 1, name))
+    back = handed_back(fitted_buffers(records, checked, index + 1, name))
+    return PartialBackward(
+        backward_flop=fitted_polynomial(flop, checked, f"{name}: FLOP"),
+        backward_bytes=fitted_polynomial(moved, checked, f"{name}: bytes"),
+        backward_streamed_bytes=fitted_polynomial(streamed, checked, f"{name}: streamed bytes"),
+        backward_operations=first.operations[place],
+        parameters=parameters_of(records, index, name),
+        buffers=fitted_buffers(records, checked, index, name),
+        input_freed=replace(handed.freed, layer_offset=0) if handed and handed.freed.layer_offset == 1 else None,
+        gradient_freed=replace(back.freed, layer_offset=0) if back else None,
+    )

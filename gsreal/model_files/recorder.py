@@ -1,0 +1,335 @@
+"""What the operations of one training step do, seen under fake tensors.
+
+FLOP of PyTorch's operations: those of matrix products, convolutions and attention; all others take time by bytes.
+
+Every operation on floating-point numbers is either counted by a formula, or known to be bound by the bytes it moves.
+One that is neither is refused: it would count nothing, however much it computes.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from gsreal.methods.recompute import COMPUTE_HEAVY
+
+aten = torch.ops.aten
+
+
+class UnknownOperationError(Exception):
+    """An operation on floating-point numbers that does an unknown number of FLOP."""
+
+
+# torch counts no FLOP for these; their arguments begin as those of the operations that it counts
+ALIASES = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_fused_attention_overrideable: aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: (
+        aten._scaled_dot_product_efficient_attention_backward
+    ),
+    aten._addmm_activation: aten.addmm,
+}
+
+
+def _grouped_product_flop(a: Tensor, b: Tensor, *_rest: Any, **_settings: Any) -> int:
+    """Return the FLOP of the products of a group's rows (or columns) with the group's matrix, of all groups.
+
+    Each row of a belongs to one group, so that the groups' sizes make no difference. Two matrices of two dimensions
+    are cut along what they have in common, as in the gradient of the groups' matrices.
+    """
+    batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    rows, common, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+    return 2 * batch * rows * common * columns
+
+
+def _convolution_backward_flop(gradient: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_settings: Any) -> int:
+    """Return the FLOP of the gradients of input and weight, each as many as the forward's.
+
+    torch's own formula takes the weight's gradient of a convolution in groups for that of one without.
+    """
+    transposed, wanted = rest[4], rest[7]
+    places = (inputs if transposed else gradient).shape
+    return sum(wanted[:2]) * 2 * places[0] * prod(places[2:]) * prod(weight.shape)
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._grouped_mm: _grouped_product_flop,
+    aten.convolution_backward: _convolution_backward_flop,
+    aten.mv: lambda a, *_rest, **_settings: 2 * a.numel(),
+    aten.addmv: lambda _bias, a, *_rest, **_settings: 2 * a.numel(),
+    aten.dot: lambda a, *_rest, **_settings: 2 * a.numel(),
+    aten.vdot: lambda a, *_rest, **_settings: 2 * a.numel(),
+    aten.addbmm: lambda _bias, a, b, *_rest, **_settings: 2 * prod(a.shape) * b.shape[-1],
+}
+"""Of operations that torch's counter does not know, or miscounts; they take tensors."""
+
+# without leading and trailing underscores, and without the suffixes below
+SUFFIXES = ("_backward_data", "_backward", "_forward", "_functional", "_copy", "_impl")
+FAMILIES = (
+    *("adaptive_avg_pool", "adaptive_max_pool", "assert", "avg_pool", "batch_norm", "embedding_bag", "empty", "fake"),
+    *("fractional_max_pool", "functional_assert", "grid_sampler_", "max_pool", "max_unpool", "native_batch_norm"),
+    *("new_", "rand", "reflection_pad", "replication_pad", "unique", "upsample_"),
+)
+"""First words of operations that are bound by the bytes they move."""
+BOUND_BY_BYTES = (
+    # made, filled, drawn
+    "arange bernoulli cauchy complex exponential eye fill full full_like geometric linspace log_normal logspace "
+    "multinomial normal ones ones_like poisson polar scalar_tensor uniform zero zeros zeros_like "
+    # moved
+    "alias as_strided as_strided_scatter block_diag cat channel_shuffle chunk_cat clone col2im constant_pad_nd copy "
+    "detach diag_embed diagonal diagonal_scatter embedding embedding_dense embedding_renorm expand flip gather im2col "
+    "index index_add index_copy index_fill index_put index_reduce index_select lift_fresh masked_fill masked_scatter "
+    "masked_select narrow nonzero nonzero_static permute pin_memory pixel_shuffle pixel_unshuffle put repeat "
+    "repeat_interleave reshape resize resize_as roll rot90 scatter scatter_add scatter_reduce select select_scatter "
+    "slice slice_scatter split split_with_sizes squeeze stack t take to to_copy trace transpose tril triu unbind "
+    "unfold unsafe_index unsafe_index_put unsafe_masked_index unsafe_masked_index_put_accumulate unsafe_split "
+    "unsafe_split_with_sizes unsafe_view unsqueeze view view_as_complex view_as_real "
+    # element by element
+    "addr amp_update_scale dequantize dropout elu fused_dropout gelu glu hardshrink hardsigmoid hardswish hardtanh "
+    "leaky_relu local_scalar_dense log_sigmoid masked_scale native_dropout prelu_kernel rrelu_with_noise rsub softplus "
+    "softshrink threshold "
+    # norms, softmax, losses
+    "binary_cross_entropy binary_cross_entropy_with_logits cudnn_batch_norm fused_rms_norm huber_loss log_softmax "
+    "masked_softmax miopen_batch_norm mse_loss multi_margin_loss multilabel_margin_loss native_group_norm "
+    "native_layer_norm native_norm nll_loss nll_loss2d renorm safe_softmax smooth_l1_loss soft_margin_loss softmax "
+    "weight_norm_interface "
+    # reductions, scans, sorts
+    "all allclose amax amin aminmax any argmax argmin bincount bucketize count_nonzero cummax cummax_helper cummin "
+    "cummin_helper cumprod cumsum dist equal fused_sdp_choice histc is_all_true is_any_true isin kthvalue "
+    "linalg_cross linalg_vector_norm logcumsumexp logsumexp max mean median min mode nanmedian nansum norm prod "
+    "searchsorted sort std std_mean sum topk var var_mean"
+)
+"""Operations that are bound by the bytes they move, beside those that torch marks as element by element."""
+NAMES = frozenset(BOUND_BY_BYTES.split())
+TAGS = {tag for tag in (torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)) if tag is not None}
+
+
+def flop_of(func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]) -> int:
+    """Return the FLOP of one operation; `tensors`: its inputs and outputs. Raises UnknownOperationError."""
+    packet = ALIASES.get(func._overloadpacket, func._overloadpacket)
+    if packet in FORMULAS:
+        return FORMULAS[packet](*args, **kwargs)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    if is_bound_by_bytes(func) or not any(t.is_floating_point() or t.is_complex() for t in tensors):
+        return 0
+    raise UnknownOperationError(
+        f"the operation {func._overloadpacket} does an unknown number of FLOP; where the module is defined, state it "
+        "with torch.utils.flop_counter.register_flop_formula (0, where its time depends on the bytes that it moves)"
+    )
+
+
+def is_bound_by_bytes(func: Any) -> bool:
+    """Return whether an operation's time is that of the bytes which it reads and writes."""
+    if func.namespace not in ("aten", "prims", "prim"):
+        return False
+    if TAGS & set(func.tags):
+        return True
+    name = func._overloadpacket.__name__.strip("_")
+    if name.startswith("foreach_"):
+        return name != "foreach_mm"
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name in NAMES or name.startswith(FAMILIES)
+
+
+@dataclass
+class Alive:
+    """One storage that an operation created, with the absolute moments (layer, phase, position) of its life."""
+
+    size_bytes: int
+    born: tuple[int, str, int]
+    freed: tuple[int, str, int] | None = None
+    unsaved: int | None = None
+    """Position of its own layer's forward at which it would go if autograd did not save it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What operations do."""
+
+    flop: int = 0
+    bytes_moved: int = 0
+    operations: int = 0
+    streamed: int = 0
+    """Of `bytes_moved`, those of operations without FLOP (all but matrix products, convolutions and attention) that
+    move something: `_unsafe_view`, which torch does not call a view, is one."""
+
+    def __add__(self, other: "Work") -> "Work":
+        """Return what both do."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(one + another for one, another in pairs))
+
+    def times(self, count: int) -> "Work":
+        """Return what so many of them do."""
+        return Work(*(count * one for one in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Again:
+    """What checkpointing runs again of a module's forward."""
+
+    work: Work = Work()
+    light: Work = Work()
+    """Of that, what is not compute-heavy."""
+
+
+@dataclass
+class Record:
+    """What one traced step showed, per layer index."""
+
+    modules: list[str]
+    blocks: set[str]
+    flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    streamed: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Of `bytes_moved`, those of operations without FLOP that move something."""
+    operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    until_saved: dict[int, Again] = field(default_factory=dict)
+    """What a module's forward does until autograd has saved the last of its tensors: checkpointing repeats that."""
+    counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Positions at which operations (not views) run, by layer and phase."""
+    names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Their names."""
+    by_operation: dict[int, dict[str, Work]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Work)))
+    """By layer: name of an operation -> its work, forward and backward."""
+    heavy: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Those of compute-heavy operations."""
+    overwritten: set[int] = field(default_factory=set)
+    """Layers that change the output of a compute-heavy operation in place, so that it cannot be kept."""
+    alive: list[Alive] = field(default_factory=list)
+    parameters: dict[str, tuple[int, tuple[int, ...], tuple[int, str, int], tuple[int, str, int]]] = field(
+        default_factory=dict
+    )
+    """Name -> (layer of first use, shape, gradient born, gradient ready)."""
+    units: dict[int, int] = field(default_factory=dict)
+    """Of blocks that are cut: into how many units they can be."""
+    linear: dict[int, bool] = field(default_factory=dict)
+    """Of blocks that are cut: whether all that is cut are linear maps."""
+    reductions: dict[int, list[tuple[tuple[int, str, int], int]]] = field(default_factory=lambda: defaultdict(list))
+    """Of blocks that are cut: moment and bytes of every sum over the ranks."""
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operation of a step and books it on the layer that runs."""
+
+    def __init__(self, record: Record, known: set[int]) -> None:
+        super().__init__()
+        self.record, self.known = record, known
+        self.layer, self.phase = 0, "f"
+        self.position: dict[tuple[int, str], int] = defaultdict(lambda: -1)
+        self.live: dict[int, Alive] = {}
+        self.first_use: dict[int, int] = {}
+        self.light: dict[tuple[int, str], Work] = defaultdict(Work)
+
+    def enter(self, layer: int, phase: str) -> None:
+        """Book what comes to a phase of a layer."""
+        self.layer, self.phase = layer, phase
+
+    def work(self) -> Work:
+        """Return what the present phase of the present layer has done so far."""
+        place, record = (self.layer, self.phase), self.record
+        return Work(record.flop[place], record.bytes_moved[place], record.operations[place], record.streamed[place])
+
+    def again(self) -> Again:
+        """Return what is run again where the present layer's forward need not go on."""
+        return Again(self.work(), self.light[self.layer, self.phase])
+
+    def now(self) -> tuple[int, str, int]:
+        """Return the moment: layer, phase, position."""
+        place = (self.layer, self.phase)
+        return (*place, max(0, self.position[place]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = (self.layer, self.phase)
+        self.position[place] += 1
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in inputs:
+            key = tensor.untyped_storage()._cdata
+            if key in self.known:
+                self.first_use.setdefault(key, self.layer)
+        self._written(func, args)
+        result = func(*args, **kwargs)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if not func.is_view and (outputs or func._schema.is_mutable):
+            self._count(func, args, kwargs, result, inputs, outputs, place)
+        for tensor in outputs:
+            self._born(tensor)
+        return result
+
+    def _count(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        place: tuple[int, str],
+    ) -> None:
+        flop = flop_of(func, args, kwargs, result, [*inputs, *outputs])
+        moved = sum({id(t): t.numel() * t.element_size() for t in [*inputs, *outputs]}.values())
+        work = Work(flop, moved, 1, 0 if flop or _is_alias(func, inputs, outputs) else moved)
+        self.record.flop[place] += work.flop
+        self.record.bytes_moved[place] += work.bytes_moved
+        self.record.streamed[place] += work.streamed
+        self.record.operations[place] += 1
+        self.record.by_operation[place[0]][str(func._overloadpacket)] += work
+        heavy = func in COMPUTE_HEAVY
+        if not heavy:
+            self.light[place] += work if flop else replace(work, bytes_moved=work.streamed)
+        self.record.counted[place].append(self.position[place])
+        self.record.names[place].append(str(func))
+        if heavy and place[1] == "f":
+            self.record.heavy[place[0]].append(self.position[place])
+
+    def _written(self, func: Any, args: Any) -> None:
+        """Note the layer whose compute-heavy operation made what is now changed in place."""
+        if self.phase != "f" or not func._schema.is_mutable:
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor):
+                alive = self.live.get(value.untyped_storage()._cdata)
+                if alive is not None and alive.born[2] in self.record.heavy[alive.born[0]]:
+                    self.record.overwritten.add(alive.born[0])
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Stand in for a sum over ranks: what torch's functional all-reduce does on its own rank, which is a copy."""
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        self.record.reductions[self.layer].append((self.now(), copy.numel() * copy.element_size()))
+        return copy
+
+    def _born(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live or key in self.known:
+            return
+        alive = Alive(storage.nbytes(), self.now())
+        self.live[key] = alive
+        self.record.alive.append(alive)
+        weakref.finalize(storage, self._freed, key, alive)
+
+    def _freed(self, key: int, alive: Alive) -> None:
+        alive.freed = self.now()
+        if self.live.get(key) is alive:
+            del self.live[key]
+
+
+def _is_alias(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Return whether an operation writes nothing, and hands on what it reads."""
+    if func._schema.is_mutable:
+        return False
+    there = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.untyped_storage()._cdata in there for tensor in outputs)

@@ -1,0 +1,189 @@
+"""A deep model is traced with a few of its blocks, and those in the middle are repeated.
+
+What costs time in a trace is the number of blocks, and blocks that are built alike do the same wherever they stand: all
+but the first and the last, beside which other layers are. So a sibling with a few blocks is traced, made by the
+model's own factory or config, and the layers of its middle, which must prove to be equal, are repeated.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from gsreal.model_files.fit import but_for_the_name
+from gsreal.model_files.layers import layer_modules
+from gsreal.model_files.step import fake_module, without_values
+from gssim.errors import UserError
+from gssim.workload import Buffer, Layer, Model, Module, Moment, Parameter, PartialBackward, Reduction
+
+KEPT = 5
+"""Blocks of the sibling: the first, the last, and between them three, of which one has equal ones on both sides."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The blocks of a model: the path of what holds them, and how many they are."""
+
+    path: str
+    count: int
+
+
+def shortened(model: Model, where: str) -> tuple[Model, Stack] | None:
+    """Return the model with `KEPT` of its blocks, and what it has more of; None where no such sibling is known.
+
+    It is known where one argument of the factory, or key of the config, is the number of blocks.
+    """
+    with without_values(model):
+        whole = fake_module(model, where)
+        stack = _stack(whole)
+        if stack is None or stack.count <= KEPT or not _all_alike(whole, stack):
+            return None
+        for module in _siblings(model.module, stack.count):
+            short = replace(model, module=module)
+            try:
+                made = fake_module(short, where)
+            except UserError:  # the number was another's
+                continue
+            if _stack(made) == Stack(stack.path, KEPT) and _is_sibling(made, whole, stack):
+                return short, stack
+    return None
+
+
+def _stack(module: nn.Module) -> Stack | None:
+    """Return the module's longest stack of blocks."""
+    counts: dict[str, int] = defaultdict(int)
+    for path, is_block in layer_modules(module).items():
+        counts[path.rpartition(".")[0]] += is_block
+    found = max(counts, key=lambda path: counts[path], default="")
+    return Stack(found, counts[found]) if counts.get(found) else None
+
+
+def _siblings(module: Module, count: int) -> Iterator[Module]:
+    """Yield the module with one of its numbers, which is that of blocks, made smaller."""
+    source = module.hugging_face
+    settings = module.arguments if source is None else source.config
+    keys = [key for key, value in settings.items() if value == count and isinstance(value, int)]
+    if source is None:
+        yield from (replace(module, arguments={**settings, key: KEPT}) for key in keys)
+        return
+    for key in [*keys, "num_hidden_layers"]:  # every config has it, under this name or as an alias
+        yield replace(module, hugging_face=replace(source, config={**settings, key: KEPT}))
+
+
+def _all_alike(module: nn.Module, stack: Stack) -> bool:
+    first = module.get_submodule(f"{stack.path}.0")
+    return all(_alike(module.get_submodule(f"{stack.path}.{i}"), first, i) for i in range(stack.count))
+
+
+def _alike(block: nn.Module, first: nn.Module, number: int) -> bool:
+    """Return whether a block is built as the stack's first is, but for its own number."""
+    modules, others = dict(block.named_modules()), dict(first.named_modules())
+    return (
+        modules.keys() == others.keys()
+        and _shapes(block) == _shapes(first)
+        and all(_same_settings(modules[name], others[name], number) for name in modules)
+    )
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
+
+
+def _same_settings(module: nn.Module, other: nn.Module, number: int) -> bool:
+    settings, others = _settings(module), _settings(other)
+    if type(module) is not type(other) or settings.keys() != others.keys():
+        return False
+    return all(value == others[key] or (value == number and others[key] == 0) for key, value in settings.items())
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return what the module's own code may ask of it; a container's keys and a module's tensors are compared apart."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {key: value for key, value in vars(module).items() if key[0] != "_" and isinstance(value, plain)}
+
+
+def _is_sibling(made: nn.Module, whole: nn.Module, stack: Stack) -> bool:
+    """Return whether all but the number of blocks is the same."""
+    inside = f"{stack.path}."
+    rest, other = ({k: v for k, v in _shapes(m).items() if not k.startswith(inside)} for m in (made, whole))
+    block = whole.get_submodule(f"{stack.path}.0")
+    return rest == other and all(_alike(made.get_submodule(f"{stack.path}.{i}"), block, i) for i in range(KEPT))
+
+
+def lengthened(layers: Sequence[Layer], stack: Stack) -> list[Layer] | None:
+    """Return the layers (one for each module) of the whole model, from those of the one with `KEPT` blocks.
+
+    None where its middle blocks differ, or use what is not beside them: all of the model must be traced.
+    """
+    paths = [f"{stack.path}.{i}" for i in range(KEPT)]
+    places = [i for i, layer in enumerate(layers) if layer.modules and layer.modules[0] in paths]
+    if not layers:
+        return []
+    if [layers[i].modules[0] for i in places] != paths or places[-1] - places[0] != KEPT - 1:
+        return None
+    first, last = places[0], places[-1]
+    middle = layers[first + 1 : last]
+    if len({but_for_the_name(layer) for layer in middle}) > 1:
+        return None
+    gap = _Gap(after=first + KEPT // 2, before_last=last, more=stack.count - KEPT)
+    try:
+        ends = {i: _moved(layer, i, gap) for i, layer in enumerate(layers) if not first < i < last}
+        beside = [_moved(layer, None, gap) for layer in middle]
+    except _OutOfReachError:
+        return None
+    run = [beside[0], *[beside[1]] * (stack.count - 4), beside[2]]
+    blocks = [ends[first], *run, ends[last]]
+    return [
+        *(ends[i] for i in range(first)),
+        *(_named(layer, f"{stack.path}.{number}") for number, layer in enumerate(blocks)),
+        *(ends[i] for i in range(last + 1, len(layers))),
+    ]
+
+
+def _named(layer: Layer, path: str) -> Layer:
+    return replace(layer, name=path, modules=(path,))
+
+
+class _OutOfReachError(Exception):
+    """A moment in a block of the middle that is not beside the layer that tells of it."""
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """Where layers are put in: behind the layer `after`; the stack ends with `before_last`."""
+
+    after: int
+    before_last: int
+    more: int
+
+    def offset(self, layer: int | None, offset: int) -> int:
+        """Return what a layer's offset becomes; None is a layer of the middle, the same wherever it stands."""
+        if abs(offset) <= 1:
+            return offset
+        first = self.after - KEPT // 2
+        if layer is None or first < layer + offset < self.before_last:
+            raise _OutOfReachError
+        crossed = (layer <= self.after) != (layer + offset <= self.after)
+        return offset + (self.more if offset > 0 else -self.more) * crossed
+
+
+def _moved(value: T, layer: int | None, gap: _Gap) -> T:
+    """Return what a layer says (or a part of that) with its moments where they are in the whole model."""
+    if isinstance(value, Moment):
+        return replace(value, layer_offset=gap.offset(layer, value.layer_offset))
+    if isinstance(value, tuple):
+        return tuple(_moved(each, layer, gap) for each in value)  # type: ignore[return-value]
+    if isinstance(value, (Layer, PartialBackward, Parameter, Buffer, Reduction)):
+        return replace(value, **{key: _moved(each, layer, gap) for key, each in _fields(value).items()})
+    return value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields in which there may be moments."""
+    kept = (Moment, tuple, PartialBackward)
+    return {key: each for key in value.__dataclass_fields__ if isinstance(each := getattr(value, key), kept)}

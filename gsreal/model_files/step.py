@@ -1,0 +1,295 @@
+"""One training step of a module under fake tensors, and what it showed."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gsreal.methods.tensor_slices import cut_of, is_linear, slice_block
+from gsreal.model_files.build import DTYPES, build_module, example_batch, logits_of, loss_of
+from gsreal.model_files.hugging_face import first_line, sequences_not_packed
+from gsreal.model_files.layers import layer_boundaries, layer_modules
+from gsreal.model_files.recorder import Record, Recorder, UnknownOperationError
+from gssim.errors import UserError
+from gssim.workload import Model
+
+
+def fake_module(model: Model, where: str) -> nn.Module:
+    """Return the module; one initialisation of torch's asks for values, which fake tensors do not have."""
+    with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
+        module = build_module(model.module, where=where)
+    others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}
+    if others:
+        raise UserError(
+            f"{where}: the module has parameters in {', '.join(sorted(others))}, but is traced in "
+            f"{model.traced_precision}, to which a run casts all: make them in torch's default type, or give "
+            "--precision"
+        )
+    return module
+
+
+class _GroupedProductsOfAnyType(TorchDispatchMode):
+    """Gives fake tensors grouped products in the types that kernels take; torch's shape function takes bf16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype not in (torch.float32, torch.float16):
+            return func(*args, **kwargs)
+        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
+
+
+@contextmanager
+def traced_precision(model: Model) -> Iterator[None]:
+    """Let modules and images be made in the precision that the model is traced in, while the context lasts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[model.traced_precision])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def without_values(model: Model) -> Iterator[None]:
+    """Let tensors have no values while the context lasts, and the model do what it does where they have."""
+    whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=False), _GroupedProductsOfAnyType(), traced_precision(model), whole:
+        yield
+
+
+def record_step(
+    model: Model, batch_size: int, sequence_length: int | None, units: int | None = None, *, where: str
+) -> Record:
+    """Return what one training step at this shape does, layer by layer.
+
+    `units`: each block is cut, and these are what is left of it here.
+    """
+    with without_values(model):
+        module = fake_module(model, where)
+        module.train()
+        chosen = layer_modules(module)
+        stand_in = _StandIn()
+        cut = _cut_blocks(module, chosen, units, stand_in) if units else {}
+        inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
+        _check_positions(module, sequence_length, where)
+        modules = _executed(module, list(chosen), inputs, targets, model, where)
+        record = Record(modules, blocks={name for name in modules if chosen[name]})
+        record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
+        record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
+        try:
+            _record_saved(record, module, inputs, targets, stand_in)
+            module.zero_grad(set_to_none=True)
+            _record_operations(record, module, inputs, targets, where, stand_in)
+            _record_unsaved(record, module, inputs, targets, stand_in)
+        except UnknownOperationError as error:
+            raise UserError(f"{where}: {error}") from None
+    return record
+
+
+class _StandIn:
+    """Stands in for the sums over ranks: whichever recorder is at work notes them."""
+
+    recorder: Recorder | None = None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.recorder.reduce(tensor) if self.recorder else tensor.clone()
+
+
+def _cut_blocks(
+    module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _StandIn
+) -> dict[str, tuple[int, bool]]:
+    """Leave so many units of each block; return of how many units each was, and whether they are of linear maps."""
+    found = {}
+    for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
+        cut = cut_of(block)
+        if cut is not None:
+            found[name] = cut.units(block), is_linear(block, cut)
+            slice_block(block, range(units), stand_in, ranks=2)  # their number makes no difference to one rank
+    return found
+
+
+def fewest_units(model: Model, where: str) -> int:
+    """Return into how many units the model's blocks can be cut, the least of all; 0 where one cannot be."""
+    with without_values(model):
+        module = fake_module(model, where)
+        blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
+        cuts = [cut_of(block) for block in blocks]
+        return min((cut.units(block) if cut else 0 for cut, block in zip(cuts, blocks, strict=True)), default=0)
+
+
+def _check_positions(module: nn.Module, sequence_length: int | None, where: str) -> None:
+    """Raise UserError where a Hugging Face model has no embedding for the last positions: fake tensors do not tell."""
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
+        raise UserError(
+            f"{where}: the config has max_position_embeddings = {longest}, but sequences of {sequence_length} tokens "
+            "are asked for (input.maximum_sequence_length)"
+        )
+
+
+def _check_logits(logits: Tensor, model: Model, where: str) -> None:
+    """Raise UserError where a module has fewer logits than targets may say: fake tensors do not tell."""
+    source = model.input
+    key = "classes" if source.classes is not None else "vocabulary"
+    needed = getattr(source, key)
+    if logits.shape[-1] < needed:
+        raise UserError(f"{where}: the module has logits for {logits.shape[-1]} classes, but input.{key} = {needed}")
+
+
+def _executed(
+    module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, model: Model, where: str
+) -> list[str]:
+    """Return the chosen modules at which a layer begins, in the order in which they run.
+
+    Modules that take nothing that carries a gradient (embeddings side by side) belong to the first of them.
+    """
+    order: list[str] = []
+    inner = dict(module.named_modules())
+
+    def before(name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            carrying = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
+            if carrying or not order:
+                order.append(name)
+
+        return hook
+
+    handles = [inner[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in chosen]
+    try:
+        output = module(inputs)
+        logits = logits_of(output)
+        loss = loss_of(logits, targets)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise UserError(
+            f"{where}: what the module does depends on the values of its tensors ({error}), and a trace has none; of "
+            "Hugging Face's experts, experts_implementation = 'grouped_mm' does not"
+        ) from None
+    except Exception as error:
+        raise UserError(
+            f"{where}: the module's forward or loss fails on the stated input: {first_line(error)}"
+        ) from error
+    if model.module.hugging_face is not None and not hasattr(output, "logits"):
+        raise UserError(
+            f"{where}: module.hugging_face.auto_class = '{model.module.hugging_face.auto_class}': has no head"
+        )
+    _check_logits(logits, model, where)
+    if not loss.requires_grad:
+        raise UserError(f"{where}: the module has no parameters to train")
+    for handle in handles:
+        handle.remove()
+    twice = {name for name in order if order.count(name) > 1}
+    if twice:
+        raise UserError(f"{where}: the module {sorted(twice)[0]!r} runs more than once in a forward; not supported")
+    return order
+
+
+def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
+    """Return the storages that are there before a step, by address."""
+    kept = [*module.parameters(), *module.buffers(), *tensors]
+    return {tensor.untyped_storage()._cdata for tensor in kept}
+
+
+def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
+    """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
+    known = known_storages(module, inputs, targets)
+    seen: set[int] = set()
+    keep = []
+    stand_in.recorder = recorder = Recorder(Record(record.modules, record.blocks), known)
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            keep.append(storage)  # so that no other storage takes its place
+            record.saved[recorder.layer] += storage.nbytes()
+        if recorder.layer not in record.output:  # its module has not returned
+            record.until_saved[recorder.layer] = recorder.again()
+        return tensor
+
+    hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+        handles = _book_outputs(record, module)
+        logits = out(logits_of(module(inputs)))
+        loss = loss_of(logits, targets)
+        record.output[len(record.modules)] = loss.numel() * loss.element_size()
+    for handle in handles:
+        handle.remove()
+
+
+def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
+    """Book when what a forward makes would go if autograd saved nothing, as in the forward of a checkpointed block."""
+    seen = Record(record.modules, record.blocks)
+    hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
+    stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
+    with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+        loss_of(out(logits_of(module(inputs))), targets)
+    made = [alive for alive in record.alive if alive.born[1] == "f"]
+    for alive, again in zip(made, seen.alive, strict=True):
+        if again.freed is not None and again.freed[:2] == again.born[:2]:
+            layer, _, position = again.freed
+            # positions differ by views, operations do not
+            place = (layer, "f")
+            alive.unsaved = record.counted[place][bisect_right(seen.counted[place], position) - 1]
+
+
+def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
+    inner = dict(module.named_modules())
+
+    def after(layer: int) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+            record.output[layer] = sum(t.numel() * t.element_size() for t in tensors[:1])
+
+        return hook
+
+    return [inner[name].register_forward_hook(after(i)) for i, name in enumerate(record.modules)]
+
+
+def _record_operations(
+    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _StandIn
+) -> None:
+    """Book every operation and every storage of one forward and backward."""
+    known = known_storages(module, inputs, targets)
+    stand_in.recorder = recorder = Recorder(record, known)
+    ready: dict[str, tuple[int, str, int]] = {}
+    handles = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+
+            def hook(_parameter: Tensor, name: str = name) -> None:
+                ready[name] = recorder.now()
+
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    with recorder, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
+        loss = loss_of(out(logits_of(module(inputs))), targets)
+        recorder.enter(len(record.modules), "b")
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    _book_gradients(record, recorder, module, ready, where)
+
+
+def _book_gradients(
+    record: Record, recorder: Recorder, module: nn.Module, ready: dict[str, tuple[int, str, int]], where: str
+) -> None:
+    gradients = set()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            raise UserError(f"{where}: the parameter {name!r} gets no gradient (unused or frozen); not supported")
+        alive = recorder.live[parameter.grad.untyped_storage()._cdata]
+        gradients.add(id(alive))
+        layer = recorder.first_use.get(parameter.untyped_storage()._cdata, 0)
+        record.parameters[name] = (layer, tuple(parameter.shape), alive.born, ready[name])
+    record.alive = [alive for alive in record.alive if id(alive) not in gradients]

@@ -1,0 +1,1 @@
+"""A real run: launching ranks, training, measuring, checkpoints."""

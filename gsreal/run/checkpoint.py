@@ -1,0 +1,453 @@
+"""Training that is saved as it goes, with torch.distributed.checkpoint, and taken up by however many ranks there are.
+
+A checkpoint is a folder `step-N`. It is written under another name and renamed once every rank has written its part, so
+that what a killed rank leaves is never taken; one that is not as it was written, by the digests of its files, is passed
+over for the one before it. One run at a time saves in a folder: it holds the folder's lock. Parameters and optimizer
+state are saved by parameter name and element: other ranks, other shares, other cuts of the model by layers or inside of
+blocks, and with Gradient Sharding other buckets too, read what they need of them. Data are a function of seed and step.
+
+What is a rank's own goes on where there are as many ranks as before, with the same shares: torch's random numbers (of
+dropout), and what a thresholded push has kept and estimated. Else random numbers begin anew from seed, step and rank,
+and what was kept is dropped: those who kept it are gone, and each element loses less than the threshold, once. Shares
+that follow the ranks' paces go on as they were too, where there are as many ranks; the paces are measured anew.
+
+Reads checkpoints of torch.distributed.checkpoint without running code: a pickle may name any function to call.
+
+torch's own reader unpickles `.metadata` and each value that is no tensor without restrictions (torch 2.13,
+checkpoint/filesystem.py and default_planner.py). Here the first may name only what describes a checkpoint, and the
+others only what `torch.load(weights_only=True)` lets pass.
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from gsreal.gradient_sharding import GradientSharding
+from gsreal.methods.training import Training
+from gsreal.run.elements import Elements
+from gsreal.run.progress import note_progress
+from gsreal.run.rank import everybodys
+from gssim.errors import RunFailedError, UserError
+from gssim.files import sync_folder, write_text
+from gssim.scenario import Scenario, has_master_copy
+from gssim.units import validated
+
+NAMES = frozenset(
+    [("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")]
+    + [(module, name) for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "PurePosixPath")]
+    + [("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")]
+    + [
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ]
+)
+"""Classes and functions that the description of a checkpoint may name, beside torch's data types."""
+
+
+class _ForbiddenNameError(Exception):
+    """A pickle names something that is no part of a checkpoint's description."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle names, if that only holds data."""
+        if (module, name) in NAMES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise _ForbiddenNameError(f"names {module}.{name}, which is no part of a checkpoint; it was not run")
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a checkpoint's folder; raises UserError at once where its description is none."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = _metadata_in(folder / ".metadata")
+
+    def read_metadata(self, *_args: Any, **_settings: Any) -> Metadata:
+        """Return the description of the checkpoint."""
+        described = getattr(self._metadata, "storage_meta", None) or StorageMeta()
+        described.load_id = self.load_id
+        self._metadata.storage_meta = described
+        return self._metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner; it takes up no values but plain ones and tensors."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take up a value that is no tensor."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def _metadata_in(file: Path) -> Metadata:
+    try:
+        with file.open("rb") as stream:
+            found = _Unpickler(stream).load()
+    except _ForbiddenNameError as error:
+        raise UserError(f"{file}: {error}") from None
+    except Exception as error:  # a damaged pickle raises anything
+        raise UserError(f"{file}: does not describe a checkpoint: {type(error).__name__}: {error}") from None
+    if not isinstance(found, Metadata):
+        raise UserError(f"{file}: does not describe a checkpoint, but is a {type(found).__name__}")
+    return found
+
+
+KEPT = 2
+"""Checkpoints that are kept: the last, and the one before it."""
+PROGRESS = "progress.json"
+METADATA = ".metadata"
+LOCK = ".gsreal-checkpoint.lock"
+"""In a folder of checkpoints; the run that saves there holds it, and so do its ranks."""
+FORMAT = 3
+OURS = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp|progress\.json|\.gssim-\w+\.partial|\.metadata(\.tmp)?")
+"""Names of all files of a checkpoint; nothing else is removed from its folder."""
+UNFINISHED = re.compile(r"step-\d{8}(\.replaced)?\.partial")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training has come."""
+
+    step: int = 0
+    """Steps that are done, warm-up steps too."""
+    losses: tuple[float, ...] = ()
+    """Of the steps after the warm-up."""
+    ranks: int = 0
+    """By which the checkpoint was written."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """What makes it this training and no other."""
+    samples: tuple[int, ...] = ()
+    """Of each rank in the next step, where shares follow the ranks' paces."""
+    shard_shares: tuple[float, ...] = ()
+    """Of each rank, there."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The digest (SHA-256) of each of its other files."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a training is saved, and after how many steps each time."""
+
+    folder: Path
+    every: int
+
+    def is_due(self, step: int, total: int) -> bool:
+        """Return whether to save after `step` steps of `total`."""
+        return step % self.every == 0 or step == total
+
+    def resume(self, scenario: Scenario, training: Training) -> Progress:
+        """Bring the last checkpoint into the training, if there is one; return how far it had come (a collective).
+
+        One of the end is passed over: ranks that are started again after it have all to measure yet.
+        """
+        rank, total = dist.get_rank(), scenario.run.warmup_steps + scenario.run.steps
+        last: tuple[Path, Progress] | None = None
+        if rank == 0:
+            remove_unfinished(self.folder)
+            last = last_whole(self.folder, before=total, tell=_tell)
+        found = everybodys(last and [str(last[0]), asdict(last[1])])[0]
+        if found is None:
+            return Progress()
+        path, progress = found[0], TypeAdapter(Progress).validate_python(found[1])
+        _share_as_before(training, progress, progress.step - scenario.run.warmup_steps)
+        _load(training, Path(path), scenario.run.seed, progress)
+        if rank == 0:
+            print(f"gsreal: resumed at step {progress.step}", file=sys.stderr, flush=True)
+        return progress
+
+    def save(self, scenario: Scenario, training: Training, *, step: int, losses: Sequence[float]) -> None:
+        """Save the training after `step` steps (a collective); `losses`: this rank's part of every loss so far."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        partial, path = self.folder / f"step-{step:08d}.partial", self.folder / f"step-{step:08d}"
+        _write_own(training, partial)
+        with _with_reasons(path, "saved"):
+            save(_state_of(training), checkpoint_id=partial)  # returns once all ranks have written
+        rank = dist.get_rank()
+        own = [_own_file(partial), *partial.glob(f"__{rank}_*.distcp"), *([partial / METADATA] if rank == 0 else [])]
+        parts = everybodys([list(losses), {file.name: _digest(file) for file in own}])
+        note_progress(f"step {step} saved")
+        if rank:
+            return
+        total = tuple(sum(each) for each in zip(*(part[0] for part in parts), strict=True))
+        shared = training.follower.shared if training.follower else ((), ())
+        files = {name: digest for part in parts for name, digest in part[1].items()}
+        progress = Progress(step, total, len(parts), identity(scenario), *shared, files=files)
+        write_text(partial / PROGRESS, json.dumps(asdict(progress)))
+        _commit(partial, path)
+        for old in _complete(self.folder)[:-KEPT]:
+            _remove(old)
+
+
+def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: str) -> None:
+    """Raise UserError where the scenario's training cannot be saved, or the folder has another one's checkpoints."""
+    if every < 1:
+        raise UserError(f"--every {every}: must be at least 1")
+    reason = _unsaved(scenario)
+    if reason:
+        raise UserError(f"{where}: --checkpoint: {reason}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--checkpoint {folder}: is no folder")
+    last = last_whole(folder)
+    if last is None:
+        return
+    progress = last[1]
+    ours = identity(scenario)
+    for key, value in progress.training.items():
+        if ours.get(key) != value:
+            raise UserError(
+                f"--checkpoint {folder}: was saved by another training: {key} = {value!r} there, {ours.get(key)!r} "
+                f"in {where}"
+            )
+    total = scenario.run.warmup_steps + scenario.run.steps
+    if progress.step >= total:
+        raise UserError(
+            f"--checkpoint {folder}: has all {total} steps of {where} already (step {progress.step}); raise run.steps, "
+            "or name another folder"
+        )
+
+
+def latest(folder: Path, *, before: int | None = None) -> Path | None:
+    """Return the last complete checkpoint in a folder (of fewer steps than `before`), if there is any."""
+    complete = [path for path in _complete(folder) if before is None or _step_of(path) < before]
+    return complete[-1] if complete else None
+
+
+def last_whole(
+    folder: Path, *, before: int | None = None, tell: Callable[[str], None] = lambda line: None
+) -> tuple[Path, Progress] | None:
+    """Return the last checkpoint that is as it was written (of fewer steps than `before`), and how far it had come.
+
+    `tell` hears of each that is passed over. None where there is none; raises UserError where none of them is whole.
+    """
+    faults: list[str] = []
+    for path in reversed(_complete(folder)):
+        if before is not None and _step_of(path) >= before:
+            continue
+        try:
+            progress = read_progress(path)
+            _check_files(path, progress)
+        except UserError as error:
+            faults.append(str(error))
+            tell(f"{error}; passed over for the one before it")
+        else:
+            return path, progress
+    if faults:
+        raise UserError(f"{faults[0]}; no checkpoint there is whole: remove them to begin anew, or name another folder")
+    return None
+
+
+def read_progress(path: Path) -> Progress:
+    """Return how far a checkpoint's training had come; raise UserError where the file is not one of ours."""
+    try:
+        values = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+        found = values.get("format") if isinstance(values, dict) else FORMAT
+        if found != FORMAT:
+            raise UserError(f"{path}: has format {str(found)[:20]}, this gsreal reads {FORMAT}")
+        unknown = set(values) - {each.name for each in fields(Progress)} if isinstance(values, dict) else ()
+        if unknown:
+            raise ValueError(f"unknown key {min(unknown)[:80]!r}")
+        progress = validated(Progress, values, file=f"{path}: is no checkpoint of gsreal: {PROGRESS}")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: is no checkpoint of gsreal: {PROGRESS}: {reason}") from None
+    if progress.step != _step_of(path):
+        raise UserError(f"{path}: is no checkpoint of gsreal: {PROGRESS}: step = {progress.step}")
+    return progress
+
+
+def _check_files(path: Path, progress: Progress) -> None:
+    """Raise UserError where a file of a checkpoint is not as it was written."""
+    for name, digest in progress.files.items():
+        if not OURS.fullmatch(name) or not (path / name).is_file():
+            raise UserError(f"{path}: is damaged: {name[:80]} is missing")
+        if _digest(path / name) != digest:
+            raise UserError(f"{path}: is damaged: {name} is not as it was written")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _tell(line: str) -> None:
+    print(f"gsreal: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _with_reasons(path: Path, done: str) -> Iterator[None]:
+    """Raise what torch.distributed.checkpoint does, which is no Exception, as a failed run with a rank's reason."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank = min(error.failures)
+        fault = error.failures[rank][0]
+        raise RunFailedError(f"{path}: cannot be {done}: rank {rank}: {type(fault).__name__}: {fault}") from None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what ranks have left that were killed as they wrote a checkpoint; whoever calls it holds the lock."""
+    for left in folder.iterdir() if folder.is_dir() else ():
+        if UNFINISHED.fullmatch(left.name):
+            _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, whole or not, and no other file that somebody may have put there."""
+    if path.is_symlink() or not path.is_dir():
+        return
+    for file in path.iterdir():
+        if OURS.fullmatch(file.name):
+            file.unlink()
+    with suppress(OSError):  # something else is in it
+        path.rmdir()
+
+
+def identity(scenario: Scenario) -> dict[str, Any]:
+    """Return what a training's loss curve depends on beside the number of ranks and their shares."""
+    workload, run = scenario.workload, scenario.run
+    return {
+        "form": _form(scenario),
+        "workload.model": f"{workload.model.name}, {workload.model.elements} parameters",
+        "workload.data": str(workload.data),
+        "workload.global_batch_size": workload.global_batch_size,
+        "workload.sequence_length": workload.sequence_length,
+        "workload.precision": workload.precision,
+        "workload.optimizer": workload.optimizer,
+        "workload.learning_rate": workload.learning_rate,
+        "workload.momentum": workload.momentum,
+        "workload.weight_decay": workload.weight_decay,
+        "run.seed": run.seed,
+        "run.warmup_steps": run.warmup_steps,
+    }
+
+
+def _form(scenario: Scenario) -> str:
+    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without."""
+    policies, copies = scenario.policies, has_master_copy(scenario.workload)
+    if policies.gradients != "push":
+        return "torch" + (", master copies" if copies and policies.parameters == "replicated" else "")
+    copies = copies or scenario.plan.publish.threshold is not None
+    return "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
+
+
+def _unsaved(scenario: Scenario) -> str | None:
+    """Return why a plan's training cannot be saved, if it cannot.
+
+    Owners' shards are ranges of flat buckets, which a slice of a block has no single place for in the whole.
+    """
+    if scenario.policies.gradients == "push" and scenario.policies.tp > 1:
+        return "shards of blocks that are cut too (plan.tp beside pushes) are not saved yet"
+    return None
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Return all complete checkpoints, the last one last."""
+    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _commit(partial: Path, path: Path) -> None:
+    """Give a complete checkpoint its name; from then on it is one, also after a loss of power."""
+    sync_folder(partial)
+    before = path.with_name(f"{path.name}.replaced.partial")
+    if path.exists():  # a damaged one, or one of the end
+        path.rename(before)
+    partial.rename(path)
+    sync_folder(path.parent)
+    _remove(before)
+
+
+def _state_of(training: Training) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint saves of a training, or loads into it."""
+    if isinstance(training.optimizer, GradientSharding):
+        return {"model": training.module, "optimizer": training.optimizer.sharded()}
+    return {"training": Elements(training.module, training.optimizer)}
+
+
+def _share_as_before(training: Training, progress: Progress, step: int) -> None:
+    """Divide batch and shards as they were divided when it was saved, where they follow the ranks' paces."""
+    follower, optimizer = training.follower, training.optimizer
+    if follower is None or len(progress.samples) != dist.get_world_size():
+        return
+    _, owned = follower.shared
+    follower.go_on(step, progress.samples, progress.shard_shares)
+    if isinstance(optimizer, GradientSharding) and progress.shard_shares != owned:
+        optimizer.reshard(progress.shard_shares)
+
+
+def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with _with_reasons(path, "read"):
+        load(_state_of(training), storage_reader=Reader(path), planner=Planner())
+    if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
+        torch.manual_seed(hash((seed, progress.step, dist.get_rank())))
+
+
+def _own_file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank()}.pt"
+
+
+def _write_own(training: Training, folder: Path) -> None:
+    """Write what is this rank's own."""
+    own: dict[str, Any] = {"random": torch.get_rng_state(), "ranges": _ranges(training)}
+    if torch.cuda.is_available():
+        own["random_cuda"] = torch.cuda.get_rng_state()
+    if isinstance(training.optimizer, GradientSharding):
+        own["push"] = training.optimizer.pusher.state_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _own_file(folder).open("wb") as stream:
+        torch.save(own, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _read_own(training: Training, folder: Path) -> bool:
+    """Go on with what is this rank's own, if shards are cut as they were; return whether they are."""
+    own = torch.load(_own_file(folder), weights_only=True)
+    if own["ranges"] != _ranges(training):
+        return False
+    torch.set_rng_state(own["random"])
+    if "random_cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["random_cuda"])
+    if isinstance(training.optimizer, GradientSharding):
+        training.optimizer.pusher.load_state_dict(own["push"])
+    return True
+
+
+def _ranges(training: Training) -> list[list[tuple[int, int]]]:
+    """Return what every rank owns of every bucket."""
+    if not isinstance(training.optimizer, GradientSharding):
+        return []
+    return [[(int(first), int(end)) for first, end in bucket.ranges] for bucket in training.optimizer.buckets]

@@ -1,0 +1,124 @@
+"""What a rank holds of a training, by the model's own names and elements, for torch.distributed.checkpoint.
+
+A rank of a pipeline has some of the model's parameters, one of a tensor group slices of them, and one of those that
+tensors are dealt out to the optimizer's state of some. All is saved under the name that the parameter has in the model,
+at the places that its elements have there: when the training goes on, however it is divided then, each rank reads what
+it holds.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gsreal.gradient_sharding.master import MasterCopy
+from gsreal.gradient_sharding.state import MASTER, Part, initialise
+from gsreal.methods.pipeline_stages import StageModules
+from gsreal.methods.tensor_slices import Slice
+
+
+class Elements:
+    """A module and its optimizer's state, but no options of it: dcp.save({"training": Elements(module, optimizer)}).
+
+    dcp.load alike: into the tensors themselves.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return views of what is held: `model` by name, `optimizer` by name and key of state."""
+        states = dict(_states(self.optimizer))
+        model: dict[str, Tensor] = {}
+        optimizer: dict[str, dict[str, Tensor]] = {}
+        for name, value, part in _named(self.module):
+            model[name] = _placed(value, part)
+            kept = states.get(value, {})
+            if kept:
+                optimizer[name] = {
+                    key: _placed(each, part if each.shape == value.shape else None) for key, each in kept.items()
+                }
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: what was loaded is in place."""
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor, Slice | None]]:
+    """Give the name in the model, the tensor and, where it is a slice, which one, of all that a module keeps."""
+    if isinstance(module, StageModules):
+        for stage in module.stages:
+            yield from _named(stage)
+        return
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        yield from _named(module.module)
+        return
+    held = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    parts = {
+        getattr(each, leaf): part
+        for each in module.modules()
+        for leaf, (part, _) in each.__dict__.get("_gsreal_slices", {}).items()
+    }
+    for name, value in held.items():
+        if isinstance(value, Tensor):
+            yield name, value, parts.get(value)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Give every parameter that is updated here with the tensors of its state, among them its master copy."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    if isinstance(inner, MasterCopy):
+        initialise(inner.inner)
+        for parameter, master in inner.pairs():
+            yield parameter, {MASTER: master.detach(), **_tensors(inner.inner.state[master])}
+        return
+    initialise(inner)
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            yield parameter, _tensors(inner.state[parameter])
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _placed(value: Tensor, part: Slice | None) -> Tensor:
+    """Return a view of a tensor, or of a slice of one, that says where in the whole it is."""
+    value = value.detach()
+    if part is None:
+        return value
+    whole = [part.size if i == part.dimension else size for i, size in enumerate(value.shape)]
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return Part(_pieces(local, part, _first_row(value, local, part)), whole)
+
+
+def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...], Tensor]:
+    """Return the pieces of a slice of which rows from `first_row` on are held, by where they are in the whole."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    along_rows = part.dimension == 0
+    held = range(first_row, first_row + local.shape[0]) if along_rows else range(local.shape[part.dimension])
+    start = 0
+    for first, last in part.ranges:
+        stop = start + last - first
+        low, high = max(start, held.start), max(start, held.start, min(stop, held.stop))
+        where = [0 if along_rows else first_row, *[0] * (local.dim() - 1)]
+        where[part.dimension] = first + low - start
+        if high > low or not found:
+            found[tuple(where)] = local.narrow(part.dimension, min(low, held.stop) - held.start, high - low)
+        start = stop
+    return found
+
+
+def _first_row(value: Tensor, local: Tensor, part: Slice) -> int:
+    """Return which row of its slice the local tensor begins with: FSDP2 deals rows out in chunks, as `torch.chunk`."""
+    names = value.device_mesh.mesh_dim_names or () if isinstance(value, DTensor) else ()
+    if "dp_shard" not in names:
+        return 0
+    assert isinstance(value, DTensor)
+    rows = sum(last - first for first, last in part.ranges) if part.dimension == 0 else value.shape[0]
+    chunk = -(-rows // value.device_mesh["dp_shard"].size())
+    return min(rows, value.device_mesh.get_local_rank("dp_shard") * chunk)

@@ -1,0 +1,71 @@
+"""What a rank reads in each step: its rows of the batch, and what every rank counts in the loss."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gsreal.data import sources as data
+from gsreal.methods.training import Weights
+from gsreal.model_files.build import DTYPES
+from gssim.plan import splitting
+from gssim.scenario import Scenario
+
+Batch = tuple[Tensor, Tensor, Weights]
+PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
+"""Batches made ahead of the timed steps take no more host memory, and are no more, than this."""
+
+
+class Feed:
+    """This rank's rows of every step's batch, and every rank's part of its loss terms."""
+
+    def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
+        self.scenario, self.rank, self.device = scenario, rank, device
+        policies = scenario.policies
+        self.divide(scenario.data_batch_sizes)
+        places = [policies.mesh.place(i).pp for i in range(scenario.ranks)]
+        self.counts = [place == policies.pp - 1 for place in places]
+        """Which ranks compute a loss: in a pipeline, those of the last stage."""
+        self.reads = places[rank] == 0
+        self.copies = scenario.ranks // policies.pp // policies.data_ranks
+        """Ranks that compute the same loss: those that hold slices of one replica, or make parts of its gradients."""
+        self.source = data.open_source(scenario.workload)
+
+    def divide(self, sizes: Sequence[int]) -> None:
+        """Let the parts of the batch have so many rows from now on; together they are the same."""
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        # the ranks that hold parts of one replica take the same rows
+        self.rows = [parts[self.scenario.policies.data_rank(each)] for each in range(self.scenario.ranks)]
+        self._prepared: dict[int, Batch] = {}
+
+    def prepare(self, steps: range) -> None:
+        """Make the first batches of these steps now, so that no step waits for its data: each is handed out once."""
+        size = self._made(steps.start)[0].nbytes
+        for step in steps[: min(PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))]:
+            self._prepared[step] = self._made(step)
+
+    def at(self, step: int) -> Batch:
+        """Return inputs and targets of this rank for a step, and what ranks and micro-batches count in its loss."""
+        inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._made(step)
+        return inputs.to(self.device), targets.to(self.device), weights
+
+    def _made(self, step: int) -> Batch:
+        seed = self.scenario.run.seed
+        pairs = zip(self.source.loss_terms(seed=seed, step=step, rows=self.rows), self.counts, strict=True)
+        terms = [found if counts else 0 for found, counts in pairs]
+        inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
+        inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
+        if inputs.is_floating_point():
+            inputs = inputs.to(DTYPES[self.scenario.workload.precision])
+        ranks = tuple(n * self.copies / sum(terms) for n in terms)
+        weights = Weights(ranks, self._micro_batch_weights(targets))
+        # a rank holds no more than its stage needs
+        inputs = inputs if self.reads else inputs.new_empty(0)
+        targets = targets if self.counts[self.rank] else targets.new_empty(0)
+        return inputs, targets, weights
+
+    def _micro_batch_weights(self, targets: Tensor) -> tuple[float, ...]:
+        count = self.scenario.plan.micro_batches
+        terms = [data.loss_terms(part) for part in targets.split(splitting.split(len(targets), splitting.even(count)))]
+        return tuple(n / sum(terms) for n in terms) if sum(terms) else (1.0 / count,) * count

@@ -1,0 +1,122 @@
+"""A rank of a real run: how it joins the others, how it says why it failed, and how it ends."""
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore
+
+from gsreal.machine import die_with_parent
+from gsreal.run.progress import REPORTS, answer_where, note_progress
+from gssim.errors import RunFailedError, UserError
+from gssim.files import write_text
+
+LAUNCHER = "GSREAL_LAUNCHER"
+"""Environment variable in which a rank finds the process id of the command line that wants it."""
+STORE = "GSREAL_STORE"
+"""Environment variable in which a rank finds the file by which ranks of this launcher find each other."""
+TIMEOUT = "GSREAL_TIMEOUT_S"
+"""Environment variable with the launcher's time-out."""
+LATER_S = 60.0
+"""By how much a collective's time-out is longer than that of the launcher, which can tell who holds up whom."""
+INIT = "1"
+"""The process to which those fall whose parent has died."""
+
+
+def run_on_rank(main: Callable[..., None], arguments: Sequence[str]) -> NoReturn:
+    """Call `main` with the command line's arguments, then end this process; the launcher hears of what fails.
+
+    The interpreter is not torn down. A thread of gloo's that lets go of its last tensor while that happens aborts the
+    process, although all of its work is done (pytorch/pytorch#179291).
+    """
+    die_with_parent()  # before anything that takes time: a launcher may be killed while ranks still import torch
+    if str(os.getppid()) == INIT != os.environ.get(LAUNCHER, INIT):
+        os._exit(1)  # it was, before this process could ask to die with it
+    try:
+        answer_where()
+        main(*arguments)
+        leave()
+        code = 0
+    except BaseException as error:  # torch.distributed.checkpoint's exceptions are no Exception
+        note_failure(error)
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def join(backend: str) -> None:
+    """Make the process group of all ranks.
+
+    Those of our launcher find each other by a file, others as torchrun says. torchrun's static rendezvous keeps one
+    store for all attempts: ranks that are started again would find there where those listened that are gone (torch
+    2.13, distributed/rendezvous.py, _create_c10d_store).
+    """
+    timeout = timedelta(seconds=float(os.environ[TIMEOUT])) if TIMEOUT in os.environ else None
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if STORE in os.environ:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = FileStore(os.environ[STORE], ranks)
+        later = timeout and timeout + timedelta(seconds=LATER_S)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=later)
+    elif not attempt:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        from torch.distributed.rendezvous import rendezvous
+
+        found, rank, ranks = next(iter(rendezvous("env://")))
+        prefixed = PrefixStore(f"attempt-{attempt}", found)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=timeout)
+    note_progress("it has joined the others")
+
+
+def leave() -> None:
+    """Leave the process group, if this rank is in one.
+
+    Wrappers and the group refer to each other: until they are collected, gloo's threads live on.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def everybodys(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what each rank of the group hands in, by rank: plain data, as from JSON (a collective).
+
+    torch's own `all_gather_object` unpickles what the others send, which may run code.
+    """
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(wire_device(group))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=group)
+    most = max(int(size) for size in sizes)
+    parts = [torch.zeros(most, dtype=torch.uint8, device=own.device) for _ in sizes]
+    dist.all_gather(parts, torch.cat([own, own.new_zeros(most - len(own))]), group=group)
+    texts = [bytes(part[: int(size)].cpu().numpy()) for part, size in zip(parts, sizes, strict=True)]
+    return [json.loads(text) for text in texts]
+
+
+def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device of tensors that a group's backend sends."""
+    is_nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def note_failure(error: BaseException) -> None:
+    """Write why this rank failed to where the launcher looks."""
+    folder = os.environ.get(REPORTS)
+    if folder:
+        kind = "user" if isinstance(error, UserError) else "bug"
+        is_told = isinstance(error, (UserError, RunFailedError))
+        message = str(error) if is_told else f"{type(error).__name__}: {error}"
+        report = {"rank": int(os.environ.get("RANK", "0")), "kind": kind, "message": message}
+        report["traceback"] = traceback.format_exc()
+        write_text(Path(folder, f"rank-{report['rank']}.json"), json.dumps(report))

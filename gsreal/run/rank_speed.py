@@ -1,0 +1,100 @@
+"""The ranks' paces in a real run: slow ranks made so on purpose, and shares that follow what all have measured."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from gsreal.measure import Timeline
+from gssim.plan import Watch
+from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Division
+from gssim.scenario import Scenario, after_step, begin
+
+WORK = 64
+"""Side of the matrices that a slow rank multiplies."""
+
+
+@dataclass
+class SlowDevice:
+    """Makes a rank as slow as a slower device would be (emulated): it works longer, by `ratio`.
+
+    What a phase takes more is worked off before it, by what it took the last times: the phase's messages are late then,
+    as a slower device's are, and what it waits for others meanwhile is no part of it.
+    """
+
+    timeline: Timeline
+    device: torch.device
+    ratio: float = 1.0
+    own_s: dict[str, float] = field(default_factory=dict)
+    """Running mean of what a unit of each phase takes without that."""
+
+    @contextmanager
+    def phase(self, phase: str, units: int = 1) -> Iterator[None]:
+        """Let what is done inside take as long as on the slow device; `units`: samples, or 1."""
+        before_s = self.own_s.get(phase)
+        if self.ratio > 1 and before_s is not None:
+            with self.timeline.span(f"slowed down {phase} (emulated)", phase):
+                work((self.ratio - 1) * before_s * units, self.device)
+        since = self.timeline.spans_so_far
+        yield
+        taken_s = self.timeline.phases_since(since)[phase] / max(1, units)
+        self.own_s[phase] = taken_s if before_s is None else (before_s + taken_s) / 2
+
+
+def work(seconds: float, device: torch.device) -> None:
+    """Multiply matrices for so long."""
+    end_s = time.perf_counter() + seconds
+    matrix = torch.ones(WORK, WORK, device=device)
+    while time.perf_counter() < end_s:
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class Follower:
+    """Divides batch and shards by the ranks' paces: all tell their times, and the controller decides alike on each."""
+
+    def __init__(self, scenario: Scenario, device: torch.device) -> None:
+        self.following, self.device = begin(scenario), device
+        self.compute_s: tuple[float, ...] = ()
+        self.update_s: tuple[float, ...] = ()
+        """Of every rank, in the last step."""
+
+    def share(self, timeline: Timeline) -> None:
+        """Tell all ranks how long this one has worked since its last step's end, and learn the same of them."""
+        phases = timeline.phases_since(timeline.step_mark)
+        with timeline.span("share compute times", "exposed_communication", dist.group.WORLD):
+            mine = [sum(phases[name] for name in names) for names in (COMPUTE_PHASES, UPDATE_PHASES)]
+            own = torch.tensor(mine, dtype=torch.float64, device=self.device)
+            found = own.new_empty(len(mine) * dist.get_world_size())
+            dist.all_gather_into_tensor(found, own)
+            self.compute_s, self.update_s = (tuple(each) for each in found.view(-1, len(mine)).T.tolist())
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Samples of every rank in the next step, and its part of the parameters."""
+        return self.following.samples, self.following.shard_shares
+
+    def go_on(self, step: int, samples: tuple[int, ...], shard_shares: tuple[float, ...]) -> None:
+        """Let them be these from `step` on, as they were when the training was saved; paces are measured anew."""
+        if (samples, shard_shares) == self.shared:
+            return
+        most = tuple(map(max, self.following.most_samples, samples))
+        division = Division(first_step=step, samples=samples, shard_shares=shard_shares)
+        self.following = replace(
+            self.following,
+            watch=Watch(samples),
+            shard_shares=shard_shares,
+            most_samples=most,
+            divisions=(division,),
+        )
+
+    def follow(self, step: int) -> Division | None:
+        """Return the new division from the step after `step` on, if there is one."""
+        known = len(self.following.divisions)
+        self.following = after_step(self.following, step=step, compute_s=self.compute_s, update_s=self.update_s)
+        new = self.following.divisions[known:]
+        return new[0] if new else None

@@ -1,0 +1,181 @@
+"""What each rank of a real run measured, and the Result that all of them make.
+
+How the timed steps of a run went, one by one: what was pushed in each, and between them how good the model was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from statistics import fmean, median
+
+import torch
+
+from gsreal.gradient_sharding import GradientSharding
+from gsreal.lab.verify import Carried
+from gsreal.machine import provenance
+from gsreal.measure import RankStep, Seen, collectives_of
+from gsreal.methods.training import Training
+from gsreal.run.evaluation import HeldOut
+from gssim.errors import UserError
+from gssim.result import Density, Division, Evaluation, RankClass, Result
+from gssim.scenario import Loaded, Scenario
+
+
+class Course:
+    """Notes of one rank, made after every step; `evaluations` are the same on all."""
+
+    def __init__(self, scenario: Scenario, training: Training, rank: int, device: torch.device) -> None:
+        self.run, self.training = scenario.run, training
+        self.every = self.run.evaluate_every_steps
+        self.held_out = HeldOut(scenario, rank, device) if self.every else None
+        self.evaluations: list[Evaluation] = []
+        self.carried = Carried()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was pushed and carried: what is counted begins anew."""
+        self._pushed = [(0, 0)]
+        self.carried.restart()
+
+    def note(self, step: int) -> None:
+        """Take notes of a step, counted from 0 with the warm-up's; evaluates, a collective, where the run says so."""
+        done = step + 1 - self.run.warmup_steps
+        if done <= 0:
+            return
+        optimizer = self.training.optimizer
+        if isinstance(optimizer, GradientSharding):
+            self._pushed.append((optimizer.sent.entries, optimizer.sent.offered))
+        else:
+            self._pushed.append((0, 0))
+        self.carried.note()
+        if self.held_out and self.every and (done == self.run.steps or done % self.every == 0):
+            with self.training.timeline.pause():
+                self.training.finish()
+                self.evaluations.append(self.held_out.evaluate(self.training.module, step=step + 1))
+                self.carried.leave_out()
+
+    @property
+    def pushed_by_step(self) -> list[tuple[int, int]]:
+        """Entries that this rank sent off its shard in each timed step, and those that it could have sent."""
+        return [(now[0] - before[0], now[1] - before[1]) for before, now in pairwise(self._pushed)]
+
+
+def density_by_step(ranks: Sequence[Sequence[tuple[int, int]]], threshold: float | None) -> tuple[float, ...]:
+    """Return what all ranks sent of what they could, by step; nothing where all always is.
+
+    >>> density_by_step([[(1, 4), (2, 4)], [(1, 4), (0, 4)]], threshold=0.1)
+    (0.25, 0.25)
+    """
+    steps = [tuple(map(sum, zip(*step, strict=True))) for step in zip(*ranks, strict=True)]
+    if threshold is None or not any(offered for _, offered in steps):
+        return ()
+    return tuple(sent / offered if offered else 0.0 for sent, offered in steps)
+
+
+def refuse_divergence(losses: Sequence[float], evaluations: Sequence[Evaluation]) -> None:
+    """Raise UserError where a loss is no finite number: JSON has none, and the training is of no use."""
+    if all(map(isfinite, (*losses, *(each.loss for each in evaluations)))):
+        return
+    first = next((step for step, loss in enumerate(losses, start=1) if not isfinite(loss)), len(losses))
+    raise UserError(
+        f"workload.learning_rate: training diverged: after {first} timed steps the loss is no finite number; "
+        "allowed: a rate at which it falls"
+    )
+
+
+@dataclass
+class RankReport:
+    """What one rank measured."""
+
+    device: str
+    ends_s: list[float]
+    phases_s: dict[str, float]
+    step: RankStep | None
+    """One step, where a trace is asked for."""
+    losses: list[float]
+    """This rank's part of the losses since the training began, or was resumed."""
+    losses_before: tuple[float, ...]
+    """All ranks' losses before that."""
+    pushed_by_step: list[tuple[int, int]]
+    """Entries sent and offered."""
+    carried_by_step: tuple[float, float] | None
+    """Bytes that its device sent and received in a step, where they are counted: in the lab."""
+    evaluations: list[Evaluation]
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    seen: list[Seen]
+    divisions: tuple[Division, ...]
+    pushed: tuple[int, int]
+    """Entries sent and offered in the timed steps."""
+    published: tuple[int, int]
+    memory_counter: str
+
+
+def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -> Result:
+    """Return the Result of all ranks' reports."""
+    scenario = loaded.scenario
+    rank_times = [[end - start for start, end in pairwise(report.ends_s)] for report in reports]
+    times = [fmean(step) for step in zip(*rank_times, strict=True)]
+    step_time_s = median(times)
+    total, divisions = scenario.workload.global_batch_size, reports[0].divisions
+    samples = divisions[-1].samples if divisions else scenario.batch_sizes
+    shard_shares = divisions[-1].shard_shares if divisions else scenario.shard_shares
+    ranks = tuple(
+        RankClass(
+            ranks=(rank,),
+            count=1,
+            device=report.device,
+            peak_allocated_bytes=report.peak_allocated_bytes,
+            peak_reserved_bytes=report.peak_reserved_bytes,
+            peak_by_category_bytes={},
+            phases_s=report.phases_s,
+            bytes_sent=report.carried_by_step[0] if report.carried_by_step else None,
+            bytes_received=report.carried_by_step[1] if report.carried_by_step else None,
+            batch_share=samples[rank] / total,
+            shard_share=shard_shares[rank],
+        )
+        for rank, report in enumerate(reports)
+    )
+    loss = (
+        *reports[0].losses_before,
+        *(sum(losses) for losses in zip(*(report.losses for report in reports), strict=True)),
+    )
+    refuse_divergence(loss, reports[0].evaluations)
+    phases_s = {name: fmean(report.phases_s[name] for report in reports) for name in reports[0].phases_s}
+    scale = step_time_s / sum(phases_s.values())  # ranks have their median steps at different times
+    return Result(
+        source="measured",
+        scenario_id=scenario.scenario_id,
+        calibration_id=loaded.calibration_id,
+        scenario=scenario.resolved(),
+        step_time_s=step_time_s,
+        step_time_p10_s=sorted(times)[len(times) // 10],
+        step_times_s=tuple(times),
+        phases_s={name: value * scale for name, value in phases_s.items()},
+        fits=True,
+        throughput_samples_per_s=total / step_time_s,
+        density=Density(
+            push=_density([report.pushed for report in reports], scenario.plan.push.threshold),
+            publish=_density([report.published for report in reports], scenario.plan.publish.threshold),
+            push_by_step=density_by_step([report.pushed_by_step for report in reports], scenario.plan.push.threshold),
+        ),
+        collectives=collectives_of([report.seen for report in reports]),
+        ranks=ranks,
+        idle_devices=scenario.idle_devices,
+        loss=loss,
+        evaluation=tuple(reports[0].evaluations),
+        divisions=divisions,
+        provenance={
+            **provenance(device),
+            "backend": scenario.cluster.backend,
+            "memory_counter": reports[0].memory_counter,
+            "seed": scenario.run.seed,
+        },
+    )
+
+
+def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:
+    """Return the part of what all ranks could send that they sent; None where nothing is thresholded."""
+    sent, offered = map(sum, zip(*ranks, strict=True))
+    return sent / offered if threshold is not None and offered else None

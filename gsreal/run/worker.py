@@ -1,0 +1,281 @@
+"""One rank of a real run: builds, trains, measures; rank 0 writes the Result. Started by torchrun."""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+
+from gsreal.gradient_sharding import GradientSharding, Sent
+from gsreal.machine import device_name, settle
+from gsreal.measure import CollectiveRecorder, MemoryCounter, RankStep, Seen, Timeline, middle_step, rank_step, step_of
+from gsreal.methods.apply import prepare
+from gsreal.methods.training import Training
+from gsreal.model_files.build import DTYPES, build_module
+from gsreal.run.checkpoint import Checkpoints, Progress
+from gsreal.run.feed import Feed
+from gsreal.run.progress import note_progress
+from gsreal.run.rank import everybodys, join, run_on_rank
+from gsreal.run.report import Course, RankReport, result_of
+from gssim.errors import UserError
+from gssim.files import write_text
+from gssim.result import chrome_trace, typical_phases
+from gssim.scenario import Loaded, Scenario, load_scenario
+
+
+def main(scenario_file: str, overrides: str, out: str, trace: str, folder: str, every: str) -> None:
+    """Run one rank.
+
+    `overrides`: a JSON list; `trace`, `folder`: empty, where no spans or checkpoints are to be written.
+    """
+    warnings.filterwarnings("ignore")
+    loaded = load_scenario(Path(scenario_file), json.loads(overrides), gradients_needed=False)
+    checkpoints = Checkpoints(Path(folder), int(every)) if folder else None
+    run(loaded, out=Path(out), trace=Path(trace) if trace else None, checkpoints=checkpoints)
+
+
+def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoints | None = None) -> None:
+    """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`.
+
+    With checkpoints, it goes on from the last one.
+    """
+    scenario = loaded.scenario
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    join(scenario.cluster.backend)
+    device = settle(scenario.cluster, local_rank)
+    report = measure(scenario, rank, device, checkpoints, traced=trace is not None)
+    plain = everybodys(asdict(report))
+    if rank == 0:
+        reports: list[Any] = TypeAdapter(list[RankReport]).validate_python(plain)
+        result = result_of(loaded, reports, device)
+        write_text(out, result.to_json())
+        if trace is not None:
+            write_text(trace, chrome_trace(step_of([each.step for each in reports]), result))
+
+
+def measure(
+    scenario: Scenario,
+    rank: int,
+    device: torch.device,
+    checkpoints: Checkpoints | None = None,
+    *,
+    traced: bool = False,
+) -> RankReport:
+    """Return what training the scenario shows on this rank: timed steps first, then steps for memory and traffic.
+
+    `traced`: with the spans of one of the timed steps.
+    """
+    note_progress("it builds the model")
+    counter = MemoryCounter(device)
+    training = build(scenario, Timeline(rank, device), device)
+    feed = Feed(scenario, rank, device)
+    course = Course(scenario, training, rank, device)
+    begun = checkpoints.resume(scenario, training) if checkpoints else Progress()
+    if training.follower is not None:
+        feed.divide(training.follower.following.samples)
+    losses = _timed_steps(scenario, training, feed, rank, course, begun, checkpoints)
+    spans, ends_s = training.timeline.read()
+    phases_s = typical_phases(spans, ends_s)
+    sent, steps = _sent(training), len(ends_s) - 1
+    pushed, published = ((each.entries, each.offered) for each in sent.values())
+    payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
+    allocated, reserved = _peak(training, feed, counter, rank)
+    step = _step(training, feed, counter, rank, middle_step(ends_s)) if traced else None
+    seen = _collectives(training, feed, rank, payloads)
+    return RankReport(
+        device=device_name(device),
+        ends_s=ends_s,
+        phases_s=phases_s,
+        step=step,
+        losses=losses,
+        losses_before=begun.losses,
+        pushed_by_step=course.pushed_by_step,
+        carried_by_step=course.carried.by_step,
+        evaluations=course.evaluations,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        seen=seen,
+        divisions=training.follower.following.divisions if training.follower else (),
+        pushed=pushed,
+        published=published,
+        memory_counter=counter.method,
+    )
+
+
+def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Training:
+    """Return the scenario's module, the same on every rank, made ready for its plan."""
+    torch.manual_seed(scenario.run.seed)
+    module = build_module(scenario.workload.model.module, where="workload.model")
+    module = module.to(device=device, dtype=DTYPES[scenario.workload.precision])
+    check_parameters(scenario, module)
+    module.train()
+    return prepare(scenario, module, timeline, device)
+
+
+def check_parameters(scenario: Scenario, module: nn.Module) -> None:
+    """Raise UserError where the model file does not describe the module that its factory makes."""
+    real = sum(parameter.numel() for parameter in module.parameters())
+    if real != scenario.workload.model.elements:
+        raise UserError(
+            f"workload.model: the file lists {scenario.workload.model.elements} parameters, but the module has {real}; "
+            "trace it again with `gsreal trace`"
+        )
+
+
+def _sharding(training: Training) -> GradientSharding | None:
+    return training.optimizer if isinstance(training.optimizer, GradientSharding) else None
+
+
+SENT_AS = ("all-to-all-v", "all-gather-v")
+"""What pushes and thresholded publishes are, as collectives."""
+
+
+def _sent(training: Training) -> dict[str, Sent]:
+    """Return what this rank has pushed and published since the last reset, by kind of collective."""
+    sharding = _sharding(training)
+    sent = (sharding.sent, sharding.published) if sharding else (Sent(), Sent())
+    return dict(zip(SENT_AS, sent, strict=True))
+
+
+def _timed_steps(
+    scenario: Scenario,
+    training: Training,
+    feed: Feed,
+    rank: int,
+    course: Course,
+    begun: Progress,
+    checkpoints: Checkpoints | None,
+) -> list[float]:
+    """Train warm-up and timed steps from where they had come; return this rank's part of the losses after the warm-up.
+
+    Resumed, as many steps as the warm-up has are not timed, as long as some are left. A step that follows a save is
+    longer by it.
+    """
+    run, sharding = scenario.run, _sharding(training)
+    losses: list[Tensor] = []
+    steps = range(begun.step, run.warmup_steps + run.steps)
+    feed.prepare(steps)
+    dist.barrier()
+    for step in steps:
+        if step == min(begun.step + run.warmup_steps, steps.stop - 1):
+            training.timeline.restart()
+            course.restart()
+            if sharding:
+                sharding.reset_counts()
+        inputs, targets, weights = feed.at(step)
+        training.slow_down(run.slowed(step - run.warmup_steps).get(rank, 1.0))
+        loss = training.step(inputs, targets, weights, rank)
+        _follow(training, feed, step - run.warmup_steps)
+        if step >= run.warmup_steps:
+            own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
+            losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
+        course.note(step)
+        if checkpoints and checkpoints.is_due(step + 1, steps.stop):
+            checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
+        note_progress(f"step {step + 1} done")
+        if rank == 0:
+            _progress(step + 1, steps.stop)
+    training.slow_down(1.0)
+    return [float(loss) for loss in losses]
+
+
+def losses_so_far(begun: Progress, losses: Sequence[Tensor], rank: int) -> list[float]:
+    """Return this rank's part of all losses; those from before it was resumed are the first rank's."""
+    before = begun.losses if rank == 0 else (0.0,) * len(begun.losses)
+    return [*before, *(float(loss) for loss in losses)]
+
+
+def _follow(training: Training, feed: Feed, step: int) -> None:
+    """Divide batch and shards anew after a step, where they follow the ranks' pace and that has changed."""
+    if training.follower is None:
+        return
+    owned = training.follower.following.shard_shares
+    division = training.follower.follow(step)
+    if division is None:
+        return
+    feed.divide(division.samples)
+    sharding = _sharding(training)
+    if sharding and division.shard_shares != owned:
+        sharding.reshard(division.shard_shares)
+
+
+def _progress(done: int, total: int) -> None:
+    if done == total or done % max(1, total // 10) == 0:
+        print(f"gsreal: step {done} of {total}", file=sys.stderr, flush=True)
+
+
+def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
+    """Return (allocated, reserved) peak bytes of three more steps, the middle ones.
+
+    gloo's threads may hold a buffer a moment longer than the call that used it, so that single steps vary.
+    """
+    peaks = []
+    sharding = _sharding(training)
+    for step in range(3):
+        inputs, targets, weights = feed.at(step)
+        kept = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
+        kept += _state_of(training)  # master copies
+        kept += [value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)]
+        kept += [*sharding.pusher.held, *sharding.publisher.held] if sharding else []
+        peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), kept))
+        note_progress(f"step {step + 1} of those for memory done")
+    reserved = [peak for _, peak in peaks if peak is not None]
+    return sorted(peak for peak, _ in peaks)[1], sorted(reserved)[1] if reserved else None
+
+
+def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
+    optimizer = training.optimizer
+    if isinstance(optimizer, GradientSharding):
+        return dict(optimizer.optimizer.state)
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # ZeRO's own part is in an optimizer inside
+    return dict(inner.state)
+
+
+def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, list[float]]) -> list[Seen]:
+    """Return what one more step hands to the process group.
+
+    `payloads`: by kind, the mean bytes of the timed steps for each bucket. That step shows how what the sharding counts
+    as sent compares to what the process group saw: they must be equal.
+    """
+    sharding = _sharding(training)
+    if sharding:
+        sharding.reset_counts()
+    inputs, targets, weights = feed.at(2)
+    with CollectiveRecorder() as recorder:
+        training.step(inputs, targets, weights, rank)
+    training.finish()
+    for kind, sent in _sent(training).items():
+        dependent = [entry for entry in recorder.seen if entry.data_dependent and entry.kind == kind]
+        if dependent:
+            _set_payloads(dependent, sent.by_bucket, payloads[kind])
+    return recorder.seen
+
+
+def _set_payloads(dependent: list[Seen], counted: list[int], payloads: list[float]) -> None:
+    """Give entries of one step, one for each bucket in turn, the mean payload of all; `counted`: bytes of this step."""
+    buckets = len(counted)
+    seen = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
+    if seen != counted:
+        raise RuntimeError(f"sent {counted} bytes, but the process group saw {dependent}")
+    for number, entry in enumerate(dependent):  # a push for each bucket in each micro-batch that pushes
+        entry.sent_bytes = payloads[number % buckets] * buckets / len(dependent)
+
+
+def _step(training: Training, feed: Feed, counter: MemoryCounter, rank: int, number: int) -> RankStep:
+    """Return a timed step, and what is held in one more."""
+    inputs, targets, weights = feed.at(1)
+    again = partial(training.step, inputs, targets, weights, rank)
+    return rank_step(training.timeline, number, device=device_name(counter.device), counter=counter, again=again)
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

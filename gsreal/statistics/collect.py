@@ -1,0 +1,179 @@
+"""Gradient statistics by training for real: sketches of |g| as every rank would see them, and what thresholds send."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gsreal.machine import provenance
+from gsreal.statistics.records import MULTIPLES, Books
+from gsreal.statistics.training import Gradients, Replica, one_thread
+from gssim.files import write_text
+from gssim.gradient_statistics import GradientStatistics
+from gssim.plan import Push
+from gssim.scenario import Scenario
+from gssim.units import validated
+
+EVERY = 10
+COURSES = 8
+"""A step of one run sends a fifth more or less than that of another: the median of so many, less than a tenth."""
+BATCHES = 2
+APART = 1_000_003
+"""Between the seeds of two courses: far from the seeds of other runs, which are what is to be predicted."""
+
+
+def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
+    """Return the steps that are looked at: the first after the warm-up, the last, and some between, as far apart.
+
+    They are at least `every` steps apart: where no two are, it is the first alone. In the warm-up, when gradients
+    change fastest, each that is looked at is twice as far as the one before: runs with shorter warm-ups are told from
+    the same statistics.
+
+    >>> sampled_steps(45, first=5)
+    (1, 2, 5, 18, 31, 44)
+    """
+    first = min(first, steps - 1)
+    early = (2**k for k in range(first.bit_length()) if 2 ** (k + 1) <= first)
+    gaps = (steps - 1 - first) // every
+    return (*early, first, *(first + round(gap * (steps - 1 - first) / gaps) for gap in range(1, gaps + 1)))
+
+
+def take_statistics(
+    scenario: Scenario,
+    thresholds: Sequence[float] = (),
+    *,
+    every: int = EVERY,
+    courses: int = COURSES,
+    batches: int = BATCHES,
+) -> GradientStatistics:
+    """Return the statistics of training over the run's steps, warm-up included: densely, and under thresholds.
+
+    Every rank's gradient is computed in turn from its own rows. What reaches the owners trains the model: all of a
+    rank's own range, and what is at least the threshold of the others; with error feedback, what was not sent before is
+    added first. All of it is done in several courses, the first with the run's seed, and the statistics are their
+    medians: first weights, and what batches do to them, are chance and no property of the training. At each step that
+    is looked at, gradients of several batches are. `thresholds`: besides 0.
+    """
+    steps = scenario.run.warmup_steps + scenario.run.steps
+    sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
+    push = replace(scenario.plan.push, kind="absolute", threshold=None)
+    with one_thread():
+        replica = Replica(scenario, push)
+        sizes = {name: parameter.numel() for name, parameter in replica.parameters.items()}
+        push_grid, publish_grid = _grids(replica)
+
+        def taken(policy: Push, publish: Sequence[float] = ()) -> Books:
+            looked_at = push_grid if policy.error_feedback or not policy.threshold else ()
+            books = Books(scenario, policy, sampled, sizes, batches=batches, push_grid=looked_at, publish_grid=publish)
+            for course in range(courses):
+                _say_how(policy, course, courses)
+                _train(_reseeded(scenario, course), policy, books)
+            return books
+
+        dense = taken(push, publish_grid)
+        traces = dense.traces()
+        for threshold in (each for each in thresholds if each):
+            for feedback in (False, True):
+                traces += taken(replace(push, threshold=threshold, error_feedback=feedback)).traces()
+    data = _head(scenario, courses) | {
+        "steps": steps,
+        "sampled_steps": sampled,
+        "first_step": min(push.warmup_steps, steps - 1),
+        "feedback_thresholds": push_grid,
+        "multiples": MULTIPLES,
+        "publish_thresholds": publish_grid,
+        "traces": traces,
+        "changes": {name: book.trace() for name, book in dense.changes.items()},
+    }
+    return validated(GradientStatistics, data, file="gsreal gradients")
+
+
+def _reseeded(scenario: Scenario, course: int) -> Scenario:
+    """Return the scenario with the first weights and the batches of a course."""
+    return replace(scenario, run=replace(scenario.run, seed=scenario.run.seed + course * APART))
+
+
+def _train(scenario: Scenario, push: Push, books: Books) -> None:
+    """Train once, and write down what is to be seen."""
+    replica = Replica(scenario, push)
+    books.begin()
+    for step in range(books.steps):
+        books.train(replica, step)
+
+
+def _say_how(push: Push, course: int, courses: int) -> None:
+    feedback = " with error feedback" if push.error_feedback else ""
+    how = f"under the threshold {push.threshold:g}{feedback}" if push.threshold else "densely"
+    print(f"gsreal: training {how}, course {course + 1} of {courses}", file=sys.stderr, flush=True)
+
+
+def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return thresholds, two a decade, at which feedback and publishing are looked at: far about what one step shows.
+
+    Gradients are often largest at first, and changes grow as they gather momentum.
+    """
+    gradients: Gradients = {}
+
+    def see(rank: int, found: Gradients) -> None:
+        gradients.update({name: gradient.detach().clone() for name, gradient in found.items()})
+
+    before = {name: master.detach().clone() for name, master in replica.masters().items()}
+    replica.step(0, see)
+    changes = {name: master - before[name] for name, master in replica.masters().items()}
+    return _half_decades(gradients, 1 / 50, 100), _half_decades(changes, 1 / 30, 300)
+
+
+def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, ...]:
+    """Return 10^(k/2) from `low` to `high` times the median magnitude of what is not 0."""
+    magnitudes = torch.cat([tensor.detach().abs().reshape(-1).double() for tensor in tensors.values()]).numpy()
+    middle = float(np.median(magnitudes[magnitudes > 0])) if magnitudes.any() else 1.0
+    first, last = (round(2 * math.log10(middle * factor)) for factor in (low, high))
+    return tuple(float(f"{10 ** (k / 2):.4g}") for k in range(first, last + 1))
+
+
+def _head(scenario: Scenario, courses: int) -> dict[str, Any]:
+    workload = scenario.workload
+    made = provenance(torch.device("cpu"))
+    return {
+        "model": workload.model.name,
+        "precision": workload.precision,
+        "optimizer": workload.optimizer,
+        "learning_rate": workload.learning_rate,
+        "global_batch_size": workload.global_batch_size,
+        "sequence_length": workload.sequence_length,
+        "seed": scenario.run.seed,
+        "source": f"measured {made['date']} by gsreal gradients, torch {made['torch']}, {scenario.ranks} ranks, "
+        f"{courses} course{'s' if courses > 1 else ''}",
+    }
+
+
+def write_statistics(path: Path, statistics: GradientStatistics) -> None:
+    """Write the statistics as JSON, a line for each parameter, or nothing."""
+    rows = asdict(statistics)
+    traces = [
+        "  " + _braced({name: value for name, value in trace.items() if name != "tensors"}, tensors=trace["tensors"])
+        for trace in rows.pop("traces")
+    ]
+    changes = rows.pop("changes")
+    lines = [f" {json.dumps(name)}: {_json(value)}" for name, value in rows.items()]
+    lines += [' "traces": [\n' + ",\n".join(traces) + "\n ]", ' "changes": ' + _lines(changes)]
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _braced(head: dict[str, Any], *, tensors: dict[str, Any]) -> str:
+    fields = [f"{json.dumps(name)}: {_json(value)}" for name, value in head.items()]
+    return "{" + ", ".join([*fields, f'"tensors": {_lines(tensors)}']) + "}"
+
+
+def _lines(tensors: dict[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"   {json.dumps(name)}: {_json(value)}" for name, value in tensors.items()) + "\n  }"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

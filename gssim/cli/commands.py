@@ -1,0 +1,268 @@
+"""`gssim`: check and simulate scenarios. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gssim.cache import Shared
+from gssim.cli.search_report import nothing_fits, print_found
+from gssim.errors import RunFailedError, UserError
+from gssim.execution import dask_workers, processes, usable_cores
+from gssim.files import write_text
+from gssim.planner import Search, searchers, with_remedies
+from gssim.result import chrome_trace, file_name
+from gssim.scenario import load_scenario
+from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
+from gssim.simulation import simulate, traced
+from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
+from gssim.terminal import activity, idle_list, print_result, print_results, print_table, progress_bar, run_command_line
+from gssim.units import one_line
+
+if TYPE_CHECKING:
+    import polars
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
+
+
+@app.callback()
+def about() -> None:
+    """Predict memory and step time of sharding plans on unequal clusters."""
+
+
+@app.command("check")
+def check_command(scenarios: list[Path], overrides: Overrides = None) -> None:
+    """Validate scenario files: a line for each, with its scenario_id, up to the first that is wrong."""
+    with activity("gssim: check"):
+        for path in scenarios:
+            loaded = load_scenario(path, overrides or [])
+            found = loaded.scenario
+            idle = f" (idle: {idle_list(found.idle_devices)})" if found.idle_devices else ""
+            print(f"{one_line(str(path))}: {found.plan.method} on {found.ranks} ranks{idle}, {found.scenario_id}")
+
+
+@app.command("run")
+def run_command(
+    scenario: Path,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON.")] = False,
+    unfold: Annotated[bool, typer.Option("--unfold", help="Simulate every rank and link by itself.")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Print load and simulation times on stderr.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write the step's timeline (Chrome trace).")] = None,
+) -> None:
+    """Predict one scenario."""
+    with activity("gssim: run") as doing:
+        began_s = time.perf_counter()
+        loaded = load_scenario(scenario, overrides or [])
+        loaded_s = time.perf_counter()
+        doing(f"simulating {loaded.scenario.ranks:,} ranks")
+        simulated = simulate(loaded, unfolded=unfold)
+        ended_s = time.perf_counter()
+        doing("looking for what would fit")
+        result = with_remedies(loaded, simulated.result)
+        advised_s = time.perf_counter()
+        if trace is not None:
+            doing(f"writing {trace}")
+            write_text(trace, chrome_trace(traced(simulated, unfolded=unfold), result))
+    if out is not None:
+        write_text(out / file_name(loaded.scenario.name, result.scenario_id, "simulated"), result.to_json())
+    if as_json:
+        sys.stdout.write(result.to_json())
+    else:
+        print_result(result)
+    if timing:
+        times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}
+        shown = {name: value for name, value in times.items() if name != "remedies_s" or result.remedies}
+        print(" ".join(f"{name}={value:.3f}" for name, value in shown.items()), file=sys.stderr)
+
+
+@app.command("sweep")
+def sweep_command(
+    sweep: Annotated[Path, typer.Argument(help="A sweep's file, such as scenarios/sweeps/lab.toml.")],
+    overrides: Overrides = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Points at a time; as many as cores by default.")] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            "--dask",
+            metavar="ADDRESS",
+            help="Let the workers of this Dask scheduler do it (tcp://HOST:8786). They need the same gssim and "
+            "dask[distributed]; the files that points name are sent to them. Best with --nthreads 1.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE|FOLDER",
+            help="FILE.parquet or FILE.csv: a table, as both; each point is a row, also an invalid one. Else a folder "
+            "for the Results, of points that are all valid. What is finished is kept, and not done again.",
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Predict also what is in --out already.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Points so named; * and ? match; repeatable.")
+    ] = None,
+) -> None:
+    """Predict every point of a sweep."""
+    count = usable_cores() if jobs is None else jobs
+    _check_ways(out, jobs, dask, as_json=as_json)
+    asked = load_sweep(sweep)
+    points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
+    if out is not None and out.suffix in TABLES:
+        _tabulated(asked, points, only or [], sweep, out, count, dask, again=again)
+        return
+    with _kept_in(out), progress_bar("predicting") as told:
+        results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
+    if as_json:
+        print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
+    else:
+        print_results(results, asked.question)
+
+
+def _check_ways(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:
+    """Raise UserError where options of a sweep do not go together."""
+    as_table = out is not None and out.suffix in TABLES
+    if dask is not None and jobs is not None:
+        raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
+    if as_table and as_json:
+        raise UserError(f"--json prints Results, which a table does not keep; leave it out, or --out {out}")
+    if dask is not None and not as_table:
+        raise UserError(f"--dask {dask}: makes a table: name it with --out FILE.parquet")
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: must be at least 1")
+
+
+def _tabulated(
+    asked: Sweep,
+    points: Sequence[Point],
+    only: Sequence[str],
+    file: Path,
+    out: Path,
+    jobs: int,
+    dask: str | None,
+    *,
+    again: bool,
+) -> None:
+    """Make a sweep's table, and show it."""
+    check_table_place(out)
+    _check_only(out, points, only, file=file)
+    workers = dask_workers(dask) if dask is not None else processes(min(jobs, len(points)))
+    elsewhere = dask is not None
+    with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
+        table = tabulate(
+            points, sweep=asked, file=file, out=out, workers=workers, elsewhere=elsewhere, again=again, told=told
+        )
+    print_table(table, asked.question)
+    _fail_where_some_did(table, out)
+
+
+def _check_only(out: Path, points: Sequence[Point], only: Sequence[str], *, file: Path) -> None:
+    """Raise UserError where a table of the points that are chosen would replace one that has others too."""
+    if not only:
+        return
+    names = {point.name for point in points}
+    lost = [name for name in points_in(out) if name not in names]
+    if lost:
+        raise UserError(
+            f"{file}: --only chooses {len(points)} points, and the table {out} has {len(lost)} others, such as "
+            f"{lost[0]}, that would be lost: name another --out, or remove it"
+        )
+
+
+@contextmanager
+def _kept_in(place: Path | None) -> Iterator[None]:
+    """Say after an interrupt what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"what is finished is in {place}; the same command does the rest"
+        print(f"gssim: sweep: interrupted; {kept if place else 'nothing is kept without --out'}", file=sys.stderr)
+        raise
+
+
+def _fail_where_some_did(table: "polars.DataFrame", out: Path) -> None:
+    """Raise RunFailedError where points failed: their rows say why."""
+    reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
+    if reasons:
+        raise RunFailedError(f"sweep: {len(reasons)} of {table.height} points failed (see {out}): {reasons[0]}")
+
+
+@app.command("search")
+def search_command(
+    scenario: Path,
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option("--top", help="How many plans to show.")] = 5,
+    objective: Annotated[
+        str | None, typer.Option("--objective", help="What is to be least: step-time (usual), cost or energy.")
+    ] = None,
+    least_density: Annotated[
+        float | None, typer.Option("--least-density", help="Search thresholds too that push no smaller part.")
+    ] = None,
+    study: Annotated[
+        Path | None, typer.Option("--study", help="Table of a study of what thresholds cost (convergence.csv).")
+    ] = None,
+    most_loss_change: Annotated[
+        float | None,
+        typer.Option("--most-loss-change", help="Nats: search those of its thresholds that cost no more."),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no more plans after so long.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Plans at a time; as many as cores by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of Results as JSON.")] = False,
+) -> None:
+    """Find the best plans for a scenario's cluster and model under the devices' memory.
+
+    The table [search] of the scenario says what is searched (see gssim.scenario.search_space);
+    --set search.KEY=VALUE overrides it.
+    --json prints the best plans' Results in order, then those of the others on the front of time and memory;
+    provenance.search tells them apart.
+    """
+    asked = {
+        "objective": objective and json.dumps(objective),
+        "least_density": least_density,
+        "study": study and json.dumps(str(study)),
+        "most_loss_change": most_loss_change,
+        "seconds": seconds,
+    }
+    given = [*(overrides or []), *(f"search.{key}={value}" for key, value in asked.items() if value is not None)]
+    count = usable_cores() if jobs is None else jobs
+    for name, value in (("--top", top), ("--jobs", count)):
+        if value < 1:
+            raise UserError(f"{name} {value}: must be at least 1")
+    shared = Shared()
+    loaded = load_scenario(scenario, given, searched=True, shared=shared)
+    search = Search(loaded, loaded.scenario.search, top)
+    run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
+    try:
+        search.prepare()
+        with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as told:
+            search.run(workers, told)
+    except KeyboardInterrupt:
+        _print_found(search, loaded.scenario.question, run, as_json=as_json)
+        print("gssim: search: interrupted; these are the best so far", file=sys.stderr)
+        raise
+    _print_found(search, loaded.scenario.question, run, as_json=as_json)
+
+
+def _print_found(search: Search, question: str, run: Sequence[str], *, as_json: bool) -> None:
+    found = search.found()
+    if as_json:
+        if not found.best:
+            print("\n".join(["gssim: search: " + line for line in nothing_fits(found)]), file=sys.stderr)
+        print(json.dumps([json.loads(result.to_json()) for result in found.results()], indent=2, allow_nan=False))
+    else:
+        print_found(found, question, run)
+
+
+def main() -> None:
+    """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
+    run_command_line(app, "gssim")

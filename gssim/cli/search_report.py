@@ -1,0 +1,121 @@
+"""What a search found, for people, on the console."""
+
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from gssim.plan import Plan
+from gssim.planner import PLAN, Found, Outcome, bound_by, memory_lack, reason
+from gssim.terminal import PIPE_WIDTH, plain_console
+from gssim.units import human_bytes, human_seconds, one_line
+
+UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
+"""What else is shown of each plan, by objective, and the factor to that unit."""
+
+
+def print_found(found: Found, question: str, run: Sequence[str]) -> None:
+    """Print the best plans and why, the front of time and memory, and what the best is compared with.
+
+    `run`: the words of the command that predicts the scenario as it was asked about.
+    """
+    console = plain_console(PIPE_WIDTH)
+    if question:
+        console.print(one_line(question), style="bold", highlight=False)
+    console.print(_counts(found), highlight=False)
+    if not found.best:
+        for line in nothing_fits(found):
+            console.print(line, highlight=False)
+        return
+    console.print(_plan_table(found, found.best, f"best {len(found.best)} by {found.space.objective}"))
+    for rank, each in enumerate(found.best, start=1):
+        console.print(f"{rank}: {reason(each.result)}", highlight=False)
+    console.print(_plan_table(found, found.front, "front of time and memory"))
+    for name, rival in found.comparisons(found.best[0]):
+        console.print(f"{name}: {_compared(rival)}", highlight=False)
+    if found.space.study is not None:
+        said = f"thresholds: what they cost in loss is what {found.space.study} says of its own model and training"
+        console.print(said, highlight=False)
+    for line in left_out(found):
+        console.print(line, highlight=False)
+    first = shlex.join([*run, "--set", found.best[0].candidate.override])
+    console.print(f"the first: {first}", highlight=False, soft_wrap=True)
+
+
+def nothing_fits(found: Found) -> list[str]:
+    """Return in lines that nothing fits, what comes nearest, and what would help that."""
+    if found.nearest is None:
+        return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *left_out(found)]
+    candidate, result = found.nearest
+    lines = ["no plan of the space fits", f"the nearest: {in_words(candidate.plan)}: {memory_lack(result)}"]
+    for each in result.remedies:
+        margin = each.margin.margin_bytes
+        then = f"{human_bytes(margin)} to spare" if each.fits else f"{human_bytes(-margin)} too much"
+        lines.append(f"  with {each.change}: {then}")
+    return [*lines, *left_out(found)]
+
+
+SHOWN_REASONS = 12
+"""Of why plans were left out."""
+
+
+def left_out(found: Found) -> list[str]:
+    """Return in lines which plans were left out and why, those of most plans first."""
+    lines = found.counts.left_out.lines()
+    more = len(lines) - SHOWN_REASONS
+    return [*lines[:SHOWN_REASONS], *([f"left out for {more} other reasons: see --json"] if more > 0 else [])]
+
+
+def _counts(found: Found) -> str:
+    """Return how many plans there are, and what is still open. (How many were simulated hangs on how fast that is.)"""
+    text = f"{found.plans} plans"
+    return f"{text}; ended with {found.counts.left} of them still open" if found.counts.left else text
+
+
+def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:
+    more = UNITS.get(found.space.objective)
+    table = Table("", "plan", "step", *([more[0]] if more else []), "fullest", "left", "bound by", title=title)
+    for number, each in enumerate(outcomes, start=1):
+        left = "" if each.result.margin is None else human_bytes(each.result.margin.margin_bytes)
+        table.add_row(
+            str(number),
+            in_words(each.candidate.plan),
+            human_seconds(each.result.step_time_s),
+            *([f"{each.objective * more[1]:.4g}"] if more else []),
+            f"{each.full_ratio:.1%}",
+            left,
+            bound_by(each.result),
+        )
+    return table
+
+
+def _compared(rival: Mapping[str, Any]) -> str:
+    """Return how much worse a plan is than the best, and why that is."""
+    if rival.get("step_time_s") is None:
+        return str(rival["why"])
+    plan = in_words(PLAN.validate_python(tomllib.loads(rival["plan"])["plan"]))
+    more = "" if rival["more_ratio"] is None else f", {rival['more_ratio']:+.1%}"
+    return f"{human_seconds(rival['step_time_s'])}{more}: {plan}\n  {rival['why']}"
+
+
+def in_words(plan: Plan) -> str:
+    """Return a plan in short.
+
+    >>> in_words(Plan(method="zero3", dp_shard=8, micro_batches=4, recompute="full"))
+    'zero3, dp_shard 8, 4 micro-batches, recompute full, batch even'
+    """
+    axes = [(name, getattr(plan, name)) for name in ("dp_replicate", "dp_shard", "tp", "pp")]
+    words = [plan.method, *(f"{name} {size}" for name, size in axes if size and size > 1)]
+    if plan.micro_batches > 1:
+        words.append(f"{plan.micro_batches} micro-batches")
+    if plan.recompute != "none":
+        words.append(f"recompute {plan.recompute}")
+    if plan.push.threshold is not None:
+        words.append(f"threshold {plan.push.threshold:g}")
+    batch, shards = plan.shares.batch, plan.shares.shards
+    words.append(f"batch {batch if isinstance(batch, str) else ' '.join(f'{share:.3g}' for share in batch)}")
+    if shards != "even":
+        words.append(f"shards {shards if isinstance(shards, str) else 'given'}")
+    return ", ".join(words)

@@ -1,0 +1,39 @@
+"""Topologies: a few lines in a cluster file for each usual kind, and the directed links that they stand for."""
+
+from gssim.cluster.topology.builders import build, structure_of
+from gssim.cluster.topology.kinds import (
+    CUBE_MESH_DEVICES,
+    FullyConnected,
+    LeafSpine,
+    LinkType,
+    Ring,
+    ServerGroup,
+    Servers,
+    Sites,
+    Switch,
+    Topology,
+    Torus,
+    check_size,
+    size_of,
+)
+from gssim.cluster.topology.wiring import Wiring, wiring_of_links
+
+__all__ = [
+    "CUBE_MESH_DEVICES",
+    "FullyConnected",
+    "LeafSpine",
+    "LinkType",
+    "Ring",
+    "ServerGroup",
+    "Servers",
+    "Sites",
+    "Switch",
+    "Topology",
+    "Torus",
+    "Wiring",
+    "build",
+    "check_size",
+    "size_of",
+    "structure_of",
+    "wiring_of_links",
+]

@@ -1,0 +1,316 @@
+"""From what a file says to devices, switches and links, all at once: no object for each link.
+
+How devices are wired: a few lines in a cluster file for each usual kind, and the directed links they stand for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from gssim.cluster.topology.kinds import (
+    CUBE_MESH_LINKS,
+    FullyConnected,
+    Group,
+    LeafSpine,
+    LinkType,
+    OneSwitch,
+    Ring,
+    ServerGroup,
+    Servers,
+    Sites,
+    Switch,
+    Topology,
+    Torus,
+)
+from gssim.cluster.topology.wiring import Built, Links, Wiring, wired
+from gssim.units import Ints, distinct
+
+Ends = tuple[Ints, Ints]
+MOST_KEPT = 64
+"""Topologies: a sweep of rates goes round as many."""
+
+CUBE_MESH = {
+    **dict.fromkeys([(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)], 2),
+    **dict.fromkeys([(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)], 1),
+}
+"""NVLinks between two GPUs of a DGX-1V.
+
+Source: NVIDIA 2017, "DGX-1 with Tesla V100 system architecture", and what `nvidia-smi topo -m` prints there.
+"""
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def build(topology: Topology) -> Built:
+    """Return what a topology stands for. Equal topologies share one answer.
+
+    >>> link = {"bandwidth_bytes_per_s": "10 GB/s", "latency_s": "2 us", "source": "example"}
+    >>> ring = Ring(kind="ring", devices=(Group(device="a", count=3),), link=LinkType(**link))
+    >>> build(ring).wiring.source.tolist(), build(ring).wiring.target.tolist()
+    ([0, 1, 2, 1, 2, 0], [1, 2, 0, 0, 1, 2])
+    """
+    match topology:
+        case Ring() | FullyConnected():
+            return _direct(topology)
+        case Switch():
+            return _switched(topology)
+        case Torus():
+            return _torus(topology)
+        case Servers():
+            return _servers(topology)
+        case Sites():
+            return _sites(topology)
+
+
+def _direct(topology: Ring | FullyConnected) -> Built:
+    """A ring, or a complete graph.
+
+    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", for the ring as all that it takes.
+    """
+    devices = _grouped(topology.devices, topology.devices_per_host)
+    count, link = len(devices), topology.link
+
+    def wire() -> Wiring:
+        a, b = _neighbours((count,), 0) if isinstance(topology, Ring) else np.triu_indices(count, 1)
+        part = Links(a.astype(np.int64), b.astype(np.int64), link.bandwidth_bytes_per_s, link.latency_s)
+        return wired(_names(devices), [part])
+
+    return Built(devices, (), wire)
+
+
+def _switched(topology: Switch) -> Built:
+    """A star: one crossbar in the middle, as in a single NVSwitch or Ethernet switch."""
+    devices = _grouped(topology.devices, topology.devices_per_host)
+    count, link = len(devices), topology.link
+    part = Links(np.arange(count), np.full(count, count), link.bandwidth_bytes_per_s, link.latency_s / 2)
+    return Built(devices, ("switch",), lambda: wired((*_names(devices), "switch"), [part]), ("switch",))
+
+
+def _torus(topology: Torus) -> Built:
+    """A torus of any dimension, ranks in row-major order.
+
+    Source: Jouppi et al. 2020, "A domain-specific supercomputer for training deep neural networks" (TPU v2 and v3:
+    2-D); Jouppi et al. 2023, "TPU v4" (3-D).
+    """
+    shape = topology.shape
+    block = topology.host_shape or (1,) * len(shape)
+    places = list(np.ndindex(*shape))
+    hosts = [".".join(str(i // b) for i, b in zip(place, block, strict=True)) for place in places]
+    devices = tuple(
+        (f"chip{'.'.join(map(str, place))}", topology.device, f"host{host}")
+        for place, host in zip(places, hosts, strict=True)
+    )
+    parts = [
+        Links(*_neighbours(shape, axis), link.bandwidth_bytes_per_s, link.latency_s)
+        for axis, link in enumerate(topology.links)
+    ]
+    return Built(devices, (), lambda: wired(_names(devices), parts))
+
+
+def _neighbours(shape: tuple[int, ...], axis: int) -> Ends:
+    """Return the ends of a torus's links along a dimension: from each place to the next.
+
+    >>> [ends.tolist() for ends in _neighbours((2, 3), 1)]
+    [[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]]
+    """
+    grid = np.arange(prod(shape), dtype=np.int64).reshape(shape)
+    links = shape[axis] if shape[axis] > 2 else shape[axis] - 1  # two places have one link, a single one has none
+    here = grid.take(range(links), axis).ravel()
+    return here, np.roll(grid, -1, axis).take(range(links), axis).ravel()
+
+
+def _grouped(groups: Sequence[Group], devices_per_host: int) -> tuple[tuple[str, str, str], ...]:
+    types = [group.device for group in groups for _ in range(group.count)]
+    return tuple((f"device{i}", kind, f"host{i // devices_per_host}") for i, kind in enumerate(types))
+
+
+def _names(devices: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
+    return tuple(name for name, _, _ in devices)
+
+
+def _servers(topology: Servers) -> Built:
+    """Servers one after another, then the fabric that joins their network cards."""
+    devices: list[tuple[str, str, str]] = []
+    inner: list[str] = []
+    ranks = sum(group.count * group.devices for group in topology.servers)
+    parts: list[Links] = []
+    nics: list[_Nics] = []
+    first = 0
+    for group in topology.servers:
+        words = _words(group)
+        numbers = range(first, first + group.count)
+        shape = (group.count, group.devices)
+        gpus = len(devices) + np.arange(prod(shape)).reshape(shape)
+        nodes = ranks + len(inner) + np.arange(group.count * len(words)).reshape(group.count, len(words))
+        devices += [(f"server{s}/gpu{i}", group.device, f"server{s}") for s in numbers for i in range(group.devices)]
+        inner += [f"server{s}/{word}" for s in numbers for word in words]
+        parts += _inside(group, gpus, dict(zip(words, nodes.T, strict=True)))
+        nics.append(_nics_of(group, first, nodes, words))
+        first += group.count
+    fabric, links = _fabric(topology, nics, ranks + len(inner))
+    switches = (*inner, *fabric)
+    tops = tuple(name for name in fabric if name.startswith("spine")) or tuple(fabric)
+    return Built(tuple(devices), switches, lambda: wired((*_names(devices), *switches), [*parts, *links]), tops)
+
+
+def _words(group: ServerGroup) -> list[str]:
+    """Return the names of a server's nodes that are no devices."""
+    joint = [group.inside] if group.inside in ("nvswitch", "pcie") else []
+    return [*joint, *(f"nic{k}" for k in range(group.nics)), *(["memory"] if group.host_memory else [])]
+
+
+def _inside(group: ServerGroup, gpus: Ints, nodes: dict[str, Ints]) -> list[Links]:
+    """Return the links inside servers; `gpus` by server and place, `nodes` by name and server.
+
+    NVSwitch: each GPU has its whole NVLink bandwidth to a crossbar. Sources: NVIDIA 2020, "DGX A100 system
+    architecture"; NVIDIA 2022, "H100 tensor core GPU architecture".
+    """
+    parts = []
+    joint = nodes.get(group.inside)
+    if joint is not None and group.inside_link is not None:
+        link = group.inside_link
+        both = np.broadcast_to(joint[:, None], gpus.shape)
+        parts.append(Links(gpus.ravel(), both.ravel(), link.bandwidth_bytes_per_s, link.latency_s / 2))
+    if group.inside == "cube-mesh" and group.inside_link is not None:
+        parts += _cube_mesh(gpus, group.inside_link)
+    if group.pcie_link is None:
+        return parts
+    pcie = (group.pcie_link.bandwidth_bytes_per_s, group.pcie_link.latency_s / 2)
+    root = nodes.get("pcie")
+    for k in range(group.nics):
+        users = range(k * group.devices // group.nics, (k + 1) * group.devices // group.nics)
+        parts += [Links(end, nodes[f"nic{k}"], *pcie) for end in ([root] if root is not None else gpus[:, users].T)]
+    if group.host_memory:
+        parts += [Links(end, nodes["memory"], *pcie) for end in ([root] if root is not None else gpus.T)]
+    return parts
+
+
+def _cube_mesh(gpus: Ints, link: LinkType) -> list[Links]:
+    """Return the NVLinks of a DGX-1V: a hybrid cube mesh of single and double links, six for each GPU."""
+    one = link.bandwidth_bytes_per_s / CUBE_MESH_LINKS
+    return [Links(gpus[:, a], gpus[:, b], count * one, link.latency_s) for (a, b), count in CUBE_MESH.items()]
+
+
+@dataclass(frozen=True)
+class _Nics:
+    """The network cards of a group of servers, one after another."""
+
+    nodes: Ints
+    server: Ints
+    number: Ints
+    link: LinkType | None
+
+
+def _nics_of(group: ServerGroup, first: int, nodes: Ints, words: Sequence[str]) -> _Nics:
+    columns = [words.index(f"nic{k}") for k in range(group.nics)]
+    servers = np.repeat(np.arange(first, first + group.count), group.nics)
+    return _Nics(nodes[:, columns].ravel(), servers, np.tile(np.arange(group.nics), group.count), group.nic_link)
+
+
+def _fabric(topology: Servers, groups: Sequence[_Nics], first: int) -> tuple[list[str], list[Links]]:
+    """Return the switches of the fabric, of which the first is node `first`, and their links."""
+    fabric = topology.fabric
+    if fabric is None:
+        return [], []
+    ports = [(nics, nics.link) for nics in groups if nics.link is not None]
+    if isinstance(fabric, OneSwitch):
+        return ["switch"], [_down(nics.nodes, np.full(len(nics.nodes), first), link) for nics, link in ports]
+    return _leaf_spine(fabric, ports, first)
+
+
+def _down(nodes: Ints, leafs: Ints, link: LinkType) -> Links:
+    return Links(nodes, leafs, link.bandwidth_bytes_per_s, link.latency_s / 2)
+
+
+def _leaf_spine(
+    fabric: LeafSpine, ports: Sequence[tuple[_Nics, LinkType]], first: int
+) -> tuple[list[str], list[Links]]:
+    """Return the leafs and spines of a two-level fat tree, and their links.
+
+    Sources: Leiserson 1985, "Fat-trees"; Al-Fares, Loukissas & Vahdat 2008, "A scalable, commodity data center network
+    architecture". Rails: NVIDIA 2022, "Doubling all2all performance with NCCL 2.12"; without spines: Wang et al. 2023,
+    "Optimized network architectures for large language model training with billions of parameters" (rail-only).
+    """
+    rails = 1 + max(int(nics.number.max()) for nics, _ in ports) if fabric.rails else 1
+    placed = [
+        (nics.server // fabric.servers_per_leaf * rails + (nics.number if fabric.rails else 0), link, nics)
+        for nics, link in ports
+    ]
+    leafs = 1 + max(int(leaf.max()) for leaf, _, _ in placed)
+    down_bytes_per_s = sum(np.bincount(leaf, minlength=leafs) * link.bandwidth_bytes_per_s for leaf, link, _ in placed)
+    links = [_down(nics.nodes, first + leaf, link) for leaf, link, nics in placed]
+    if fabric.spines:
+        up = np.asarray(down_bytes_per_s) / (fabric.oversubscription * fabric.spines)
+        below = np.repeat(np.arange(leafs), fabric.spines)
+        above = np.tile(np.arange(fabric.spines), leafs)
+        links.append(Links(first + below, first + leafs + above, up[below], fabric.hop_latency_s))
+    return [*(f"leaf{i}" for i in range(leafs)), *(f"spine{i}" for i in range(fabric.spines))], links
+
+
+def _sites(topology: Sites) -> Built:
+    """Sites beside each other: their devices and switches, prefixed with the site's name, and a gateway each.
+
+    Source: for rates and delays of such links, Yuan et al. 2022, "Decentralized training of foundation models in
+    heterogeneous environments".
+    """
+    built = [(site.name, build(site.topology)) for site in topology.sites]
+    devices = tuple((f"{s}/{n}", kind, f"{s}/{host}") for s, part in built for n, kind, host in part.devices)
+    switches = [f"{s}/{name}" for s, part in built for name in (*part.switches, "gateway")]
+    names = (*_names(devices), *switches)
+
+    def wire() -> Wiring:
+        return wired(names, _of_sites(topology, {name: i for i, name in enumerate(names)}, built))
+
+    return Built(devices, tuple(switches), wire)
+
+
+def _of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str, Built]]) -> list[Links]:
+    """Return the links of all sites, by where nodes are among those of all, and those between sites."""
+    parts = []
+    for s, part in built:
+        index = np.array([place[f"{s}/{name}"] for name in part.wiring.names], dtype=np.int64)
+        half = part.wiring.source < part.wiring.target  # each link has its way back
+        wires = part.wiring
+        ends = index[wires.source[half]], index[wires.target[half]]
+        parts += [
+            Links(ends[0][same], ends[1][same], wires.bandwidth_bytes_per_s[half][same], float(latency_s))
+            for latency_s in distinct(wires.latency_s[half])
+            for same in [wires.latency_s[half] == latency_s]
+        ]
+        tops = np.array([place[f"{s}/{name}"] for name in part.tops])
+        gateway = np.full(len(tops), place[f"{s}/gateway"])
+        parts.append(Links(tops, gateway, topology.link.bandwidth_bytes_per_s, 0.0))
+    gateways = [place[f"{s}/gateway"] for s, _ in built]
+    pairs = np.array(list(combinations(gateways, 2)), dtype=np.int64)
+    parts.append(Links(pairs[:, 0], pairs[:, 1], topology.link.bandwidth_bytes_per_s, topology.link.latency_s))
+    return parts
+
+
+RATES = frozenset({"oversubscription", "hop_latency_s"})
+"""Keys that say how fast, not how: like all that is a link's, no part of the structure."""
+
+_ANY: TypeAdapter[Any] = TypeAdapter(Topology)
+
+
+def structure_of(topology: Topology) -> dict[str, Any]:
+    """Return how a topology wires what, without rates, sources and names: equal where only numbers differ.
+
+    Device types are numbered as ranks first use them.
+    """
+    kinds = {kind: i for i, kind in enumerate(dict.fromkeys(kind for _, kind, _ in build(topology).devices))}
+    data: dict[str, Any] = _structure(_ANY.dump_python(topology, mode="json"), kinds)
+    return data
+
+
+def _structure(data: Any, kinds: dict[str, int]) -> Any:
+    if isinstance(data, list):
+        return [_structure(item, kinds) for item in data]
+    if not isinstance(data, dict):
+        return data
+    kept = {key: value for key, value in data.items() if not key.endswith("link") and key not in RATES | {"name"}}
+    return {key: kinds[value] if key == "device" else _structure(value, kinds) for key, value in kept.items()}

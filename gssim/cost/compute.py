@@ -1,0 +1,345 @@
+"""How long compute takes on one device, alone: a measured profile where there is one, else a roofline."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from gssim.cluster import CutBlockCost, DeviceType, OptimizerCost, ShardedUnitCost
+from gssim.plan import INDEX_BYTES
+from gssim.scenario import achieved_flop_per_s, has_master_copy, layer_profile, master_bytes, value_bytes
+from gssim.units import PRECISION_BYTES, Precision
+from gssim.workload import Layer, Polynomial, Workload, implementation_on, optimizer_moved_values, optimizer_operations
+
+
+def layer_time_s(
+    device: DeviceType,
+    workload: Workload,
+    layer: Layer,
+    *,
+    phase: str,
+    batch_size: int,
+    selective: bool = False,
+    whole: Layer | None = None,
+    issued: bool = True,
+) -> float:
+    """Return the time of one repetition of `layer` for `batch_size` samples.
+
+    `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed; `selective`: without
+    its compute-heavy operations. A profile does not tell how much that is: its forward is then shared out as the
+    roofline's is. Assumes that nothing else runs on the device; the machine slows it down while it communicates.
+    `whole`: the layer of which `layer` is a slice, or whose backward it has a part of; a profile is of the whole one,
+    and shared out as the roofline is too. `issued`: at least as long as a GPU's host takes to issue it.
+    """
+    if not issued and device.kind != "cpu":
+        device = replace(device, operation_overhead_s=0.0)
+    if whole is not None and whole is not layer:
+        measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
+        works = [_work(each, phase, selective=selective) for each in (layer, whole)]
+        own_s, whole_s = (_layer_roofline_s(device, workload, work, batch_size) for work in works)
+        return measured_s * own_s / whole_s if whole_s else measured_s
+    profile = layer_profile(device, workload, layer)
+    work = _work(layer, phase, selective=selective)
+    if profile is None:
+        return _layer_roofline_s(device, workload, work, batch_size)
+    if phase == "b":
+        return profile.backward_s.at(batch_size)
+    forward_s = profile.forward_s.at(batch_size)
+    forward = _work(layer, "f")
+    if work == forward:
+        return forward_s
+    again_s, whole_s = (_layer_roofline_s(device, workload, each, batch_size) for each in (work, forward))
+    return forward_s * again_s / whole_s if whole_s else forward_s
+
+
+def issue_time_s(
+    device: DeviceType, workload: Workload, layer: Layer, *, phase: str, sums: int, selective: bool = False
+) -> float:
+    """Return how long a GPU's host issues a layer's phase, with so many sums over ranks; 0 where it is not told apart.
+
+    On a CPU, operations run where they are issued; a profile is of both together; so are what DTensor's sums cost.
+    """
+    if device.kind == "cpu" or device.cut_block is not None or layer_profile(device, workload, layer) is not None:
+        return 0.0
+    return (_work(layer, phase, selective=selective).operations + sums) * device.operation_overhead_s
+
+
+class Work(NamedTuple):
+    """What a phase of a layer does."""
+
+    flop: Polynomial
+    moved_bytes: Polynomial
+    operations: int
+    streamed_bytes: Polynomial | None = None
+    """Of these, where it is known: those of operations that do next to no arithmetic."""
+
+
+def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
+    """Return what a phase does; of what runs again, the whole forward where the model file tells no more."""
+    if phase == "b":
+        return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
+    forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations, layer.forward_streamed_bytes)
+    if phase == "f":
+        return forward
+    flop, moved_bytes, operations = layer.recompute_flop, layer.recompute_bytes, layer.recompute_operations
+    streamed = layer.recompute_streamed_bytes
+    if selective:
+        flop, moved_bytes, operations = layer.selective_flop, layer.selective_bytes, layer.selective_operations
+        streamed = layer.selective_streamed_bytes
+    return Work(
+        forward.flop if flop is None else flop,
+        forward.moved_bytes if moved_bytes is None else moved_bytes,
+        forward.operations if operations is None else operations,
+        forward.streamed_bytes if moved_bytes is None else streamed,
+    )
+
+
+def _layer_roofline_s(device: DeviceType, workload: Workload, work: Work, batch_size: int) -> float:
+    shape = {"b": batch_size, "s": workload.sequence_length or 1}
+    scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
+    return roofline_s(
+        device,
+        workload.precision,
+        flop=work.flop.at(**shape),
+        moved_bytes=work.moved_bytes.at(**shape) * scale,
+        operations=work.operations,
+        streamed_bytes=work.streamed_bytes.at(**shape) * scale if work.streamed_bytes is not None else 0.0,
+    )
+
+
+def roofline_s(
+    device: DeviceType,
+    precision: Precision,
+    *,
+    flop: float,
+    moved_bytes: float,
+    operations: int,
+    streamed_bytes: float = 0.0,
+) -> float:
+    """Return the time that arithmetic, memory and issuing operations take.
+
+    `streamed_bytes`: of those moved, the bytes of operations that do next to no arithmetic; no product hides them, as
+    one operation runs after the other.
+
+        t = max(flop / (peak * efficiency), (bytes - streamed) / memory bandwidth) + streamed / memory bandwidth, and
+        CPU:  t + operations * overhead      (operations run where they are issued)
+        else: max(t, operations * overhead)  (the host issues ahead)
+
+    On a TPU nothing is streamed apart: XLA fuses such operations with the products beside them.
+
+    Source: Williams, Waterman, Patterson 2009, "Roofline"; host issue: gradient-sharding D.4.
+    """
+    rate, bandwidth = achieved_flop_per_s(device, precision), device.memory_bandwidth_bytes_per_s
+    if device.kind == "tpu":
+        streamed_bytes = 0.0
+    busy_s = max(flop / rate, (moved_bytes - streamed_bytes) / bandwidth) + streamed_bytes / bandwidth
+    issue_s = operations * device.operation_overhead_s
+    return busy_s + issue_s if device.kind == "cpu" else max(busy_s, issue_s)
+
+
+def optimizer_time_s(
+    device: DeviceType, workload: Workload, *, elements: int, tensors: int, sharded_tensors: int = 0
+) -> float:
+    """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
+
+    `sharded_tensors`: so many are DTensors, each of which costs more host time. A measured cost is of torch's default
+    implementation; one of another is read under its name, such as `adamw fused`. Without one:
+
+        t = values moved * bytes of a value / memory bandwidth + operations * overhead
+    """
+    if elements == 0:
+        return 0.0
+    optimizer, decay = workload.optimizer, workload.weight_decay
+    implementation = implementation_on(device.kind, workload.optimizer_implementation)
+    default = implementation == implementation_on(device.kind, "default")
+    cost: OptimizerCost | None = device.optimizers.get(optimizer if default else f"{optimizer} {implementation}")
+    if cost is not None:
+        host_s = tensors * cost.tensor_s + sharded_tensors * cost.sharded_tensor_s
+        return host_s + cost.elements_s.at(elements)
+    values = optimizer_moved_values(optimizer, implementation=implementation, weight_decay=decay)
+    operations = optimizer_operations(
+        optimizer, implementation=implementation, tensors=tensors, device_kind=device.kind, weight_decay=decay
+    )
+    moved_bytes = values * master_bytes(workload) * elements
+    return moved_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+
+
+def master_copy_time_s(device: DeviceType, workload: Workload, *, elements: int, tensors: int, casts: int) -> float:
+    """Return the time to cast `elements` between the workload's precision and its master copy's, `casts` times.
+
+    Each reads one and writes the other, tensor by tensor. Nothing where there is no master copy.
+    """
+    if not has_master_copy(workload):
+        return 0.0
+    moved_bytes = (value_bytes(workload) + master_bytes(workload)) * elements
+    return casts * (moved_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s)
+
+
+def copy_time_s(device: DeviceType, size_bytes: float) -> float:
+    """Return the time to read `size_bytes` and write them elsewhere.
+
+    >>> from gssim.cluster import DeviceType
+    >>> cpu = DeviceType(kind="cpu", memory_bytes=1e9, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=2e9, source="")
+    >>> copy_time_s(cpu, 1e9)
+    1.0
+    """
+    return 2 * size_bytes / device.memory_bandwidth_bytes_per_s
+
+
+def accumulation_time_s(device: DeviceType, size_bytes: float, *, tensors: int) -> float:
+    """Return the time to add gradients of `size_bytes` in `tensors` tensors to others: read both, write one."""
+    return 3 * size_bytes / device.memory_bandwidth_bytes_per_s + tensors * device.operation_overhead_s
+
+
+def residual_time_s(device: DeviceType, *, elements: int, value: int, kept: int) -> float:
+    """Return the time to add `elements` gradients of `value` bytes to what was kept of earlier ones, `kept` bytes each.
+
+    Without a measured cost: read both, write the sum.
+    """
+    cost = device.compression
+    if cost is not None and cost.residual_element_s is not None:
+        return 2 * cost.call_s + elements * cost.residual_element_s
+    return _streamed_s(device, elements * (value + 2 * kept), operations=2)
+
+
+def mean_time_s(device: DeviceType, *, elements: int, tensors: int, value: int) -> float:
+    """Return the time to find the mean magnitude of each of `tensors` tensors: if it is not measured, to read them."""
+    cost = device.compression
+    if cost is not None and cost.mean_element_s is not None:
+        return tensors * cost.call_s + elements * cost.mean_element_s
+    return _streamed_s(device, elements * value, operations=2 * tensors)
+
+
+def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
+    """Return the time to estimate a threshold for each of `tensors` tensors from `samples` elements of all.
+
+    Without a measured cost: about four passes over the sample, in which a selection halves it again and again.
+    """
+    cost = device.compression
+    if cost is not None and cost.estimate_element_s is not None:
+        return 2 * tensors * cost.call_s + samples * cost.estimate_element_s
+    return _streamed_s(device, 4 * 8 * samples, operations=3 * tensors)
+
+
+def select_time_s(device: DeviceType, *, elements: int, parts: int, value: int) -> float:
+    """Return the time to find which of `elements` gradients, in `parts` with a threshold each, reach it.
+
+    Without a measured cost: read the gradients, write and read a flag of one byte (A.3, kappa).
+    """
+    if not elements:
+        return 0.0
+    cost = device.compression
+    if cost is not None:
+        return parts * cost.call_s + elements * cost.threshold_element_s
+    return _streamed_s(device, elements * (value + 2), operations=4 * parts)
+
+
+def pack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int, clears: bool) -> float:
+    """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
+
+    Without measured costs: gather values and write them with their places; of a bitmap, read the flags; densely, read
+    all and write all.
+    """
+    if not elements:
+        return 0.0
+    cost = device.compression
+    written = clears * value
+    if encoding == "dense":
+        if cost is not None and cost.dense_element_s is not None:
+            return cost.call_s + elements * cost.dense_element_s * (1.5 if clears else 1.0)
+        return _streamed_s(device, elements * (2 * value + 1 + 2 * written), operations=2)
+    bits = elements if encoding == "bitmap" else 0
+    if cost is None:
+        size = entries * (2 * value + INDEX_BYTES + written) + bits
+        return _streamed_s(device, size, operations=4)
+    found_s = cost.call_s + entries * cost.pack_element_s
+    if bits:
+        found_s += bits * cost.pack_bit_s if cost.pack_bit_s is not None else _streamed_s(device, bits)
+    if clears:
+        found_s += (
+            entries * cost.clear_element_s if cost.clear_element_s is not None else _streamed_s(device, entries * value)
+        )
+    return found_s
+
+
+def unpack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int) -> float:
+    """Return the time to add a message's `entries` to an owner's gradient of `elements`.
+
+    Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3); of a bitmap, the flags that its
+    bits are spread to are written and read; densely, read both and write one.
+    """
+    if not elements:
+        return 0.0
+    if encoding == "dense":
+        return _streamed_s(device, 3 * value * elements, operations=1)
+    cost = device.compression
+    bits = elements if encoding == "bitmap" else 0
+    if cost is None:
+        return _streamed_s(device, 64.0 * entries + 2 * bits, operations=1)
+    found_s = cost.call_s + entries * cost.scatter_element_s
+    if bits:
+        found_s += bits * cost.unpack_bit_s if cost.unpack_bit_s is not None else _streamed_s(device, 2 * bits)
+    return found_s
+
+
+def weight_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float) -> float:
+    """Return the time to note a sender's weight wherever a value of it came: a scatter more, or a pass."""
+    if encoding == "dense":
+        return _streamed_s(device, 12.0 * elements, operations=3)
+    cost = device.compression
+    if cost is not None:
+        return cost.call_s + entries * cost.scatter_element_s
+    return _streamed_s(device, 64.0 * entries, operations=1)
+
+
+def division_time_s(device: DeviceType, *, size_bytes: float) -> float:
+    """Return the time to divide an owner's gradient by the weight received: written before, read, and divided by."""
+    return _streamed_s(device, 6 * size_bytes, operations=3)
+
+
+def _streamed_s(device: DeviceType, size_bytes: float, *, operations: int = 0) -> float:
+    """Return the time of operations that only stream memory."""
+    return size_bytes / device.memory_bandwidth_bytes_per_s + operations * device.operation_overhead_s
+
+
+def sharded_unit_time_s(device: DeviceType, *, phase: str, tensors: int, copied_bytes: float) -> float:
+    """Return the host time and copies of one FSDP2 unit in a forward (`f`) or backward (`b`)."""
+    cost: ShardedUnitCost | None = device.sharded_unit
+    if cost is None:
+        return copy_time_s(device, copied_bytes) + 10 * device.operation_overhead_s
+    if phase == "f":
+        return cost.forward_unit_s + tensors * cost.forward_tensor_s + copied_bytes * cost.copied_byte_s
+    return cost.backward_unit_s + tensors * cost.backward_tensor_s + copied_bytes * cost.copied_byte_s
+
+
+def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: float) -> float:
+    """Return DTensor's host time in a forward (`f`, `r`) or backward (`b`) of so many pairs of cut maps.
+
+    Not known without a measured cost: 0.
+    """
+    cost: CutBlockCost | None = device.cut_block
+    if cost is None:
+        return 0.0
+    return pairs * cost.at("backward_pair_s" if phase == "b" else "forward_pair_s", sum_bytes)
+
+
+def cut_sum_time_s(device: DeviceType, *, sum_bytes: float) -> float:
+    """Return the host time of a sum over ranks beyond the collective. Not known without a measured cost: 0."""
+    cost: CutBlockCost | None = device.cut_block
+    return 0.0 if cost is None else cost.at("sum_s", sum_bytes)
+
+
+def with_host_time_s(device: DeviceType, alone_s: float, *, host_s: float, operations: int) -> float:
+    """Return the time of compute that takes `alone_s`, and the host `host_s` more to issue its operations.
+
+    As in `roofline_s`: on a CPU one comes after the other, a GPU's host issues ahead.
+
+    >>> from gssim.cluster import DeviceType
+    >>> gpu = DeviceType(
+    ...     kind="cuda", memory_bytes=1, peak_flop_per_s={}, memory_bandwidth_bytes_per_s=1, operation_overhead_s=1.0,
+    ...     source=""
+    ... )
+    >>> [with_host_time_s(gpu, 5.0, host_s=host_s, operations=3) for host_s in (1.0, 4.0)]
+    [5.0, 7.0]
+    """
+    if not host_s:
+        return alone_s
+    return alone_s + host_s if device.kind == "cpu" else max(alone_s, operations * device.operation_overhead_s + host_s)

@@ -1,0 +1,135 @@
+"""Hosts whose devices slow each other down.
+
+Simulated time that can be waited for by the clock, not only by what is left until then.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Generator
+from heapq import heappush
+from typing import Any, NamedTuple
+
+import simpy
+from simpy.events import NORMAL
+
+from gssim.cluster import DeviceType, communicating_excess
+
+
+class Clock(simpy.Environment):
+    """An environment with events at given times.
+
+    A timeout of `time - now` does not end at `time` to the last digit.
+    """
+
+    def at(self, time_s: float) -> simpy.Event:
+        """Return an event at a time that has not passed.
+
+        >>> clock = Clock()
+        >>> clock.run(until=clock.at(0.1)), clock.now
+        (0.1, 0.1)
+        """
+        event = simpy.Event(self)
+        event._ok, event._value = True, time_s
+        heappush(self._queue, (time_s, NORMAL, next(self._eid), event))  # as its own `schedule` does
+        return event
+
+
+class Load(NamedTuple):
+    """What communication asks of a device that it goes on beside."""
+
+    busy_share: float
+    """Part of the time for which it keeps a processor busy."""
+    handled_bytes_per_s: float
+    """Bytes that are sent and received."""
+
+
+class Host:
+    """Devices that share a host: each computes slower while the others compute, and while it communicates itself.
+
+    Equal ranks are one class, which stands for as many devices as it has members on this host. In the lab it is a core
+    that devices share: `core_share` is then the part of its time that a device of each class has.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        devices: int,
+        members: dict[int, int],
+        *,
+        coupled: bool,
+        core_share: dict[int, float] | None = None,
+    ) -> None:
+        self.env, self.devices, self.members, self.coupled = env, devices, members, coupled
+        self.core_share = core_share
+        self.computing: Counter[int] = Counter()
+        """By class: on how many of its streams it computes, for it may on several at once."""
+        self.communicating: dict[int, Counter[Load]] = defaultdict(Counter)
+        """By class: collectives under way, by what they ask of the device."""
+        self.changed = env.event()
+
+    def _change(self) -> None:
+        self.changed.succeed()
+        self.changed = self.env.event()
+
+    def compute(self, rank_class: int, alone_s: float, device: DeviceType) -> Generator[Any, Any, None]:
+        """Take the simulated time of `alone_s` of a device's compute under what else goes on at the host."""
+        if alone_s <= 0:
+            return
+        self.computing[rank_class] += 1
+        self._change()
+        remaining = alone_s
+        ended = False
+        while not ended:
+            slowdown = 1 + (device.neighbour_slowdown_ratio - 1) * self._others(rank_class)
+            slowdown *= 1 + communicating_excess(device, *self._load(rank_class))
+            began_s = self.env.now
+            end = self.env.timeout(remaining * slowdown)
+            yield self._first_of(end, self.changed)
+            remaining = max(0.0, remaining - (self.env.now - began_s) / slowdown)
+            ended = end.processed  # the clock decides: late in a run `remaining` may never round to 0
+        self.computing[rank_class] -= 1
+        if not self.computing[rank_class]:
+            del self.computing[rank_class]
+        self._change()
+
+    def _first_of(self, *events: simpy.Event) -> simpy.Event:
+        """Return an event that comes with the first of others; SimPy's own also collects what they bring."""
+        woken = self.env.event()
+
+        def wake(_event: simpy.Event) -> None:
+            if not woken.triggered:
+                woken.succeed()
+
+        for event in events:
+            assert event.callbacks is not None  # both are yet to come
+            event.callbacks.append(wake)
+        return woken
+
+    def _others(self, rank_class: int) -> float:
+        """Return which part of the other devices computes now.
+
+        On a core, devices take turns, and what a slow-down is made of is filling the caches anew after others' turns. A
+        device that has fewer of them than this one comes between fewer of its turns; one that has more, or two
+        devices, no more than between each (assumed).
+        """
+        if self.core_share is not None:
+            own = self.core_share[rank_class]
+            computing_share = sum(self.members[each] * self.core_share[each] for each in self.computing)
+            return min(1.0, (computing_share - own) / own)
+        computing = sum(self.members[each] for each in self.computing)
+        return (computing - 1) / max(1, self.devices - 1)
+
+    def _load(self, rank_class: int) -> Load:
+        """Return what all the class's collectives ask of it."""
+        under_way = self.communicating[rank_class].items()
+        shares, rates = ([load[i] * count for load, count in under_way] for i in range(2))
+        return Load(sum(shares), sum(rates))
+
+    def communicate(self, rank_class: int, load: Load, change: int) -> None:
+        """Note that the class has `change` more collectives under way that ask so much of it."""
+        before = self._load(rank_class)
+        under_way = self.communicating[rank_class]
+        under_way[load] += change
+        if not under_way[load]:
+            del under_way[load]
+        if self.coupled and self._load(rank_class) != before:
+            self._change()

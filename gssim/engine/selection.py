@@ -1,0 +1,353 @@
+"""How each collective of a program is carried out on a cluster: members, algorithm, stages and fixed costs."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from gssim import collectives
+from gssim.cache import Same, Shared
+from gssim.cluster import GENERATIONS, Cluster, Kind, NcclTuning, shaped_group_bytes
+from gssim.collectives import BACKEND_ALGORITHMS, Communication, Hops, Stage, processor_s, summed
+from gssim.collectives.algorithms import ALGORITHMS, Members, ring_hops
+from gssim.collectives.nccl import Group, ring_packing, times
+from gssim.engine.host import Load
+from gssim.errors import UserError
+from gssim.network import Network, Pace, Router, notices_queue
+from gssim.units import Ints, distinct
+
+NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
+"""NCCL's names, and ours."""
+DATA_CENTRE_LATENCY_S = 50e-6
+"""What a message may take before it counts as one over a long way; NCCL's own constants say 14 us for a network."""
+PCIE_BYTES_PER_S = 64e9
+"""Devices of a host that reach each other through a switch at less than this are taken to have PCIe, not NVLink."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """One way to carry out a collective."""
+
+    algorithm: str
+    stages: tuple[Stage, ...]
+    fixed_s: float
+    """Before the first byte."""
+    factor: float = 1.0
+    """Time of a byte over that on the bare links."""
+    path_latency: bool = True
+    """Whether latencies of links count; else they are part of `fixed_s`."""
+    measured: bool = False
+    """`fixed_s` is all the time that it takes; what the links carry is counted, but takes no time of its own."""
+    processor_byte_s: float = 0.0
+    """Processor time of a rank for each byte that it sends or receives, beside what the links take."""
+
+    message_s: float = 0.0
+    """What every message takes beside its path's latency."""
+    notices: bool = False
+    """Whether messages wait for receivers' notices."""
+    group_bytes: int = 0
+    """Of segments that shaped links let pass together; wires have none."""
+
+    def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:
+        """Return what the backend adds to a stage's links."""
+        return Pace(
+            self.factor,
+            latency and self.path_latency,
+            processor_s(stage, self.processor_byte_s),
+            self.message_s,
+            self.notices,
+            lead_s,
+            self.group_bytes,
+        )
+
+    def alone_s(self, network: Network) -> float:
+        """Return the time on idle links, additions to received bytes left out."""
+        return self.fixed_s if self.measured else self.fixed_s + self._carrying_s(network)
+
+    def load(self, network: Network) -> Load:
+        """Return what it asks of the processors on idle links; all of them where it is not known what bytes take."""
+        busy_s = sum(processor_s(stage, self.processor_byte_s) for stage in self.stages)
+        handled = sum(processor_s(stage, 1.0) for stage in self.stages)
+        carrying_s = self._carrying_s(network, latency=False)
+        share = min(1.0, busy_s / carrying_s) if busy_s else 1.0
+        return Load(share, handled / carrying_s if carrying_s else 0.0)
+
+    def _carrying_s(self, network: Network, *, latency: bool = True) -> float:
+        return sum(network.alone_s(stage, self.pace(stage, latency=latency)) for stage in self.stages)
+
+
+MOST_KEPT = 512
+"""Collectives, and families of groups, of which it is known how they are carried out."""
+
+
+class Scheduler:
+    """Finds the ways of carrying out collectives on a cluster; what a group's members are is found once."""
+
+    def __init__(self, cluster: Cluster, router: Router, ranks: int, shared: Shared | None = None) -> None:
+        self.cluster, self.router, self._shared = cluster, router, shared or Shared()
+        gpus = any(cluster.device_types[name].kind == "cuda" for name in {d.type for d in cluster.devices[:ranks]})
+        self.tuning = (cluster.nccl or GENERATIONS["ampere"]) if cluster.backend == "nccl" and gpus else None
+        self._groups: dict[Members, Group] = {}
+        self._alike: dict[bytes, Group] = {}
+        devices = cluster.devices[:ranks]
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
+        self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
+        self._members: dict[tuple[Sequence[int], int], Members] = {}
+        self._kept = Shared(MOST_KEPT)
+        self._group_bytes = shaped_group_bytes(cluster)
+
+    def members(self, group: Sequence[int], root: int = 0) -> Members:
+        """Return a group's members from the root on, and round: the same object for the same group and root."""
+        if (group, root) not in self._members:
+            ranks = np.roll(np.array(group, dtype=np.int64), -root)
+            topology = self.cluster.topology
+            shape = getattr(topology, "shape", ()) if topology is not None and topology.kind == "torus" else ()
+            rails = self.cluster.backend == "nccl"
+            inside = self._packed(ranks) if rails and not root else None  # of rings, which have no root
+            rings = () if inside is None else (inside.source, inside.target, inside.weight)
+            arrays = tuple(each.tobytes() for each in (ranks, self.hosts[ranks], *rings))
+            fills = tuple(shape) if prod(shape) == len(ranks) else ()
+
+            def made() -> Members:
+                kept = self.router.kept
+                return Members(ranks, self.hosts[ranks], shape=fills, multirail=rails, inside=inside, kept=kept)
+
+            key = (arrays, fills, rails)  # in clusters that differ in rates alone they are the same, and so their hops
+            self._members[group, root] = self._shared.once("members", key, made, most=MOST_KEPT)
+        return self._members[group, root]
+
+    def _packed(self, ranks: Ints) -> Hops | None:
+        """Return the best rings inside hosts whose devices are linked one to another; None where no host is such."""
+        position = np.full(self.cluster.wiring.nodes, -1)
+        position[ranks] = np.arange(len(ranks))
+        wiring = self.cluster.wiring
+        source, target = position[wiring.source], position[wiring.target]
+        direct = np.flatnonzero((source >= 0) & (target >= 0))
+        direct = direct[self.hosts[ranks[source[direct]]] == self.hosts[ranks[target[direct]]]]
+        if not len(direct):
+            return None
+        rates: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
+        for link in direct.tolist():
+            host = int(self.hosts[ranks[source[link]]])
+            rates[host][int(source[link]), int(target[link])] = float(wiring.bandwidth_bytes_per_s[link])
+        pairs: list[tuple[int, int, float]] = []
+        for host in distinct(self.hosts[ranks]).tolist():
+            pairs += _rings_inside(np.flatnonzero(self.hosts[ranks] == host).tolist(), rates.get(host, {}))
+        return Hops.of(pairs)
+
+    def _tuned(self, tuning: NcclTuning, members: Members, communication: Communication) -> Scheduled:
+        """Return what NCCL's tuner chooses, with its latency, and the part of the links' rates that it reaches.
+
+        The tuner prices a group whatever the root is.
+        """
+        group = self._group(self.members(communication.group))
+        kind, size = _priced_as(communication)
+        choice = times(tuning, kind, size, group)
+        name = BACKEND_ALGORITHMS["nccl"][communication.kind]
+        if communication.kind == "all-reduce":  # of all others there is one algorithm
+            name = NCCL_ALGORITHMS[choice.algorithm]
+        stages = tuple(
+            replace(s, stretch_ratio=1.0) for s in ALGORITHMS[name, communication.kind](members, communication)
+        )
+        inside_s = choice.node_bytes / (group.bandwidth_bytes_per_s * choice.bandwidth_ratio)
+        across = choice.network_bytes / choice.network_bandwidth_ratio
+        limited = group.network_bytes_per_s is not None and across / group.network_bytes_per_s > inside_s
+        ratio = choice.network_bandwidth_ratio if limited else choice.bandwidth_ratio
+        fixed_s = (
+            choice.latency_s
+            + self._distance_s(stages)
+            + collectives.overhead_s(self.cluster, communication.carried_kind)
+        )
+        return Scheduled(name, stages, fixed_s, 1 / ratio, path_latency=False)
+
+    def _distance_s(self, stages: Sequence[Stage]) -> float:
+        """Return the latency of long ways, which NCCL's constants do not know: what hops take beyond a data centre."""
+        total_s = 0.0
+        for stage in stages:
+            if stage.coupled:
+                total_s += stage.steps * self.router.latency_beyond_s(stage.hops, DATA_CENTRE_LATENCY_S)
+            else:
+                beyond_s = self.router.of(stage.hops).latency_s - DATA_CENTRE_LATENCY_S
+                total_s += float(beyond_s.max(initial=0.0))
+        return total_s
+
+    def _group(self, members: Members) -> Group:
+        """Return a group as NCCL's tuner sees it: its rates are those of the ring's hops inside and between hosts."""
+        if members not in self._groups:
+            place = self._place_among_equals(members)
+            if place is not None and place in self._alike:
+                return self._groups.setdefault(members, self._alike[place])
+            hops = ring_hops(members, 1)
+            local = np.where(self.hosts[hops.source] == self.hosts[hops.target], hops.weight, 0.0)
+            whole = summed(hops.source, local, len(self.hosts))[hops.source]
+            inside = self.router.rate_bytes_per_s(
+                hops, np.divide(local, whole, out=np.zeros_like(local), where=whole > 0)
+            )
+            between = self.router.rate_bytes_per_s(hops, np.where(local > 0, 0.0, hops.weight))
+            nodes = len(members.blocks[0])
+            per_node = math.ceil(members.count / nodes)
+            across = between / per_node if nodes > 1 else None
+            self._groups[members] = Group(
+                ranks=members.count,
+                nodes=nodes,
+                bandwidth_bytes_per_s=inside if math.isfinite(inside) else between,
+                network_bytes_per_s=across,
+                joint="pcie" if members.inside is None and inside < PCIE_BYTES_PER_S else "nvlink",
+                nvls=members.inside is None and members.count > 1,
+            )
+            if place is not None:
+                self._alike[place] = self._groups[members]
+        return self._groups[members]
+
+    def _place_among_equals(self, members: Members) -> bytes | None:
+        """Return what tells a group apart where all servers are alike and hang on one switch; None elsewhere.
+
+        That is hosts in their order of appearance, and places in them.
+        """
+        topology = self.cluster.topology
+        if topology is None or topology.kind != "servers" or len(topology.servers) > 1:
+            return None
+        if topology.fabric is not None and topology.fabric.kind != "switch":
+            return None
+        _, first, inverse = np.unique(members.hosts, return_index=True, return_inverse=True)
+        order = np.argsort(np.argsort(first, kind="stable"), kind="stable")[inverse.ravel()]
+        ranks = np.asarray(members.ranks) % topology.servers[0].devices
+        return np.concatenate([order, ranks]).tobytes()
+
+    def kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
+        """Return a number for each of several groups: equal where collectives are carried out in the same way.
+
+        That hangs on how members are spread over hosts and, for NCCL's tuner, on how fast these are linked.
+        """
+        return self._kept.once("kinds", tuple(groups), lambda: self._kinds(groups))
+
+    def _kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
+        found = []
+        for group in groups:
+            members = self.members(group)
+            order = {host: number for number, host in enumerate(dict.fromkeys(members.hosts.tolist()))}
+            spread = tuple(order[host] for host in members.hosts.tolist())
+            inside = members.inside
+            rings = None if inside is None else tuple(map(tuple, (inside.source, inside.target, inside.weight)))
+            found.append((spread, members.shape, rings, repr(_rounded(self._group(members))) if self.tuning else ""))
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
+        return np.array([numbers[kind] for kind in found], dtype=np.int64)
+
+    def candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
+        """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
+        if communication.pair_bytes:  # of thresholds: never the same again
+            return self._candidates(communication)
+        return self._kept.once("candidates", communication, lambda: self._candidates(communication))
+
+    def _candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
+        if len(communication.group) == 1:
+            return (Scheduled("none", (), 0.0),)
+        members = self.members(communication.group, communication.root)
+        table_s = collectives.measured_s(self.cluster, communication)
+        if table_s is not None:
+            name = BACKEND_ALGORITHMS[self.cluster.backend][communication.carried_kind]
+            stages = ALGORITHMS[name, communication.carried_kind](members, communication)
+            return (Scheduled(name, stages, table_s, measured=True),)
+        if self.tuning is not None and communication.carried_kind not in self.cluster.algorithms:
+            return (self._tuned(self.tuning, members, communication),)
+        named = collectives.algorithm_of(self.cluster, communication.carried_kind)
+        if named == "best":
+            return self._fitting(members, communication)
+        try:
+            return (self._plain(named, members, communication),)
+        except ValueError as error:
+            raise UserError(f"cluster.algorithms.{communication.carried_kind} = {named!r}: {error}") from None
+
+    def _plain(self, name: str, members: Members, communication: Communication) -> Scheduled:
+        """Return an algorithm with the backend's costs; raises ValueError where the group has not the shape for it."""
+        kind = communication.carried_kind
+        stages = ALGORITHMS[name, kind](members, communication)
+        return Scheduled(
+            name,
+            tuple(self._queued(stage) for stage in stages),
+            collectives.overhead_s(self.cluster, kind),
+            processor_byte_s=collectives.processor_byte_s(self.cluster, kind),
+            message_s=collectives.message_s(self.cluster),
+            notices=collectives.has_notices(self.cluster.backend),
+            group_bytes=self._group_bytes,
+        )
+
+    def _queued(self, stage: Stage) -> Stage:
+        """Return the stage as long as it takes where notices wait in queues of its data."""
+        if not stage.queued_ratio or not collectives.has_notices(self.cluster.backend):
+            return stage
+        waits = self._kept.once("queues", Same(stage.hops), lambda: notices_queue(self.router, stage.hops))
+        return replace(stage, stretch_ratio=stage.stretch_ratio * (1 + stage.queued_ratio)) if waits else stage
+
+    def _fitting(self, members: Members, communication: Communication) -> tuple[Scheduled, ...]:
+        """Return all algorithms that the group has the shape for.
+
+        Switches that add up are left out: they are taken where NCCL's tuner or the user says that there are some.
+        """
+        found = []
+        for name in collectives.algorithms_for(communication.carried_kind):
+            if name != "in-switch":
+                with suppress(ValueError):
+                    found.append(self._plain(name, members, communication))
+        return tuple(found)
+
+
+def _rounded(group: Group) -> Group:
+    """Return a group with its rates to twelve digits: sums of the same numbers may differ by their order."""
+    across = group.network_bytes_per_s
+    return replace(
+        group,
+        bandwidth_bytes_per_s=float(f"{group.bandwidth_bytes_per_s:.12g}"),
+        network_bytes_per_s=None if across is None else float(f"{across:.12g}"),
+    )
+
+
+def _priced_as(communication: Communication) -> tuple[Kind, float]:
+    """Return the kind and size as which NCCL's tuner prices a collective; uneven forms as even ones of their size."""
+    if communication.kind == "all-to-all-v":
+        return "all-to-all", communication.most_sent_bytes
+    kinds: dict[str, Kind] = {
+        "all-reduce": "all-reduce",
+        "all-gather": "all-gather",
+        "all-gather-v": "all-gather",
+        "reduce-scatter": "reduce-scatter",
+        "reduce-scatter-v": "reduce-scatter",
+        "broadcast": "broadcast",
+        "reduce": "reduce",
+        "all-to-all": "all-to-all",
+        "send": "send",
+    }
+    return kinds[communication.kind], communication.size_bytes
+
+
+PACKED_DEVICES = 8
+"""Hosts of more devices are not searched for rings."""
+
+
+def _rings_inside(members: list[int], rates: dict[tuple[int, int], float]) -> list[tuple[int, int, float]]:
+    """Return (source, target, weight) of the rings over one host's members; in rank order where links allow none."""
+    first = members[0]
+    matrix = [[rates.get((a, b), 0.0) for b in members] for a in members]
+    rings = _packing(tuple(map(tuple, matrix))) if 1 < len(members) <= PACKED_DEVICES else ()
+    total = sum(rate for _, rate in rings)
+    if not total:
+        following = [*members[1:], first]
+        return [(a, b, 1.0) for a, b in zip(members, following, strict=True) if a != b]
+    weights: dict[tuple[int, int], float] = defaultdict(float)
+    for order, rate in rings:
+        for a, b in zip(order, [*order[1:], order[0]], strict=True):
+            weights[members[a], members[b]] += rate / total
+    return [(a, b, weight) for (a, b), weight in weights.items()]
+
+
+@lru_cache(maxsize=64)
+def _packing(matrix: tuple[tuple[float, ...], ...]) -> tuple[tuple[tuple[int, ...], float], ...]:
+    try:
+        return tuple(ring_packing(matrix))
+    except ValueError:  # no ring over these links alone
+        return ()

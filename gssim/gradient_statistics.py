@@ -1,0 +1,200 @@
+"""Statistics of gradients, as measured by `gsreal gradients`: sketches of |g| at some steps of a training run.
+
+Only data lives here; what a threshold makes of it is `density`.
+"""
+
+from dataclasses import field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gssim.errors import UserError
+from gssim.files import read_json
+from gssim.units import Count, NonNegativeFloat, PositiveFloat, PositiveInt, spec, validated
+
+SCHEMA: Literal["gssim.gradients/3"] = "gssim.gradients/3"
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Correlation = Annotated[float, Field(ge=-1, le=1)]
+
+EDGES_PER_DECADE = 6
+LOWEST_DECADE, HIGHEST_DECADE = -12, 4
+SKETCH_EDGES: tuple[float, ...] = tuple(
+    10.0 ** (k / EDGES_PER_DECADE)
+    for k in range(LOWEST_DECADE * EDGES_PER_DECADE, HIGHEST_DECADE * EDGES_PER_DECADE + 1)
+)
+"""Magnitudes at which tails are taken."""
+
+
+@spec
+class Sketch:
+    """How the magnitudes of many numbers are distributed."""
+
+    mean: NonNegativeFloat
+    rms: NonNegativeFloat
+    first_edge: Count = 0
+    """Position in `SKETCH_EDGES` of the first edge that `tail_ratios` tells of; as many reach the lower ones."""
+    tail_ratios: tuple[Ratio, ...] = (0.0,)
+    """Fraction of the numbers that reach each edge, from that one on; none reach those that come after."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no tail."""
+        if not self.tail_ratios or any(b > a for a, b in pairwise(self.tail_ratios)):
+            raise ValueError("tail_ratios: at least one is needed, and they must not rise")
+        if self.first_edge + len(self.tail_ratios) > len(SKETCH_EDGES):
+            raise ValueError(f"tail_ratios: there are {len(SKETCH_EDGES)} edges, and first_edge is {self.first_edge}")
+
+
+HELD_LEVELS = (0.25, 0.5, 2.0)
+"""Parts of a threshold at which the tail is taken of what is held against it."""
+
+
+@spec
+class FeedbackDensity:
+    """What error feedback makes of thresholds at one step: each gradient has what was not sent before added to it."""
+
+    sent_ratios: tuple[Ratio, ...]
+    """Fraction of elements that are sent, for each of the statistics' `feedback_thresholds`."""
+    held_ratios: tuple[tuple[Ratio, ...], ...]
+    """For each of them, the fraction of elements whose gradient plus residual reaches each of `HELD_LEVELS` times
+    it."""
+
+
+@spec
+class RelativeDensity:
+    """What relative thresholds send at one step."""
+
+    sent_ratios: tuple[Ratio, ...]
+    """Fraction of elements that reach each of the statistics' `multiples` of the tensor's mean magnitude."""
+    feedback_ratios: tuple[Ratio, ...]
+    """The same with error feedback: of what was not sent before with the gradient added, and of the mean of that."""
+
+
+@spec
+class BlockTrace:
+    """One of a tensor's blocks of equal numbers of elements, one after another, over the run."""
+
+    sketches: tuple[Sketch, ...]
+    """Of |g|, for each of `sampled_steps`."""
+    feedback: tuple[FeedbackDensity, ...] = ()
+    """For each of `sampled_steps`; none where error feedback was not looked at."""
+    relative: tuple[RelativeDensity, ...] = ()
+    """For each of `sampled_steps`; in dense training alone, for what they send depends little on how large gradients
+    are."""
+    first: Sketch | None = None
+    """Of |g| at `first_step`, where it was looked at."""
+
+
+@spec
+class TensorTrace:
+    """One parameter's gradient over the run."""
+
+    blocks: tuple[BlockTrace, ...]
+    correlations: tuple[Correlation, ...] = ()
+    """Cosine between the gradients of two ranks, for each of `sampled_steps`; none where no two were seen."""
+
+
+@spec
+class RankTrace:
+    """Gradients as a rank with `samples` samples per step sees them (its own mean, before any aggregation)."""
+
+    samples: PositiveInt
+    threshold: NonNegativeFloat = 0.0
+    """Push threshold under which the model was trained (0: densely): what is dropped changes later gradients."""
+    error_feedback: bool = False
+    """Whether it was trained with error feedback."""
+    tensors: dict[str, TensorTrace]
+
+
+@spec
+class ChangeTrace:
+    """One parameter's changes over the run, as they are published: what is not sent stays for the next step."""
+
+    blocks: tuple[tuple[tuple[Ratio, ...], ...], ...]
+    """For each block, for each of `sampled_steps`: fraction of elements that are sent after the step, for each of the
+    statistics' `publish_thresholds`."""
+
+
+@spec
+class GradientStatistics:
+    """What a training run's gradients looked like."""
+
+    schema: Literal["gssim.gradients/3"] = SCHEMA
+    model: str
+    precision: str
+    optimizer: str
+    learning_rate: float
+    global_batch_size: PositiveInt
+    sequence_length: PositiveInt | None = None
+    seed: Count
+    steps: PositiveInt
+    """Number of steps covered, from the first."""
+    sampled_steps: tuple[Count, ...]
+    first_step: Count = 0
+    """From which on error feedback was looked at: what is pushed before is pushed densely."""
+    feedback_thresholds: tuple[PositiveFloat, ...] = ()
+    """Thresholds, rising, at which error feedback was looked at."""
+    multiples: tuple[PositiveFloat, ...] = ()
+    """Multiples of a tensor's mean magnitude, rising, at which relative thresholds were looked at."""
+    publish_thresholds: tuple[PositiveFloat, ...] = ()
+    """Thresholds, rising, at which publishing was looked at."""
+    traces: tuple[RankTrace, ...]
+    changes: dict[str, ChangeTrace] = field(default_factory=dict)
+    """By parameter; none where publishing was not looked at."""
+    source: str
+
+    def __post_init__(self) -> None:
+        """Refuse statistics with holes."""
+        steps = self.sampled_steps
+        if not steps or any(b <= a for a, b in pairwise(steps)) or steps[-1] >= self.steps:
+            raise ValueError("sampled_steps: at least one is needed, they must increase, and be less than steps")
+        grids = (self.feedback_thresholds, self.publish_thresholds, self.multiples)
+        if any(b <= a for grid in grids for a, b in pairwise(grid)):
+            raise ValueError("feedback_thresholds, publish_thresholds, multiples: must increase")
+        if not self.traces or any(not trace.tensors for trace in self.traces):
+            raise ValueError("traces: at least one is needed, of at least one tensor")
+        for trace in self.traces:
+            for name, tensor in trace.tensors.items():
+                self._check_tensor(name, tensor)
+                for block in tensor.blocks:
+                    self._check_feedback(name, block, needed=trace.error_feedback or not trace.threshold)
+                    self._check_relative(name, block, needed=not trace.threshold)
+        for name, change in self.changes.items():
+            rows = [len(self.publish_thresholds)] * len(steps)
+            if not change.blocks or any([len(row) for row in block] != rows for block in change.blocks):
+                raise ValueError(f"changes of {name}: {len(steps)} rows (sampled_steps) of {rows[0]} are needed")
+
+    def _check_tensor(self, name: str, tensor: TensorTrace) -> None:
+        count = len(self.sampled_steps)
+        if not tensor.blocks or any(len(block.sketches) != count for block in tensor.blocks):
+            raise ValueError(f"sketches of {name}: {count} (sampled_steps) are needed")
+        if len(tensor.correlations) not in (0, count):
+            raise ValueError(f"correlations of {name}: {count} (sampled_steps) are needed, or none")
+
+    def _check_feedback(self, name: str, block: BlockTrace, *, needed: bool) -> None:
+        rows = [(len(row.sent_ratios), len(row.held_ratios)) for row in block.feedback]
+        self._check_rows(f"feedback of {name}", rows, len(self.feedback_thresholds), needed=needed)
+        if any(len(each) != len(HELD_LEVELS) for row in block.feedback for each in row.held_ratios):
+            raise ValueError(f"feedback of {name}: {len(HELD_LEVELS)} held_ratios for a threshold are needed")
+
+    def _check_relative(self, name: str, block: BlockTrace, *, needed: bool) -> None:
+        rows = [(len(row.sent_ratios), len(row.feedback_ratios)) for row in block.relative]
+        self._check_rows(f"relative of {name}", rows, len(self.multiples), needed=needed)
+
+    def _check_rows(self, what: str, rows: list[tuple[int, int]], points: int, *, needed: bool) -> None:
+        """Refuse a row too few or too many, and one whose two lists are not of the grid's `points`."""
+        count = len(self.sampled_steps)
+        if (rows or needed) and points and rows != [(points, points)] * count:
+            raise ValueError(f"{what}: {count} rows (sampled_steps) of {points} are needed")
+
+
+def read_gradients(path: Path) -> GradientStatistics:
+    """Return the statistics in the JSON file `path`; raise UserError where it is not one."""
+    data = read_json(path)
+    if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
+        raise UserError(
+            f"{path}: schema: {data['schema']!r} is not {SCHEMA!r}; take the statistics again, with "
+            f"`gsreal gradients SCENARIO --out {path}`"
+        )
+    return validated(GradientStatistics, data, file=str(path))

@@ -1,0 +1,95 @@
+"""The plan: how work is divided, and what each rank holds and does under it."""
+
+from gssim.plan.bucket_partition import Division, divide
+from gssim.plan.buckets import assign_buckets, bucket_limits
+from gssim.plan.encodings import (
+    CHUNK_ELEMENTS,
+    ENCODINGS,
+    INDEX_BYTES,
+    MOST_INDEXED,
+    SAMPLE_ELEMENTS,
+    chosen,
+    message_bytes,
+    scratch_elements,
+    too_long,
+)
+from gssim.plan.mesh import AXES, DATA_AXES, Mesh
+from gssim.plan.methods import DATA_AXIS, PRESETS, TWO_LEVELS, Policies, refuse_what_cannot_run, resolve
+from gssim.plan.pipeline_schedule import SCHEDULES, Action, Message, in_flight, refuse, schedule
+from gssim.plan.plan import (
+    DDP_BUCKET_BYTES,
+    DDP_FIRST_BUCKET_BYTES,
+    MIB,
+    Method,
+    Plan,
+    Publish,
+    Push,
+    Replanning,
+    ShareRules,
+    absolute_threshold,
+    resolved_push,
+)
+from gssim.plan.rebalancing import Watch, observe, worth_moving
+from gssim.plan.shard_sizing import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
+from gssim.plan.splitting import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
+from gssim.plan.tensor_slices import held_model, native_tensors, units_held
+
+__all__ = [
+    "AXES",
+    "CHUNK_ELEMENTS",
+    "DATA_AXES",
+    "DATA_AXIS",
+    "DDP_BUCKET_BYTES",
+    "DDP_FIRST_BUCKET_BYTES",
+    "ENCODINGS",
+    "INDEX_BYTES",
+    "MIB",
+    "MOST_INDEXED",
+    "PRESETS",
+    "SAMPLE_ELEMENTS",
+    "SCHEDULES",
+    "TWO_LEVELS",
+    "Action",
+    "Division",
+    "InfeasibleError",
+    "Mesh",
+    "Message",
+    "Method",
+    "OwnerTimes",
+    "Plan",
+    "Policies",
+    "Publish",
+    "Push",
+    "Replanning",
+    "ShareRules",
+    "Watch",
+    "absolute_threshold",
+    "assign_buckets",
+    "balance_batch",
+    "balanced_stages",
+    "bucket_limits",
+    "chosen",
+    "cost_shares",
+    "divide",
+    "even",
+    "greedy",
+    "held_model",
+    "in_flight",
+    "memory_shares",
+    "message_bytes",
+    "native_tensors",
+    "observe",
+    "owner_time_s",
+    "proportional",
+    "ranges",
+    "refuse",
+    "refuse_what_cannot_run",
+    "resolve",
+    "resolved_push",
+    "schedule",
+    "scratch_elements",
+    "split",
+    "too_long",
+    "units_held",
+    "worth_moving",
+]

@@ -1,0 +1,72 @@
+"""How a thresholded message is written, and how large it is: both ends, real and simulated, go by these functions.
+
+A message holds `entries` of the `elements` of an owner's range, v bytes each (gradient-sharding A.3):
+
+    coo:     entries * (v + 4)            values, and int32 indices relative to the range
+    bitmap:  entries * v + elements / 8   values, and a bit for every element of the range
+    dense:   elements * v                 the whole range, with zeros where nothing is sent
+"""
+
+import math
+
+from gssim.errors import UserError
+
+INDEX_BYTES = 4
+"""COO entries carry an int32 index relative to the owner's range."""
+MOST_INDEXED = 2**31
+"""Elements of a range that such an index tells apart."""
+ENCODINGS = ("dense", "bitmap", "coo")
+"""Of those with equally many bytes, the first is taken."""
+
+CHUNK_ELEMENTS = 2**16
+"""On a CPU, entries are found and packed in chunks of this many elements, which stay in a cache."""
+SAMPLE_ELEMENTS = 2**16
+"""A target density's threshold is estimated from at most this many of a tensor's elements."""
+
+
+def message_bytes(encoding: str, *, entries: float, elements: float, value_bytes: int) -> float:
+    """Return the bytes of one message in an encoding that is not `auto`; `entries` may be an expectation.
+
+    >>> [message_bytes(e, entries=100, elements=1000, value_bytes=4) for e in ("coo", "bitmap", "dense")]
+    [800.0, 525.0, 4000.0]
+    """
+    sizes = {
+        "coo": entries * (value_bytes + INDEX_BYTES),
+        "bitmap": entries * value_bytes + math.ceil(elements / 8),
+        "dense": elements * value_bytes,
+    }
+    return float(sizes[encoding])
+
+
+def chosen(encoding: str, *, entries: float, elements: float, value_bytes: int) -> str:
+    """Return how a message goes: as asked, or (`auto`) in the encoding with fewest bytes that can tell its elements.
+
+    Raises UserError where the one that is asked for cannot.
+
+    >>> [chosen("auto", entries=entries, elements=1000, value_bytes=4) for entries in (10, 100, 980)]
+    ['coo', 'bitmap', 'dense']
+    """
+    if encoding == "coo" and elements > MOST_INDEXED:
+        raise UserError(too_long(elements))
+    if encoding != "auto":
+        return encoding
+    known = ENCODINGS if elements <= MOST_INDEXED else ("dense", "bitmap")
+    return min(known, key=lambda each: message_bytes(each, entries=entries, elements=elements, value_bytes=value_bytes))
+
+
+def too_long(elements: float) -> str:
+    """Return why a range of so many elements cannot go as COO."""
+    return (
+        f"encoding = 'coo': has int32 indices, for at most {MOST_INDEXED:,} elements of an owner's range, which has "
+        f"{elements:,.0f}; allowed: auto, bitmap, dense, or smaller shards"
+    )
+
+
+def scratch_elements(part: int, bucket: int, *, chunked: bool) -> tuple[int, int]:
+    """Return the flags and the magnitudes that it takes to find and pack messages of at most `part` elements.
+
+    They are of a bucket of at most `bucket` elements. Flags are whole bytes' worth of bits; magnitudes are looked at
+    chunk by chunk (`chunked`), or those of a whole message at once.
+    """
+    flags, whole = 8 * math.ceil(part / 8), 8 * math.ceil(bucket / 8)
+    return flags, min(whole, CHUNK_ELEMENTS) if chunked else max(flags, min(whole, SAMPLE_ELEMENTS))

@@ -1,0 +1,5 @@
+"""Lower bounds of a plan's step time, cost and memory."""
+
+from gssim.planner.bounds.bounds import Bound, Bounds, LoweredBounds
+
+__all__ = ["Bound", "Bounds", "LoweredBounds"]

@@ -1,0 +1,132 @@
+"""What no plan can be better than: lower bounds of a step's time, of what it costs, and of the memory that it needs.
+
+[Note: bounds] A rank computes each of its micro-batches through each of its layers, alone at the device's own pace: all
+else (communication, waiting for others, the update, slow-downs by neighbours) only comes on top. As its largest
+micro-batch goes forward and backward it holds what that keeps, and what it always holds. Its collectives, one after
+another on their stream, take no less than each alone on idle links, and links no less than the bytes that cross them.
+What is not known to be a bound is left out. There are three, each dearer than the one before and closer: `of` from the
+plan alone, `closer` with what it sends, and those of `LoweredBounds` once it is lowered (which are three in turn).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gssim.cache import Same, Shared
+from gssim.plan import Plan, Policies
+from gssim.planner.bounds import lowered
+from gssim.planner.bounds.collectives import Collectives
+from gssim.planner.bounds.compute import Compute
+from gssim.planner.bounds.memory import Memory
+from gssim.planner.bounds.parts import Parts
+from gssim.planner.bounds.traffic import Traffic
+from gssim.scenario import Loaded, Objective, Scenario
+from gssim.simulation import misfit, occupancies, program_of
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a plan has at least."""
+
+    time_s: float
+    objective: float
+    """In the unit of what is searched for: seconds, USD or J a step."""
+    full_ratio: float
+    """What is taken of the memory of the device that is fullest."""
+
+
+class Bounds:
+    """Lower bounds for plans of one workload on one cluster; what many of them have in common is found once."""
+
+    def __init__(self, scenario: Scenario, objective: Objective = "step-time") -> None:
+        self.objective = objective
+        self.parts = Parts(scenario)
+        self.compute, self.memory, self.traffic = Compute(self.parts), Memory(self.parts), Traffic(self.parts)
+
+    def of(self, plan: Plan) -> Bound:
+        """Return the bounds of a plan; raise UserError where it can be seen that it cannot run."""
+        policies = self.parts.policies(plan)
+        by_rank = self._samples(plan, policies)
+        busy_s = self.compute.busy_s(plan, policies, by_rank)
+        time_s = max(*busy_s, self.compute.bubble_s(plan, policies, busy_s))
+        full_ratio = self.memory.full_ratio(plan, policies, by_rank)
+        return Bound(time_s, self._objective(time_s, busy_s), full_ratio)
+
+    def closer(self, plan: Plan, bound: Bound) -> Bound:
+        """Return a plan's bounds with what it sends; `bound`: without."""
+        policies = self.parts.policies(plan)
+        busy_s = self.compute.busy_s(plan, policies, self._samples(plan, policies))
+        least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
+        if least_s <= bound.time_s:
+            return bound
+        return replace(bound, time_s=least_s, objective=self._objective(least_s, busy_s))
+
+    def _samples(self, plan: Plan, policies: Policies) -> tuple[int, ...]:
+        """Return the samples of each rank."""
+        sizes = self.parts.batch_sizes(plan, policies)
+        return tuple(sizes[policies.data_rank(rank)] for rank in range(policies.ranks))
+
+    def _objective(self, time_s: float, busy_s: Sequence[float]) -> float:
+        """Return the least of what is searched for, where a step takes so long and ranks compute so long."""
+        return least(self.parts.scenario, self.objective, time_s, busy_s)
+
+
+def least(scenario: Scenario, objective: Objective, time_s: float, busy_s: Sequence[float]) -> float:
+    """Return the least of what is searched for, where a step takes so long and ranks compute so long."""
+    used = [scenario.cluster.type_of(rank) for rank in range(len(busy_s))]
+    if objective == "cost":
+        return sum(device.price_usd_per_h or 0.0 for device in used) * time_s / 3600
+    if objective == "energy":
+        idle_w = [min(device.idle_power_w or 0.0, device.busy_power_w or 0.0) for device in used]
+        more_w = [max(0.0, (device.busy_power_w or 0.0) - idle) for device, idle in zip(used, idle_w, strict=True)]
+        return sum(idle_w) * time_s + sum(w * s for w, s in zip(more_w, busy_s, strict=True))
+    return time_s
+
+
+class LoweredBounds:
+    """Bounds of a plan by its program, see [Note: lowered] in `lowered`; for plans whose steps are alike.
+
+    The program is kept in `shared`, for the simulation that may follow.
+    """
+
+    def __init__(self, loaded: Loaded, objective: Objective, shared: Shared) -> None:
+        self.loaded, self.objective, self.shared = loaded, objective, shared
+        self.program = program_of(loaded, shared)
+        self.peaks = lowered.peaks(self.program)
+        self.tasks = sum(map(len, self.program.tasks))
+        """Of all roles."""
+        scenario = loaded.scenario
+        key = (Same(scenario.cluster), scenario.network.faults, scenario.ranks)
+        self.collectives = shared.once("bounded collectives", key, lambda: Collectives(scenario, shared))
+
+    @staticmethod
+    def are_of(loaded: Loaded) -> bool:
+        """Return whether a plan has such bounds."""
+        scenario = loaded.scenario
+        return not (loaded.statistics_needed or scenario.plan.shares.replan or scenario.run.slowdowns)
+
+    def allocated(self) -> Bound:
+        """Return the bound by time, and by what is allocated."""
+        scenario = self.loaded.scenario
+        full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
+        return self._of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
+
+    def met(self, bound: Bound) -> Bound:
+        """Return a bound with groups that share links, where they meet as one; see [Note: met] in `lowered`."""
+        if not any(each.beside for each in self.program.communications.values()):
+            return bound
+        time_s = lowered.met_step_time_s(self.loaded.scenario, self.program, self.collectives, self.shared)
+        return bound if time_s <= bound.time_s else self._of_time(time_s, bound.full_ratio)
+
+    def _of_time(self, time_s: float, full_ratio: float) -> Bound:
+        busy_s = lowered.busy_s(self.loaded.scenario, self.program)
+        return Bound(time_s, least(self.loaded.scenario, self.objective, time_s, busy_s), full_ratio)
+
+    def reserved(self, bound: Bound) -> Bound:
+        """Return a bound by allocation with what the allocator adds: as full as in a simulation."""
+        if self.peaks is None:
+            return bound
+        occupied = occupancies(self.loaded.scenario, self.program, self.peaks)
+        fits = misfit(occupied) is None
+        full = max((each.reserved_bytes + each.outside_bytes) / each.memory_bytes for each in occupied)
+        return replace(bound, full_ratio=max(bound.full_ratio, full) if fits else math.inf)

@@ -1,0 +1,112 @@
+"""What each rank runs of a model, and how much of the batch: what bounds of time and of memory have in common."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar, cast
+
+from gssim.errors import UserError
+from gssim.plan import Plan, Policies, held_model, resolve, splitting
+from gssim.scenario import Scenario, master_bytes, value_bytes, why_no_chain
+from gssim.units import PRECISION_BYTES
+from gssim.workload import Layer, LayerInstance, unrolled
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What a rank runs of the model."""
+
+    key: Hashable
+    layers: tuple[LayerInstance, ...]
+    wholes: tuple[Layer | None, ...]
+    """Of each layer that is a slice: what it is a slice of."""
+    ratio: float = 1.0
+    """Of these layers, no less than this is run and held."""
+
+    @cached_property
+    def elements(self) -> float:
+        """Parameters."""
+        return self.ratio * sum(instance.layer.elements for instance in self.layers)
+
+
+class Parts:
+    """The parts of one workload on one cluster by plan; what many plans have in common is found once."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.model, self.workload = scenario.workload.model, scenario.workload
+        self.names = [device.type for device in scenario.cluster.devices]
+        self.hosts = [device.host for device in scenario.cluster.devices]
+        self.types = [scenario.cluster.device_types[name] for name in self.names]
+        self.value, self.master = value_bytes(scenario.workload), master_bytes(scenario.workload)
+        self.layers = unrolled(scenario.workload.model)
+        self.whole = Part("whole", self.layers, (None,) * len(self.layers))
+        self._found: dict[Hashable, object] = {}
+
+    def policies(self, plan: Plan) -> Policies:
+        """Return the plan with every policy resolved; raise UserError where it does not suit the devices."""
+        return resolve(plan, devices=len(self.names), hosts=self.hosts, backend=self.scenario.cluster.backend)
+
+    def batch_sizes(self, plan: Plan, policies: Policies) -> tuple[int, ...]:
+        """Return the samples of each part of the batch."""
+        rule, total = plan.shares.batch, self.workload.global_batch_size
+        if not isinstance(rule, str):
+            return tuple(round(share * total) for share in rule)
+        key = ("sizes", rule, policies.mesh, policies.partition)
+        return self.once(key, lambda: self.with_plan(plan).data_batch_sizes)
+
+    def with_plan(self, plan: Plan) -> Scenario:
+        """Return the scenario with another plan."""
+        return replace(self.scenario, plan=plan)
+
+    def part(self, plan: Plan, policies: Policies, rank: int) -> Part:
+        """Return what a rank runs; raise UserError where the model cannot be cut so."""
+        whole = self.whole.wholes
+        if policies.pp > 1:
+            place = policies.mesh.place(rank).pp
+            stages = self.stages(plan, policies)[place :: policies.pp]
+            held = ("stages", tuple((stage[0].index, len(stage)) for stage in stages), policies.tp)
+            layers = tuple(instance for stage in stages for instance in stage)
+            return self.once(held, lambda: Part(held, layers, whole[: len(layers)], 1 / policies.tp))
+        if policies.tp == 1:
+            return self.whole
+        parts = self._slice_shares(plan, policies)
+        position = rank % policies.tp if policies.slices == "shares" else 0
+        key = ("slice", parts, position)
+        return self.once(key, lambda: self._sliced(key, parts, position))
+
+    def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
+        if policies.slices != "shares":
+            return splitting.even(policies.tp)
+        key = ("slice shares", plan.shares.shards, policies.tp)
+        return self.once(key, lambda: self.with_plan(plan).slice_shares)
+
+    def _sliced(self, key: Hashable, parts: Sequence[float], position: int) -> Part:
+        if not self.model.sliced_layers:
+            raise UserError("the model does not say how its blocks are cut")
+        if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
+            raise UserError("there are fewer units than ranks")
+        layers = unrolled(held_model(self.model, parts, position))
+        return Part(key, layers, tuple(instance.layer for instance in self.layers))
+
+    def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
+        """Return the layers of every stage of a pipeline; raise UserError where the model cannot be cut so."""
+        sizes = self.batch_sizes(plan, policies)
+        key = ("stages", plan.stages, plan.schedule, plan.micro_batches, policies.mesh, sizes)
+
+        def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
+            stages = self.with_plan(plan).stages
+            return stages, why_no_chain(stages, value_bytes=PRECISION_BYTES[self.model.traced_precision])
+
+        stages, reason = self.once(key, cut)
+        if reason:
+            raise UserError(f"the model is no chain that can be cut: {reason}")
+        return stages
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returns, which is called once for a key."""
+        if key not in self._found:
+            self._found[key] = make()
+        return cast(T, self._found[key])

@@ -1,0 +1,120 @@
+"""Why a plan takes as long as it does: who sets the pace, what it waits for, and where memory is tightest."""
+
+from collections import Counter
+
+from gssim.result import LinkUse, RankClass, Result
+from gssim.simulation import WAITING_PHASES
+from gssim.units import human_bytes, human_seconds
+
+COMPUTES_RATIO = 0.5
+"""A plan in which some rank computes for at least this part of the step is bound by compute."""
+
+
+def reason(result: Result) -> str:
+    """Return what bounds a plan, in a line.
+
+    The rank that waits least sets the pace. Where even that one waits for most of the step, links do: the busiest is
+    named.
+    """
+    pace = pace_setter(result)
+    works = 1 - waiting_ratio(pace)
+    link = busiest_link(result)
+    parts = [f"{pace.device} (rank {pace.ranks[0]}) computes for {works:.0%} of the step"]
+    if link is not None:
+        parts.append(f"{link.name} is used for {link.utilisation_ratio:.0%}")
+    if works < COMPUTES_RATIO:
+        parts.reverse()
+    waits = max(result.ranks, key=waiting_ratio)
+    if waiting_ratio(waits) > waiting_ratio(pace) + 0.05:
+        parts.append(f"{waits.device} (rank {waits.ranks[0]}) waits for {waiting_ratio(waits):.0%}")
+    return "; ".join([*parts, memory_reason(result)])
+
+
+def bound_by(result: Result) -> str:
+    """Return what bounds a plan in a word or two: a device's compute, or a link."""
+    pace, link = pace_setter(result), busiest_link(result)
+    if link is None or waiting_ratio(pace) <= 1 - COMPUTES_RATIO:
+        return f"compute of {pace.device}"
+    return f"link {link.name}"
+
+
+def why_worse(best: Result, other: Result) -> str:
+    """Return why another plan is worse than the best, in a line: what its slowest rank does for longer.
+
+    That is the rank of the other plan that waits least; what it does in the best plan stands beside it.
+    """
+    if other.does_not_fit is not None:
+        return memory_lack(other)
+    if other.step_time_s <= best.step_time_s:
+        return f"it takes {_used(other)} for {human_seconds(other.step_time_s)}; the first takes {_used(best)}"
+    pace = pace_setter(other)
+    name = f"{pace.device} (rank {pace.ranks[0]})"
+    same = next((each for each in best.ranks if pace.ranks[0] in each.ranks), None)
+    works_s = (1 - waiting_ratio(pace)) * other.step_time_s
+    if same is None:
+        return f"{name} computes for {human_seconds(works_s)}; the first does without it"
+    worked_s = (1 - waiting_ratio(same)) * best.step_time_s
+    waits_s, waited_s = other.step_time_s - works_s, best.step_time_s - worked_s
+    if works_s - worked_s >= waits_s - waited_s:
+        computes = f"{name} computes for {human_seconds(works_s)}, in the first for {human_seconds(worked_s)}"
+        return f"{computes} ({pace.batch_share:.1%} of the batch, in the first {same.batch_share:.1%})"
+    waits = f"{name} waits for {human_seconds(waits_s)}, in the first for {human_seconds(waited_s)}"
+    link = busiest_link(other)
+    if link is None:
+        return waits
+    carried = sum(each.bytes for each in best.links if each.name == link.name)
+    return f"{waits}; {link.name} carries {human_bytes(link.bytes)}, in the first {human_bytes(carried)}"
+
+
+def memory_lack(result: Result) -> str:
+    """Return where a plan does not fit, and what takes most there; that it fits, where it does."""
+    fit = result.does_not_fit
+    if fit is None:
+        return "it fits"
+    device = next(each.device for each in result.ranks if fit.rank in each.ranks)
+    lacks, category = human_bytes(fit.excess_bytes), fit.category.replace("_", " ")
+    return f"does not fit: {device} (rank {fit.rank}) lacks {lacks}, mostly for {category}"
+
+
+def _used(result: Result) -> str:
+    """Return how many devices a plan takes, by type."""
+    counts = Counter[str]()
+    for each in result.ranks:
+        counts[each.device] += each.count
+    return " + ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def pace_setter(result: Result) -> RankClass:
+    """Return the ranks that wait least."""
+    return min(result.ranks, key=waiting_ratio)
+
+
+def waiting_ratio(ranks: RankClass) -> float:
+    """Return the part of a step in which ranks wait, for others or for communication."""
+    whole_s = sum(ranks.phases_s.values())
+    return sum(ranks.phases_s[name] for name in WAITING_PHASES) / whole_s if whole_s else 0.0
+
+
+def busiest_link(result: Result) -> LinkUse | None:
+    """Return the link that is used for most of the step; None where nothing is communicated."""
+    used = [link for link in result.links if link.bytes]
+    return max(used, key=lambda link: link.utilisation_ratio, default=None)
+
+
+def memory_reason(result: Result) -> str:
+    """Return how much memory the tightest device has left, and what takes most of it."""
+    least = result.margin
+    if least is None:
+        return ""
+    device = next(each.device for each in result.ranks if least.rank in each.ranks)
+    left = f"{human_bytes(least.margin_bytes)} of {human_bytes(least.memory_bytes)} left"
+    return f"memory: {device} (rank {least.rank}) has {left}, mostly {least.category.replace('_', ' ')}"
+
+
+def full_ratio(result: Result, memory_bytes: dict[str, float]) -> float:
+    """Return what is taken of the memory of the device that is fullest; `memory_bytes`: by device type."""
+    return max(
+        (max(each.peak_allocated_bytes, each.peak_reserved_bytes or 0.0) + sum(each.outside_bytes.values()))
+        / memory_bytes[each.device]
+        for each in result.ranks
+    )

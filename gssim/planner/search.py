@@ -1,0 +1,248 @@
+"""The best plans for a scenario's cluster and model: searched, bounded, simulated, explained.
+
+Every plan of the space gets lower bounds of its step's time and memory ([Note: bounds] in `bounds`). The most promising
+are simulated first; what cannot be among the best by its bound, nor on the front of time and memory, never is. What is
+found is what simulating every plan would find.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gssim.cache import Shared
+from gssim.errors import RunFailedError, UserError
+from gssim.planner.batches import Batches
+from gssim.planner.bounds import Bound, Bounds
+from gssim.planner.candidates import Candidate, LeftOut, allowed, candidates
+from gssim.planner.counterparts import OWN, Counterpart, counterparts, nearest, own_plan
+from gssim.planner.explore import Exploration, Outcome, Queue, Wanted, explore, front
+from gssim.planner.objectives import objective_of
+from gssim.planner.reasons import full_ratio, reason, why_worse
+from gssim.planner.workers import Answer, Workers
+from gssim.result import Result
+from gssim.scenario import Loaded, SearchSpace
+from gssim.simulation import no_collection
+
+RIVALS: dict[str, Callable[[Candidate], bool]] = {
+    OWN: lambda each: each.index == 0,
+    "best with even shares": lambda each: each.plan.shares.batch == each.plan.shares.shards == "even",
+    "best with shares proportional to compute": lambda each: (
+        each.plan.shares.shards == "compute" and each.plan.shares.batch == "throughput"
+    ),
+}
+"""What the best plan is compared with. The last is Gradient Sharding as its paper has it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to, or has come to so far."""
+
+    space: SearchSpace
+    best: tuple[Outcome, ...]
+    """In order of the objective."""
+    front: tuple[Outcome, ...]
+    """Of time and memory, the fastest first."""
+    rivals: tuple[tuple[str, Outcome | None], ...]
+    """What the best is compared with, by name; None: no such plan fits."""
+    counts: Exploration
+    plans: int
+    counterparts: tuple[Counterpart, ...] = ()
+    """The best plan with other shares; none of a search that was interrupted."""
+    nearest: tuple[Candidate, Result] | None = None
+    """Where no plan fits: which needs least, and what would need less."""
+
+    def results(self) -> list[Result]:
+        """Return the best plans' Results in order, then those of the others on the front.
+
+        `provenance.search` tells each one's rank (None of the others), whether it is on the front, its plan as `--set`
+        takes it, how full its fullest device is, and why it takes as long as it does; of the first, also what it is
+        compared with and which plans of the space were left out.
+        """
+        others = [each for each in self.front if each not in self.best]
+        ranked = [*enumerate(self.best, start=1), *((None, each) for each in others)]
+        return [self._placed(each, rank) for rank, each in ranked]
+
+    def comparisons(self, best: Outcome) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Give what the best plan is compared with, by name: plan, objective and why it is worse, as far as known."""
+        told = {each.name for each in self.counterparts}
+        for name, rival in self.rivals:
+            if name in told:
+                continue
+            if rival is None:
+                yield name, {"why": "none so far that fits" if self.counts.left else "none fits"}
+            else:
+                yield name, _compared(best, rival.candidate, rival.result, rival.objective)
+        for each in self.counterparts:
+            if each.result is None:
+                yield each.name, {"plan": each.candidate.override, "why": f"cannot run: {each.refusal}"}
+            else:
+                value = objective_of(each.result, self.space.objective)
+                yield each.name, _compared(best, each.candidate, each.result, value)
+
+    def _placed(self, outcome: Outcome, rank: int | None) -> Result:
+        place: dict[str, Any] = {
+            "rank": rank,
+            "objective": self.space.objective,
+            "on_front": outcome in self.front,
+            "plan": outcome.candidate.override,
+            "full_ratio": outcome.full_ratio,
+            "why": reason(outcome.result),
+        }
+        if rank == 1:
+            place["others"] = {name: said for name, said in self.comparisons(outcome)}
+            place["left_out"] = self.counts.left_out.rows()
+        return replace(outcome.result, provenance=outcome.result.provenance | {"search": place})
+
+
+def _compared(best: Outcome, candidate: Candidate, other: Result, objective: float) -> dict[str, Any]:
+    """Return how much worse a plan is than the best, and why that is."""
+    if other.scenario_id == best.result.scenario_id:
+        return {"plan": candidate.override, "why": "it is the first"}
+    return {
+        "plan": candidate.override,
+        "step_time_s": other.step_time_s if other.fits else None,
+        "more_ratio": objective / best.objective - 1 if other.fits and best.objective else None,
+        "why": why_worse(best.result, other),
+    }
+
+
+class Search:
+    """A search under way: `found` is what it has come to, whenever it is asked."""
+
+    def __init__(self, loaded: Loaded, space: SearchSpace, top: int) -> None:
+        """Raise UserError where the objective, or what thresholds leave, cannot be known."""
+        _check_objective(loaded, space)
+        space = _with_allowed(loaded, space)
+        _check_statistics(loaded, space)
+        self.loaded, self.space, self.top = loaded, space, top
+        self.bounds = Bounds(loaded.scenario, space.objective)
+        self.counts = Exploration(left_out=LeftOut(loaded.file))
+        self.bounded: list[tuple[Bound, Candidate]] = []
+        self.wanted: list[Wanted] = []
+        self.plans = 0
+        self.own: list[Candidate] = []
+        """The scenario's own plan, once there are plans."""
+        self.began_s = time.monotonic()
+        self.counterparts: tuple[Counterpart, ...] = ()
+        self.nearest: tuple[Candidate, Result] | None = None
+
+    def prepare(self) -> None:
+        """Make the plans, with what each is at least."""
+        with no_collection():
+            for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds), self.counts.left_out):
+                self.plans += 1
+                self.own = self.own or [each]
+                try:
+                    self.bounded.append((self.bounds.of(each.plan), each))
+                except UserError as error:
+                    self.counts.refuse(each, error)
+        there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
+        self.wanted = [Wanted("best", self.top, lambda each: True)]
+        self.wanted += [Wanted(name, 1, holds) for name, holds in RIVALS.items() if name in there]
+
+    def run(self, workers: Workers, told: Callable[[int, int], None] = lambda done, plans: None) -> None:
+        """Simulate what can be wanted of what is prepared; `told` hears (plans done with, of how many)."""
+        until_s = self.began_s + self.space.seconds if self.space.seconds else math.inf
+        judge = partial(_judged, loaded=self.loaded, space=self.space)
+        queue = Queue(self.bounded, self.bounds.closer)
+        objective = self.space.objective
+        with no_collection():
+            explore(queue, self.wanted, workers, judge, self.counts, objective=objective, told=told, until_s=until_s)
+        best = self.found().best
+        if best:
+            self.counterparts = self._counterparts(best[0].candidate)
+        elif not self.counts.left:
+            self.nearest = nearest(self.loaded, self.bounded)
+
+    def _counterparts(self, best: Candidate) -> tuple[Counterpart, ...]:
+        """Return the best plan with other shares, and the scenario's own if it does not fit."""
+        shared = Shared()
+        found = counterparts(self.loaded, best, shared)
+        if any(each.candidate.index == 0 for each in self.counts.outcomes):
+            return found
+        own = [own_plan(self.loaded, each, shared) for each in self.own]
+        return (*own, *found)
+
+    def found(self) -> Found:
+        """Return the best so far."""
+        outcomes = self.counts.outcomes
+        best, *rivals = self.wanted or [Wanted("best", self.top, lambda each: True)]
+        return Found(
+            space=self.space,
+            best=tuple(best.best(outcomes)),
+            front=tuple(front(outcomes)),
+            rivals=tuple((each.name, next(iter(each.best(outcomes)), None)) for each in rivals),
+            counts=self.counts,
+            plans=self.plans,
+            counterparts=self.counterparts,
+            nearest=self.nearest,
+        )
+
+
+def _check_objective(loaded: Loaded, space: SearchSpace) -> None:
+    """Raise UserError for an objective that needs a price or power that is not known."""
+    needed = {"step-time": (), "cost": ("price_usd_per_h",), "energy": ("busy_power_w", "idle_power_w")}
+    for name, device in loaded.scenario.cluster.device_types.items():
+        for key in needed[space.objective]:
+            if getattr(device, key) is None:
+                raise UserError(
+                    f"{loaded.file}: search.objective = '{space.objective}': cluster.device_types.{name}.{key} is not "
+                    "known; set it, or allowed: step-time"
+                )
+
+
+def _with_allowed(loaded: Loaded, space: SearchSpace) -> SearchSpace:
+    """Return the space with those thresholds alone that its study allows, if it names one."""
+    if space.study is None or space.most_loss_change is None:
+        return space
+    push = loaded.scenario.plan.push
+    found = allowed(
+        Path(space.study),
+        push.kind,
+        most_loss_change=space.most_loss_change,
+        thresholds=space.thresholds,
+        own=push.threshold,
+        scenario=loaded.file,
+    )
+    return replace(space, thresholds=found)
+
+
+def _check_statistics(loaded: Loaded, space: SearchSpace) -> None:
+    """Raise UserError where thresholds are searched and nothing tells what they leave."""
+    if space.searches_thresholds and loaded.scenario.workload.gradients is None:
+        key = "least_density" if space.least_density is not None else "most_loss_change"
+        raise UserError(
+            f"{loaded.file}: search.{key} = {getattr(space, key):g}: workload.gradients is missing; densities "
+            "are predicted from gradient statistics (write them with `gsreal gradients`)"
+        )
+
+
+def _judged(
+    candidate: Candidate, answer: Answer, found: Exploration, *, loaded: Loaded, space: SearchSpace
+) -> Outcome | None:
+    """Return what becomes of a plan that was simulated, if it fits and is wanted; count it in any case."""
+    if isinstance(answer, UserError):
+        found.refuse(candidate, answer)
+        return None
+    if isinstance(answer, RunFailedError):
+        raise RunFailedError(f"{loaded.file}: {candidate.override}: {answer}")
+    if isinstance(answer, Bound):
+        found.ruled_out += answer.full_ratio <= 1
+        found.too_large += answer.full_ratio > 1
+        return None
+    found.simulated += 1
+    if not answer.fits:
+        found.too_large += 1
+        return None
+    density = answer.density.push
+    if space.least_density is not None and density is not None and density < space.least_density:
+        found.unwanted += 1
+        return None
+    objective = objective_of(answer, space.objective)
+    types = loaded.scenario.cluster.device_types
+    full = full_ratio(answer, {name: device.memory_bytes for name, device in types.items()})
+    return Outcome(candidate, answer, objective, full)

@@ -1,0 +1,125 @@
+"""Processes that look at plans, one at a time each: lowered, bounded, and simulated if that can be worth it."""
+
+import math
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from gssim.cache import Shared
+from gssim.errors import RunFailedError, UserError
+from gssim.planner.bounds import Bound, LoweredBounds
+from gssim.planner.objectives import Limits, objective_of
+from gssim.planner.reasons import full_ratio
+from gssim.result import Result
+from gssim.scenario import Loaded, load_scenario
+from gssim.simulation import no_collection, simulate
+
+Answer = Result | Bound | UserError | RunFailedError
+"""What becomes of a plan: simulated, ruled out by what it has at least, refused, or without an end (a deadlock is a
+fault of ours, not of the plan)."""
+
+
+DEAR_TASKS = 5000
+"""Of all roles: a program of more takes much longer to simulate than to lower."""
+
+
+def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Shared) -> Answer:
+    """Return what becomes of a scenario with overrides."""
+    try:
+        return judged(load_scenario(file, overrides, shared=shared), limits, shared)
+    except (UserError, RunFailedError) as error:
+        return error
+
+
+def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
+    """Return a scenario's prediction, or what it has at least: that is too much already, or others shall go first."""
+    with no_collection():
+        if LoweredBounds.are_of(loaded):
+            bounds = LoweredBounds(loaded, limits.objective, shared)
+            bound = bounds.allocated()
+            for closer in (bounds.met, bounds.reserved):
+                if limits.rule_out(bound):
+                    return bound
+                bound = closer(bound)
+            if limits.rule_out(bound) or (bounds.tasks > DEAR_TASKS and bound.objective > limits.next_objective):
+                return bound
+        result = simulate(loaded, shared=shared, spread=False).result
+        if loaded.statistics_needed and not limits.rule_out(_as_bound(loaded, limits, result)):
+            return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
+        return result
+
+
+def _as_bound(loaded: Loaded, limits: Limits, result: Result) -> Bound:
+    """Return what a plan really has: there is none closer."""
+    types = loaded.scenario.cluster.device_types
+    full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
+    return Bound(result.step_time_s, objective_of(result, limits.objective), full if result.fits else math.inf)
+
+
+class Workers:
+    """So many processes, to which plans are handed as they become free."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.idle = list(connections)
+        self.busy: dict[Connection, int] = {}
+
+    def begin(self, number: int, override: str, limits: Limits) -> None:
+        """Hand a plan to a free process; `number`: what its answer goes by."""
+        connection = self.idle.pop()
+        connection.send((override, limits))
+        self.busy[connection] = number
+
+    def ended(self) -> Iterator[tuple[int, Answer]]:
+        """Give the answers that have come, after waiting for one."""
+        for connection in wait(list(self.busy)):
+            assert isinstance(connection, Connection)
+            try:
+                answer: Answer = connection.recv()
+            except EOFError:
+                raise RunFailedError("a process died, of too little memory perhaps: try fewer --jobs") from None
+            self.idle.append(connection)
+            yield self.busy.pop(connection), answer
+
+
+@contextmanager
+def searchers(jobs: int, file: Path, overrides: Sequence[str], shared: Shared | None = None) -> Iterator[Workers]:
+    """Give so many processes that look at a scenario's other plans; they end with the block, whatever they do.
+
+    `shared`: what is known of the scenario by now; where processes are forked, they start with that.
+    """
+    forks = sys.platform == "linux"
+    context: Any = get_context("fork" if forks else "spawn")
+    known = shared if forks else None
+    connections, started = [], []
+    for _ in range(jobs):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, file, tuple(overrides), known), daemon=True)
+        process.start()
+        theirs.close()  # so that its end shows as the end of what comes
+        connections.append(ours)
+        started.append(process)
+    try:
+        yield Workers(connections)
+    finally:
+        for connection, process in zip(connections, started, strict=True):
+            process.terminate()
+            process.join()
+            connection.close()
+
+
+def _serve(connection: Connection, file: Path, overrides: Sequence[str], known: Shared | None) -> None:
+    """Answer for plans until the process is ended; the user's interrupt is for the one that hands them out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    shared = known or Shared()
+    while True:
+        try:
+            override, limits = connection.recv()
+        except EOFError:
+            return
+        connection.send(answered(file, [*overrides, override], limits, shared))

@@ -1,0 +1,299 @@
+"""What happened: spans, collectives, and the one Result that a simulation and a real run both write."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from gssim.files import read_json
+from gssim.units import Amount, Finite, PositiveInt, spec, validated
+
+SCHEMA: Literal["gssim.result/1"] = "gssim.result/1"
+
+CATEGORIES = {
+    "parameters": "the model's parameters as a rank keeps them: replicas, or FSDP2's shards, its master copy",
+    "master_copy": "fp32 copies of what a rank updates, beside parameters of lower precision",
+    "gradients": "gradients of parameters, from where autograd makes them until they are copied or the update is done",
+    "buckets": "flat buffers that gradients are collected in before they travel",
+    "optimizer": "what the optimizer keeps between steps",
+    "activations": "what the forward makes and the backward needs",
+    "temporaries": "what is made and freed within a layer's forward or backward, or an update; kernel scratch",
+    "communication": "buffers that messages and collectives are sent from and received in",
+    "gathered_parameters": "whole parameters, gathered from their shards",
+    "residuals": "gradients that stayed under the threshold, kept for the next step (error feedback)",
+    "scratch": "flags and magnitudes in which Gradient Sharding finds what reaches a threshold",
+    "input": "the batch: inputs and targets",
+    "buffers": "the module's buffers: what it keeps that is no parameter",
+    "workspace": "what libraries take from the allocator and keep",
+    "rounding": "what blocks of the caching allocator are larger than what is asked of it (CUDA)",
+}
+"""Categories of memory, and what is booked under each."""
+
+PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
+COMPUTE_PHASES = ("forward", "backward")
+"""In proportion to a rank's samples: what tells its pace."""
+UPDATE_PHASES = ("optimizer",)
+"""In proportion to what it owns."""
+
+
+class Span(NamedTuple):
+    """One thing that occupied a stream of a rank, from `start_s` to `end_s`."""
+
+    rank: int
+    stream: str
+    label: str
+    phase: str
+    start_s: float
+    end_s: float
+
+
+def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[str, float]:
+    """Return the seconds of each phase between `start_s` and `end_s` on one rank's compute stream.
+
+    Where spans nest, the one that began last counts (a wait inside backward is exposed communication, not backward).
+    What no span covers is idle, so that the phases always sum to `end_s - start_s`.
+
+    >>> inner = Span(0, "compute", "wait", "exposed_communication", 2.0, 3.0)
+    >>> outer = Span(0, "compute", "backward", "backward", 1.0, 4.0)
+    >>> phases = phases_of([outer, inner], start_s=0.0, end_s=5.0)
+    >>> phases["backward"], phases["exposed_communication"], phases["idle"]
+    (2.0, 1.0, 2.0)
+    """
+    compute = sorted((s for s in spans if s.stream == "compute" and s.end_s > s.start_s), key=lambda s: s.start_s)
+    edges = {start_s, end_s}
+    for span in compute:
+        edges.update(t for t in (span.start_s, span.end_s) if start_s < t < end_s)
+    seconds = dict.fromkeys(PHASES, 0.0)
+    active: list[Span] = []
+    upcoming = 0
+    for left, right in pairwise(sorted(edges)):
+        while upcoming < len(compute) and compute[upcoming].start_s <= left:
+            active.append(compute[upcoming])
+            upcoming += 1
+        active = [span for span in active if span.end_s > left]
+        seconds[active[-1].phase if active else "idle"] += right - left
+    return seconds
+
+
+def typical_phases(spans: Sequence[Span], ends_s: Sequence[float]) -> dict[str, float]:
+    """Return one rank's phases of a typical step: the mean over steps of middling length, scaled to the median step.
+
+    `ends_s`: the start of the first step, then the end of each. Middling: between the quartiles.
+
+    >>> work = [Span(0, "compute", "forward", "forward", start, start + 2) for start in (0.0, 3.0, 6.0)]
+    >>> phases = typical_phases(work, [0.0, 3.0, 6.0, 9.0])
+    >>> phases["forward"], phases["idle"]
+    (2.0, 1.0)
+    """
+    steps = sorted(pairwise(ends_s), key=lambda step: step[1] - step[0])
+    quarter = len(steps) // 4
+    found = [
+        phases_of([s for s in spans if s.end_s > start and s.start_s < end], start_s=start, end_s=end)
+        for start, end in steps[quarter : len(steps) - quarter]
+    ]
+    sums = {name: sum(phases[name] for phases in found) for name in PHASES}
+    scale = median(end - start for start, end in steps) / sum(sums.values())
+    return {name: value * scale for name, value in sums.items()}
+
+
+@spec
+class Collective:
+    """One kind of communication as it is handed to the process group, summed over one steady step and all ranks."""
+
+    kind: str
+    """`all-reduce`, `reduce-scatter`, `all-gather`, `broadcast`, `all-to-all-v`, `all-gather-v`, `send`."""
+    group: tuple[int, ...]
+    """The sorted ranks that take part."""
+    bytes: int
+    """Size of the full tensor handed over, padding included; for data-dependent messages the dense equivalent."""
+    count: int
+    """How often in one step."""
+    payload_bytes: Amount | None = None
+    """What data-dependent messages carried, mean per step, all of `count` together; absent where `bytes` is carried."""
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], int, int]:
+        """What must be equal between a prediction and a measurement (design rung a)."""
+        return (self.kind, self.group, self.bytes, self.count)
+
+
+@spec
+class LinkUse:
+    """Traffic over one directed link in one step (simulated), or over each of `count` equal ones."""
+
+    name: str
+    """Of the first of them."""
+    count: int = 1
+    bytes: Amount
+    utilisation_ratio: Finite
+
+
+@spec
+class RankClass:
+    """Ranks that did the same thing, and what each of them needed."""
+
+    ranks: tuple[int, ...]
+    count: int
+    device: str
+    peak_allocated_bytes: Amount
+    peak_reserved_bytes: Amount | None = None
+    """What the caching allocator takes of the device at most, libraries' workspaces included (CUDA); on other devices,
+    where predicted, what is allocated. Absent where the device has not even that much."""
+    fragmentation_ratio: Finite | None = None
+    """Part of the reserved bytes that is not allocated when most is (simulated)."""
+    outside_bytes: dict[str, Amount] = field(default_factory=dict)
+    """What is taken of the device beside the allocator, by what takes it: constants of the cluster file (simulated)."""
+    peak_by_category_bytes: dict[str, Finite]
+    """Of `CATEGORIES`, at the moment of the peak, which is their sum (simulated)."""
+    phases_s: dict[str, Finite]
+    bytes_sent: Amount | None = None
+    bytes_received: Amount | None = None
+    batch_share: Finite
+    shard_share: Finite
+
+
+@spec
+class Fit:
+    """Where a plan exceeds a device's memory."""
+
+    rank: int
+    category: str
+    """The largest category at the peak."""
+    excess_bytes: Finite
+
+
+@spec
+class Margin:
+    """Where a plan leaves a device the least memory."""
+
+    rank: int
+    category: str
+    """The largest category at the peak."""
+    margin_bytes: Finite
+    """Memory less what is reserved and what is taken outside of the allocator; negative where that does not fit."""
+    memory_bytes: Finite
+
+
+@spec
+class Remedy:
+    """A change to the plan, the workload or the cluster, and what memory would then look like."""
+
+    change: str
+    """As `--set` takes it, or in words."""
+    fits: bool
+    margin: Margin
+    saved_bytes: Finite
+    """How much less the rank needs that needs most for its device."""
+
+
+@spec
+class Density:
+    """Fraction of off-shard elements that were sent, mean over the run's steps; absent where nothing is thresholded."""
+
+    push: Finite | None = None
+    publish: Finite | None = None
+    push_by_step: tuple[Finite, ...] = ()
+    """Of every timed step (measured)."""
+
+
+@spec
+class Evaluation:
+    """How good the model was, on data that no training draws from (measured)."""
+
+    step: PositiveInt
+    """Updates so far, those of the warm-up included."""
+    loss: float
+    """Mean cross-entropy, in nats, over all targets of the held-out data."""
+    accuracy_ratio: Finite | None = None
+    """Fraction of the samples whose class was the likeliest; absent where tokens are predicted."""
+
+
+@spec
+class Division:
+    """How batch and shards were divided anew at run time."""
+
+    first_step: int
+    """In which it was so, of the steps that count; negative in the warm-up."""
+    samples: tuple[int, ...]
+    """Of each rank."""
+    shard_shares: tuple[Finite, ...]
+    """Of each rank."""
+
+
+@spec
+class Result:
+    """The answer to a scenario, predicted or measured."""
+
+    schema: Literal["gssim.result/1"] = SCHEMA
+    source: Literal["simulated", "measured"]
+    scenario_id: str
+    calibration_id: str
+    scenario: dict[str, Any]
+    step_time_s: Amount
+    """Median over the run's steps."""
+    step_time_p10_s: Amount
+    step_times_s: tuple[Amount, ...] = ()
+    """Every timed step (simulated: where they are not all alike)."""
+    phases_s: dict[str, Finite]
+    """Mean over ranks; sums to a step."""
+    fits: bool
+    does_not_fit: Fit | None = None
+    margin: Margin | None = None
+    """Of the rank whose device has least to spare (simulated)."""
+    remedies: tuple[Remedy, ...] = ()
+    """Where it does not fit: what would need less, what helps most first (`gssim run`)."""
+    throughput_samples_per_s: Amount
+    density: Density
+    collectives: tuple[Collective, ...]
+    links: tuple[LinkUse, ...] = ()
+    ranks: tuple[RankClass, ...]
+    idle_devices: tuple[str, ...] = ()
+    """Names of the cluster's devices that no rank runs on."""
+    loss: tuple[float, ...] = ()
+    """Mean over each timed step's batch, before its update (measured)."""
+    evaluation: tuple[Evaluation, ...] = ()
+    """As often as `run.evaluate_every_steps` asks, and after the last timed step; outside of all step times."""
+    divisions: tuple[Division, ...] = ()
+    """New divisions of batch and shards at run time; the ranks' shares are those of the last one."""
+    cost_usd_per_step: Amount | None = None
+    """Of the devices that take part; absent where a price is not known."""
+    energy_j_per_step: Amount | None = None
+    """Of the same devices, without hosts and network (simulated); absent where a device's power is not known."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the Result as JSON, keys in schema order, the same bytes for the same Result."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+def file_name(name: str, scenario_id: str, source: str, repeat: int = 0) -> str:
+    """Return the name of a Result's file.
+
+    >>> file_name("ddp", "06206a394dd25997", "measured"), file_name("ddp", "06206a394dd25997", "measured", 2)
+    ('ddp.06206a394dd25997.measured.json', 'ddp.06206a394dd25997.measured-2.json')
+    """
+    return f"{name}.{scenario_id}.{source}{f'-{repeat}' if repeat else ''}.json"
+
+
+def read_result(path: Path) -> Result:
+    """Return the Result in the JSON file `path`; raise UserError where it is not one."""
+    return validated(Result, read_json(path), file=str(path))
+
+
+def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Return entries of equal kind, group and bytes added up, in a fixed order."""
+    counts: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
+    payloads: dict[tuple[str, tuple[int, ...], int], float | None] = {}
+    for entry in entries:
+        key = (entry.kind, entry.group, entry.bytes)
+        counts[key] += entry.count
+        before = payloads.get(key)
+        payloads[key] = before if entry.payload_bytes is None else (before or 0.0) + entry.payload_bytes
+    return tuple(
+        Collective(kind=kind, group=group, bytes=size, count=count, payload_bytes=payloads[kind, group, size])
+        for (kind, group, size), count in sorted(counts.items())
+    )

@@ -1,0 +1,228 @@
+"""One step as a file that Perfetto opens: what every rank did when, what it waited for, and what it held.
+
+The format is Chrome's JSON ("Trace Event Format", in the catapult project's documentation): complete events (`X`) for
+spans, flow events (`s`, `f`) for arrows, counters (`C`), instants (`i`) and metadata (`M`).
+
+[Note: times] Perfetto drops events before 0, and spans that overlap without one being inside the other. So times begin
+at the first event, and are multiples of an eighth of a microsecond: exact in binary, and whole nanoseconds.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gssim.result.result import Result, Span
+
+TICKS_PER_S = 8_000_000
+TICKS_PER_US = 8
+STREAMS = ("compute", "communication", "host")
+"""In this order; all others after them, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """What one span sends to another, or keeps it waiting for."""
+
+    label: str
+    source: int
+    """Number of the span, in those of the step."""
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds from a time on, until the next."""
+
+    rank: int
+    time_s: float
+    total_bytes: float
+    by_category_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Adds up to the total; empty where it is not known."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks; times are in seconds from when the last of them began it."""
+
+    spans: Sequence[Span]
+    bounds_s: Mapping[int, tuple[float, float]]
+    """When each rank began the step, and ended it."""
+    arrows: Sequence[Arrow] = ()
+    held: Sequence[Held] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+    """What a rank is called beside its number."""
+
+
+def arrows_among(spans: Sequence[Span], members: Sequence[int], label: str) -> list[Arrow]:
+    """Return arrows of one collective: from the member that came last, for which all others waited, to each of those.
+
+    `members`: numbers of their spans. Who was gone before it came has not waited for it.
+
+    >>> spans = [Span(rank, "compute", "all-reduce", "exposed_communication", rank, 5.0) for rank in range(3)]
+    >>> [(arrow.source, arrow.target) for arrow in arrows_among(spans, [0, 1, 2], "all-reduce")]
+    [(2, 0), (2, 1)]
+    """
+    last = max(members, key=lambda number: (spans[number].start_s, spans[number].rank))
+    return [
+        Arrow(label, last, number)
+        for number in members
+        if number != last and spans[number].end_s >= spans[last].start_s and spans[number].rank != spans[last].rank
+    ]
+
+
+def chrome_trace(step: Step, result: Result) -> str:
+    """Return a step as Chrome-trace JSON: a process for each rank, a thread for each of its streams, times in us.
+
+    `result`: what the step is of; `otherData` names it, and says where on the axis the step begins.
+    """
+    return json.dumps(_trace(step, result)) + "\n"
+
+
+def _trace(step: Step, result: Result) -> dict[str, Any]:
+    times_s = [span.start_s for span in step.spans] + [began_s for began_s, _ in step.bounds_s.values()]
+    zero = _Clock(min(map(_ticks, times_s), default=0))
+    threads = _threads(step)
+    placed = _placed(step.spans)
+    events = [
+        *_names(step, threads),
+        *(_complete(step.spans[number], ticks, threads, zero) for number, ticks in placed.items()),
+        *_bounds(step, threads, zero),
+        *_flows(step, placed, threads, zero),
+        *_counters(step, threads, zero),
+    ]
+    about = {key: getattr(result, key) for key in ("source", "scenario_id", "calibration_id", "step_time_s")}
+    about["name"] = result.scenario.get("name")
+    about["step_start_s"] = -zero.zero / TICKS_PER_S
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _ticks(time_s: float) -> int:
+    return round(time_s * TICKS_PER_S)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Turns ticks into the file's microseconds."""
+
+    zero: int
+
+    def us(self, ticks: int) -> float:
+        return (ticks - self.zero) / TICKS_PER_US
+
+
+Threads = Mapping[tuple[int, str], int]
+"""Number of each rank's stream. Perfetto finds names of threads by this alone: no two of all ranks are the same, and
+none is a process's number, which would be its main thread."""
+
+
+def _threads(step: Step) -> Threads:
+    places = {(span.rank, span.stream) for span in step.spans} | {(rank, STREAMS[0]) for rank in step.bounds_s}
+    first = process_of(max((rank for rank, _ in places), default=0)) + 1
+    return {place: first + number for number, place in enumerate(sorted(places, key=lambda p: (p[0], _place(p[1]))))}
+
+
+def _place(stream: str) -> tuple[int, str]:
+    return (STREAMS.index(stream) if stream in STREAMS else len(STREAMS), stream)
+
+
+def process_of(rank: int) -> int:
+    """Return the number of a rank's process in a trace: 0 is the idle process of the machine.
+
+    >>> process_of(0)
+    1
+    """
+    return rank + 1
+
+
+def _names(step: Step, threads: Threads) -> Iterable[dict[str, Any]]:
+    for rank in sorted({rank for rank, _ in threads}):
+        pid = process_of(rank)
+        said = step.names.get(rank)
+        name = f"rank {rank}: {said}" if said else f"rank {rank}"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank}}
+    for (rank, stream), tid in threads.items():
+        place = {"pid": process_of(rank), "tid": tid}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": stream}}
+        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
+
+
+def _placed(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
+    """Return the first and last tick of each span, by number, in order of thread and time; see [Note: times].
+
+    Where two overlap and none is inside the other, the one that began first ends where the other begins: as phases are
+    counted, what began last is what goes on.
+    """
+    lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for number, span in enumerate(spans):
+        lanes[span.rank, span.stream].append(number)
+    ticks = {number: (_ticks(span.start_s), _ticks(span.end_s)) for number, span in enumerate(spans)}
+    found: dict[int, tuple[int, int]] = {}
+    for lane in sorted(lanes, key=lambda lane: (lane[0], _place(lane[1]))):
+        ordered = sorted(lanes[lane], key=lambda number: (ticks[number][0], -ticks[number][1], number))
+        around: list[int] = []
+        for number in ordered:
+            start, end = ticks[number]
+            while around and found[around[-1]][1] <= start:
+                around.pop()
+            while around and found[around[-1]][1] < end:
+                outer = around.pop()
+                found[outer] = (found[outer][0], start)
+            found[number] = (start, end)
+            around.append(number)
+    return found
+
+
+def _complete(span: Span, ticks: tuple[int, int], threads: Threads, zero: _Clock) -> dict[str, Any]:
+    start, end = ticks
+    return {
+        "ph": "X",
+        "name": span.label,
+        "cat": span.phase,
+        "pid": process_of(span.rank),
+        "tid": threads[span.rank, span.stream],
+        "ts": zero.us(start),
+        "dur": (end - start) / TICKS_PER_US,
+    }
+
+
+def _bounds(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, Any]]:
+    for rank, bounds_s in sorted(step.bounds_s.items()):
+        place = {"pid": process_of(rank), "tid": threads[rank, STREAMS[0]]}
+        for name, time_s in zip(("step begins", "step ends"), bounds_s, strict=True):
+            yield {"ph": "i", "name": name, "cat": "step", "s": "p", **place, "ts": zero.us(_ticks(time_s))}
+
+
+def _flows(
+    step: Step, placed: Mapping[int, tuple[int, int]], threads: Threads, zero: _Clock
+) -> Iterable[dict[str, Any]]:
+    """Yield both ends of each arrow; it leaves when both spans go on or, where the first is over before, at its end."""
+    number = 0
+    for arrow in step.arrows:
+        (source_start, source_end), (start, end) = placed[arrow.source], placed[arrow.target]
+        if source_end <= source_start or end <= start or end <= source_start:
+            continue  # nothing to be seen there
+        number += 1
+        leaves = min(source_end - 1, max(source_start, start))  # inside: an event at a span's end is outside of it
+        arrives = min(end - 1, max(start, leaves))
+        for phase, which, ticks in (("s", arrow.source, leaves), ("f", arrow.target, arrives)):
+            span = step.spans[which]
+            event = {"ph": phase, "name": arrow.label, "cat": "arrow", "id": number, "pid": process_of(span.rank)}
+            event |= {"tid": threads[span.rank, span.stream], "ts": zero.us(ticks)}
+            yield event | ({"bp": "e"} if phase == "f" else {})
+
+
+def _counters(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, Any]]:
+    """Yield what ranks hold: in all, under one name in predictions and measurements, and by category where known."""
+    shown: dict[int, dict[str, None]] = defaultdict(dict)
+    for held in step.held:
+        shown[held.rank] |= {category: None for category, size in sorted(held.by_category_bytes.items()) if size}
+    for held in step.held:
+        event = {"ph": "C", "pid": process_of(held.rank), "tid": threads[held.rank, STREAMS[0]]}
+        event["ts"] = zero.us(max(_ticks(held.time_s), zero.zero))
+        yield event | {"name": "memory", "args": {"allocated_bytes": held.total_bytes}}
+        if shown[held.rank]:
+            sizes = {f"{name}_bytes": held.by_category_bytes.get(name, 0.0) for name in shown[held.rank]}
+            yield event | {"name": "memory by category", "args": sizes}

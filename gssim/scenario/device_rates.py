@@ -1,0 +1,132 @@
+"""What of a device a workload meets: its profile, its peak, and the cost of a sample."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gssim.cluster import Cluster, Curve, DeviceType, LayerProfile, Profile
+from gssim.errors import UserError
+from gssim.units import PRECISION_BYTES, Precision
+from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload
+
+
+def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
+    """Return (fixed_s, sample_s) of a step on `device`: from its profile of the model, else from its achieved FLOP/s.
+
+    It ranks devices by measured or stated throughput for the share policies; it is no prediction of a step.
+    """
+    for profile in device.profiles:
+        if _is_of(profile, workload):
+            curves = [
+                (entry.repeats, curve)
+                for entry in workload.model.layers
+                if entry.name in profile.layers
+                for curve in (profile.layers[entry.name].forward_s, profile.layers[entry.name].backward_s)
+            ]
+            largest = max((curve.sizes[-1] for _, curve in curves), default=0)
+            if largest:
+                return 0.0, sum(n * curve.at(largest) for n, curve in curves) / largest
+    flop = sum(_training_flop(layer, workload.sequence_length or 1) for layer in workload.model.layers)
+    return 0.0, flop / achieved_flop_per_s(device, workload.precision)
+
+
+def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
+    """Return the time of `samples` in each layer, forward and backward: from its profile, else from achieved FLOP/s.
+
+    Like `sample_costs`, it serves to divide the work.
+    """
+    each: dict[int, float] = {}
+    for instance in layers:
+        if id(instance.layer) not in each:
+            each[id(instance.layer)] = _layer_cost_s(device, workload, instance.layer, samples)
+    return [each[id(instance.layer)] for instance in layers]
+
+
+def _layer_cost_s(device: DeviceType, workload: Workload, layer: Layer, samples: int) -> float:
+    profile = layer_profile(device, workload, layer)
+    if profile is not None:
+        return profile.forward_s.at(samples) + profile.backward_s.at(samples)
+    one = _training_flop(layer, workload.sequence_length or 1) / layer.repeats
+    return samples * one / achieved_flop_per_s(device, workload.precision)
+
+
+def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
+    """Return the measured cost of `layer` on `device` at this precision and sequence length, if there is one."""
+    for profile in device.profiles:
+        if _is_of(profile, workload) and layer.name in profile.layers:
+            return profile.layers[layer.name]
+    return None
+
+
+def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
+    """Return how much longer compute takes after a pause, by its seconds, where it is measured."""
+    found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    return found.pause_excess_s if found else None
+
+
+def as_it_runs(cluster: Cluster, workload: Workload) -> Cluster:
+    """Return the cluster with its devices as slow beside neighbours and messages as this workload's profiles say."""
+    types = {name: _as_it_runs(device, workload) for name, device in cluster.device_types.items()}
+    changed = any(types[name] is not device for name, device in cluster.device_types.items())
+    return replace(cluster, device_types=types) if changed else cluster
+
+
+def _as_it_runs(device: DeviceType, workload: Workload) -> DeviceType:
+    profile = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
+    own = {key: getattr(profile, key, None) for key in ("neighbour_slowdown_ratio", "communicating_excess_ratio")}
+    changes = {key: value for key, value in own.items() if value is not None and value != getattr(device, key)}
+    return replace(device, **changes) if changes else device
+
+
+def _is_of(profile: Profile, workload: Workload) -> bool:
+    """Return whether a profile is of the workload's model, precision and sequence length."""
+    same = profile.model == workload.model.name and profile.precision == workload.precision
+    return same and profile.sequence_length in (None, workload.sequence_length)
+
+
+def achieved_flop_per_s(device: DeviceType, precision: Precision) -> float:
+    """Return the rate that matrix products reach; raise UserError as `peak_flop_per_s` does."""
+    own_ratio = device.fp32_efficiency_ratio if precision == "fp32" else None
+    return peak_flop_per_s(device, precision) * (device.efficiency_ratio if own_ratio is None else own_ratio)
+
+
+def peak_flop_per_s(device: DeviceType, precision: Precision) -> float:
+    """Return the device's peak; raise UserError where it is needed (no profile covers a layer) but not stated."""
+    peak = device.peak_flop_per_s.get(precision)
+    if peak is None:
+        stated = ", ".join(device.peak_flop_per_s) or "none"
+        raise UserError(
+            f"cluster: device_types: no peak_flop_per_s.{precision} on a {device.kind} device "
+            f"(stated: {stated}), nor a profile of every layer at this precision and sequence length"
+        )
+    return peak
+
+
+def _training_flop(layer: Layer, sequence_length: int) -> int:
+    one_sample = {"b": 1, "s": sequence_length}
+    return layer.repeats * (layer.forward_flop.at(**one_sample) + layer.backward_flop.at(**one_sample))
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+def value_bytes(workload: Workload) -> int:
+    """Return the bytes of one parameter, gradient or activation element."""
+    return PRECISION_BYTES[workload.precision]
+
+
+def has_master_copy(workload: Workload) -> bool:
+    """Return whether the optimizer updates a copy of higher precision than the parameters that are trained with."""
+    return master_bytes(workload) > value_bytes(workload)
+
+
+def master_bytes(workload: Workload) -> int:
+    """Return the bytes of one element as the optimizer keeps and updates it.
+
+    Source: Rajbhandari et al. 2019, "ZeRO", section 3.1: fp16 parameters and gradients, an fp32 copy and moments.
+    """
+    return max(value_bytes(workload), PRECISION_BYTES["fp32"])
+
+
+def takes_tokens(model: Model) -> bool:
+    """Return whether the model reads tokens (else images)."""
+    return isinstance(model.input, TokenInput)

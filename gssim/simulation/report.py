@@ -1,0 +1,176 @@
+"""What ranks, links and collectives did in a step, as a Result tells it: those of equal outcomes together.
+
+What a step costs, in money and in energy: of the devices that take part, whatever they wait for.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from gssim.engine import Machine, RankClass
+from gssim.program import Program, Sent
+from gssim.result import CATEGORIES, Collective, LinkUse, merge_collectives
+from gssim.result import RankClass as RankOutcome
+from gssim.scenario import Scenario
+from gssim.simulation.footprint import Occupancy
+from gssim.units import Floats, Ints
+
+WAITING_PHASES = ("exposed_communication", "idle")
+"""In which a device takes the power that it takes while it waits; in all others it computes."""
+
+
+def cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
+    """Return the price of all devices for the time of a step; None where one's is not known."""
+    counts = Counter(device.type for device in scenario.cluster.devices[: scenario.ranks])
+    prices = {name: scenario.cluster.device_types[name].price_usd_per_h for name in counts}
+    known = [price * counts[name] for name, price in prices.items() if price is not None]
+    return sum(known) * step_time_s / 3600 if len(known) == len(prices) else None
+
+
+def energy_j(scenario: Scenario, step_time_s: float, ranks: Sequence[RankOutcome]) -> float | None:
+    """Return what all devices take in a step, without hosts and network; None where one's power is not known.
+
+        E = T * sum over ranks of (idle power + (busy power - idle power) * part of the step in which it computes)
+
+    Assumes the same power for whatever is computed: a data sheet's is the most. Nodes with eight H100 took at most
+    0.82 of theirs in training (Latif et al. 2024, arXiv:2412.08602).
+    """
+    power_w = 0.0
+    for each in ranks:
+        device = scenario.cluster.device_types[each.device]
+        if device.busy_power_w is None or device.idle_power_w is None:
+            return None
+        whole_s = sum(each.phases_s.values())
+        waits_s = sum(each.phases_s[name] for name in WAITING_PHASES)
+        busy_ratio = 1 - waits_s / whole_s if whole_s else 0.0
+        power_w += each.count * (device.idle_power_w + (device.busy_power_w - device.idle_power_w) * busy_ratio)
+    return power_w * step_time_s
+
+
+def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, ...]:
+    """Return one steady step's collectives; payloads of data-dependent ones are means over all steps."""
+    counts: dict[tuple[str, Any, int], int] = defaultdict(int)
+    payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
+    for name, communication in program.communications.items():
+        for group in communication.groups:
+            members = group if isinstance(group, range) else tuple(sorted(group))  # a send's begins with the sender
+            key = (communication.kind, members, int(communication.size_bytes))
+            counts[key] += 1
+            if communication.data_dependent:
+                payloads[key] += fmean(each.payload_bytes[name] for each in sent)
+    return merge_collectives(
+        Collective(
+            kind=kind, group=tuple(group), bytes=size, count=count, payload_bytes=payloads.get((kind, group, size))
+        )
+        for (kind, group, size), count in counts.items()
+    )
+
+
+def excess_bytes(program: Program, sent: Sequence[Sent], typical: Sent) -> float:
+    """Return how much more data-dependent messages carry in the mean of all steps than in the typical one."""
+    return sum(
+        len(communication.groups) * (fmean(each.payload_bytes[name] for each in sent) - typical.payload_bytes[name])
+        for name, communication in program.communications.items()
+        if communication.data_dependent
+    )
+
+
+def mean_of_typical(machine: Machine, excess: float) -> float:
+    """Return what the bytes of the typical step are multiplied with to be those of the mean of all steps.
+
+    `excess`: see `excess_bytes`. Ranks and links differ in the same proportion.
+    """
+    whole_bytes = float(np.sum(machine.carried_by_rank()[0])) / machine.steps
+    return 1 + excess / whole_bytes if whole_bytes else 1.0
+
+
+LISTED_LINKS = 256
+"""Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
+
+
+def links_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -> tuple[LinkUse, ...]:
+    """Return what each link, or class of links, carries in the mean of the steps, and its use in the typical one.
+
+    `mean_ratio`: see `mean_of_typical`.
+    """
+    network, wiring = machine.network, machine.network.wiring
+    of_link = network.folded.link_class
+    if len(of_link) <= LISTED_LINKS:
+        shown = [(link, int(of_link[link]), 1) for link in range(len(of_link))]
+    else:
+        used, first, count = np.unique(of_link, return_index=True, return_counts=True)
+        shown = [(int(i), int(c), int(n)) for c, i, n in zip(used, first, count, strict=True) if c >= 0]
+    return tuple(
+        LinkUse(
+            name=f"{wiring.names[wiring.source[link]]} -> {wiring.names[wiring.target[link]]}",
+            count=count,
+            bytes=(carried := float(network.carried[kind]) / machine.steps if kind >= 0 else 0.0) * mean_ratio,
+            utilisation_ratio=carried / float(wiring.bandwidth_bytes_per_s[link]) / step_time_s,
+        )
+        for link, kind, count in shown
+    )
+
+
+SIZE_DIGITS = 3
+"""Of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
+SHARE_DIGITS = 9
+
+
+def _alike(machine: Machine, sent: Floats, received: Floats, shard_shares: Floats) -> Iterator[tuple[RankClass, Ints]]:
+    """Yield each class's members by what they send and receive, and by their share: alike in time, they may differ in
+    these. (Shares that are rounded to the same units of a block, or elements of a bucket, make the same tasks.)
+    """
+    for each in machine.classes:
+        if len(each.members) == 1:
+            yield each, each.members
+            continue
+        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), SIZE_DIGITS)
+        told = np.column_stack([carried, np.round(shard_shares[each.members], SHARE_DIGITS)])
+        which = np.unique(told, axis=0, return_inverse=True)[1].ravel()
+        for kind in dict.fromkeys(which.tolist()):
+            yield each, each.members[which == kind]
+
+
+def rank_classes(
+    scenario: Scenario,
+    machine: Machine,
+    phases: list[dict[str, float]],
+    occupied: Sequence[Occupancy],
+    *,
+    mean_ratio: float = 1.0,
+) -> tuple[RankOutcome, ...]:
+    """Return ranks with equal outcomes together.
+
+    `mean_ratio`: see `mean_of_typical`. Each rank's bytes are means, so that they agree with the collectives' payloads.
+    """
+    classes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+    total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
+    sent, received = machine.carried_by_rank()
+    for each, same in _alike(machine, sent, received, np.array(shard_shares)):
+        needed, rank = occupied[each.index], int(same[0])
+        in_order = ((category, round(needed.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)
+        peak = {category: size for category, size in in_order if size}
+        allocated = sum(peak.values())
+        reserved = None if needed.excess_bytes else max(allocated, round(needed.reserved_bytes, SIZE_DIGITS))
+        outcome = {
+            "device": scenario.cluster.devices[rank].type,
+            "peak_allocated_bytes": allocated,
+            "peak_reserved_bytes": reserved,
+            "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
+            "outside_bytes": dict(needed.outside),
+            "peak_by_category_bytes": peak,
+            "phases_s": phases[each.index],
+            "bytes_sent": round(mean_ratio * float(sent[rank]) / machine.steps, SIZE_DIGITS),
+            "bytes_received": round(mean_ratio * float(received[rank]) / machine.steps, SIZE_DIGITS),
+            "batch_share": batch_sizes[rank] / total,
+            "shard_share": shard_shares[rank],
+        }
+        key = (*(tuple(each.items()) if isinstance(each, dict) else each for each in outcome.values()),)
+        classes[key] = outcome
+        members[key].append(same)
+    ranks = {key: tuple(np.sort(np.concatenate(parts)).tolist()) for key, parts in members.items()}
+    return tuple(RankOutcome(ranks=ranks[key], count=len(ranks[key]), **outcome) for key, outcome in classes.items())

@@ -1,0 +1,29 @@
+"""Sparsity: the density of a threshold, from measured gradient statistics."""
+
+from gssim.sparsity.density import (
+    Ratios,
+    moment_of,
+    movements,
+    publish_density,
+    publish_ratios,
+    push_density,
+    push_ratios,
+    staleness_steps,
+    traces_of,
+    union_density,
+    united,
+)
+
+__all__ = [
+    "Ratios",
+    "moment_of",
+    "movements",
+    "publish_density",
+    "publish_ratios",
+    "push_density",
+    "push_ratios",
+    "staleness_steps",
+    "traces_of",
+    "union_density",
+    "united",
+]

@@ -1,0 +1,562 @@
+"""What a threshold makes of measured gradient statistics: the fraction of elements that reach it.
+
+Statistics are taken at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
+the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, for
+training changes gradients ever more slowly: the scale on a curve, the fraction straight, so that no higher threshold
+is ever told to send more. What a threshold drops changes the training and with it later gradients, so
+statistics are taken under thresholds too, and the densities that they give are interpolated in the logarithm of the
+threshold.
+
+Without error feedback the density is the tail of |g|. With it, it is the rate at which elements come to reach the
+threshold with all that was not sent before; it is measured at a grid of thresholds, for it depends on how steadily each
+element's gradient points one way, which no distribution of one step's gradients tells.
+
+What a relative threshold sends depends on how magnitudes are distributed, not on their scale: it is measured at a grid
+of multiples of the mean, with error feedback and without. One that is estimated for a target density is an absolute one
+until it is estimated again: of the first step's gradients at first, then of what has gathered under the one before.
+
+Where a step lies among those that were looked at, and what lies between their values.
+
+How many elements at least one of several ranks sends.
+
+How far behind the parameters are that ranks compute with, where owners publish only what has moved far enough.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gssim.errors import UserError
+from gssim.gradient_statistics import (
+    EDGES_PER_DECADE,
+    HELD_LEVELS,
+    LOWEST_DECADE,
+    BlockTrace,
+    FeedbackDensity,
+    GradientStatistics,
+    RankTrace,
+    Sketch,
+    TensorTrace,
+)
+from gssim.plan import Publish, Push
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a step lies between two sampled ones, or between the first step and the first sampled one."""
+
+    before: int
+    """Which of the sampled steps is the last before it; -1: the first step."""
+    after: int
+    weight: float
+    """Of the value at `after`."""
+    around: tuple[int, ...]
+    """Which sampled steps tell how values change there: these two, and the next on either side where there is one."""
+    times: tuple[float, ...]
+    """Of `around`: logarithms of 1 + step."""
+
+    def of(self, values: Sequence[T], first: T | None = None) -> list[T]:
+        """Return what there is for each of the two; `first`: for the first step."""
+        return [self._at(values, first, each) for each in (self.before, self.after)]
+
+    def all_of(self, values: Sequence[T], first: T | None = None) -> list[T]:
+        """Return what there is for each of `around`."""
+        return [self._at(values, first, each) for each in self.around]
+
+    def _at(self, values: Sequence[T], first: T | None, sampled: int) -> T:
+        return values[max(0, sampled)] if sampled >= 0 or first is None else first
+
+    def mixed(self, pair: Sequence[float]) -> float:
+        """Return what lies between two values, straight."""
+        return mixed(pair[0], pair[1], self.weight)
+
+    def curved(self, values: Sequence[float]) -> float:
+        """Return what lies between the two values in the middle of those for `around`, on a curve without corners.
+
+        Training changes gradients fast at first and ever more slowly: straight lines from one sampled step to the next
+        lie above such a curve. It is the cubic one, over the logarithm of 1 + step, of the values' logarithms, that
+        rises and falls only where they do. Source: Fritsch and Butland, A Method for Constructing Local Monotone
+        Piecewise Cubic Interpolants, SIAM J. Sci. Stat. Comput. 5 (1984), with Brodlie's weights.
+
+        >>> steps = (0, 1, 3, 7)  # halves of the way each, in the logarithm of 1 + step
+        >>> moment_of(steps, 2).curved([1.0, 0.5, 0.25, 0.125]) == moment_of(steps, 2).mixed([0.5, 0.25])
+        True
+        >>> moment_of(steps, 2).curved([8.0, 0.5, 0.25, 0.25]) < moment_of(steps, 2).mixed([0.5, 0.25])
+        True
+        """
+        if self.before == self.after:
+            return values[self.around.index(self.before)]
+        at = self.around.index(self.before)
+        low, high = values[at : at + 2]
+        width = self.times[at + 1] - self.times[at]
+        if low <= 0 or high <= 0 or width <= 0:
+            return mixed(low, high, self.weight)
+        rise = math.log(high / low)
+        starts, ends = (self._slope(values, at, beside) * width for beside in (at - 1, at + 1))
+        weight, rest = self.weight, 1 - self.weight
+        bend = weight * rest * (rest * (starts - rise) + weight * (rise - ends))
+        return low * math.exp(weight * rise + bend)
+
+    def _slope(self, values: Sequence[float], at: int, beside: int) -> float:
+        """Return the slope of the curve where the stretch that begins `at` meets the one that begins `beside` it."""
+        width, slope = self._chord(values, at)
+        if beside not in range(len(values) - 1) or not (values[beside] > 0 and values[beside + 1] > 0):
+            return slope
+        other_width, other = self._chord(values, beside)
+        if other_width <= 0:
+            return slope
+        if slope * other <= 0:
+            return 0.0
+        return 3 * (width + other_width) / ((width + 2 * other_width) / slope + (2 * width + other_width) / other)
+
+    def _chord(self, values: Sequence[float], at: int) -> tuple[float, float]:
+        """Return how wide a stretch is, and how steep."""
+        width = self.times[at + 1] - self.times[at]
+        return width, math.log(values[at + 1] / values[at]) / width if width > 0 else 0.0
+
+
+def moment_of(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> Moment:
+    """Return where the step lies among the sampled ones; after the last, all is as it was there."""
+    after = bisect_left(sampled_steps, step)
+    if after == len(sampled_steps):
+        return Moment(after - 1, after - 1, 0.0, (after - 1,), (math.log1p(sampled_steps[-1]),))
+    before = after - 1
+    around = tuple(range(max(before - 1, min(before, 0)), min(after + 2, len(sampled_steps))))
+    times = tuple(math.log1p(sampled_steps[each] if each >= 0 else first_step) for each in around)
+    start, end = times[around.index(before)], times[around.index(after)]
+    at = max(start, math.log1p(max(0, step)))
+    return Moment(before, after, (at - start) / (end - start) if end > start else 1.0, around, times)
+
+
+def mixed(a: float, b: float, weight: float) -> float:
+    """Return what lies between `a` and `b`: in logarithm, where neither is 0.
+
+    >>> mixed(1.0, 4.0, 0.5), mixed(0.0, 4.0, 0.5)
+    (2.0, 2.0)
+    """
+    return float(a ** (1 - weight) * b**weight) if a > 0 and b > 0 else (1 - weight) * a + weight * b
+
+
+def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -> float:
+    """Return the fraction of elements that at least one of `ranks` ranks sends, where each sends the fraction `sent`.
+
+    The gradients of an element are normal, with a scale that the ranks share and that is log-normally distributed over
+    the elements, as wide as the ratio of mean to rms of |g| tells; of two ranks they have the given `correlation`, by a
+    part that is the same for all.
+
+        p(s, c) = P(|sqrt(r) c + sqrt(1-r) z| >= t / s);  sent = E[p];  united = E[1 - (1 - p)^ranks]
+
+    over s log-normal, c and z normal. Source: E[|g|] / rms = sqrt(2/pi) exp(-S^2 / 2), S the deviation of ln s.
+
+    >>> round(united(0.1, ranks=2, mean_to_rms=math.sqrt(2 / math.pi), correlation=0.0), 4)  # one scale, no common part
+    0.19
+    >>> united(0.1, ranks=1, mean_to_rms=0.5, correlation=0.3)
+    0.1
+    """
+    from scipy.special import ndtr  # here, for only unions need it
+
+    if ranks == 1 or sent <= 0 or sent >= 1:
+        return sent
+    spread = math.sqrt(max(0.0, 2 * math.log(math.sqrt(2 / math.pi) / mean_to_rms)))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(41)
+    weights = weights / weights.sum()
+    inverse = np.exp(-spread * nodes)[:, None]
+    common, own = math.sqrt(correlation) * nodes, math.sqrt(max(1e-6, 1 - correlation))
+
+    def reached(log_threshold: float) -> Any:
+        level = math.exp(log_threshold) * inverse
+        return 1 - (ndtr((level - common) / own) - ndtr((-level - common) / own))
+
+    def mean(values: Any) -> float:
+        return float(weights @ values @ weights)
+
+    low, high = -40.0, 40.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean(reached(middle)) > sent else (low, middle)
+    return min(1.0, max(sent, mean(1 - (1 - reached(low)) ** ranks)))
+
+
+_NORMAL = NormalDist()
+_SMALLEST = 1e-300
+_ALMOST_ALL = 1 - 1e-6
+
+
+def push_density(
+    statistics: GradientStatistics,
+    push: Push,
+    *,
+    samples: int,
+    tensor: str,
+    step: int,
+    part: float = 1.0,
+    first: float = 0.0,
+    last: float = 1.0,
+) -> float:
+    """Return the fraction of a tensor's elements that a rank with `samples` samples sends under `push` at `step`.
+
+    `part`: what is thresholded is this part of the rank's mean gradient over its samples. `first`, `last`: the range of
+    the tensor that is meant, as fractions of its elements.
+
+    >>> from gssim.gradient_statistics import SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
+    >>> sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=tuple(float(edge < 2) for edge in SKETCH_EDGES))
+    >>> trace = RankTrace(samples=1, tensors={"w": TensorTrace(blocks=(BlockTrace(sketches=(sketch,)),))})
+    >>> statistics = GradientStatistics(model="m", precision="fp32", optimizer="sgd", learning_rate=1.0, seed=0,
+    ...     global_batch_size=1, steps=1, sampled_steps=(0,), traces=(trace,), source="doctest")
+    >>> [push_density(statistics, Push(threshold=t), samples=1, tensor="w", step=0) for t in (0, 1.0, 4.0)]
+    [1.0, 1.0, 0.0]
+    """
+    ratios = push_ratios(statistics, push, samples=samples, tensor=tensor, step=step, part=part)
+    return ratios.over(first, last)
+
+
+def push_ratios(
+    statistics: GradientStatistics,
+    push: Push,
+    *,
+    samples: int,
+    tensor: str,
+    step: int,
+    part: float = 1.0,
+    lag_steps: float = 0.0,
+) -> "Ratios":
+    """Return what `push_density` does, of any range of the tensor.
+
+    `lag_steps`: by how much the parameters lag behind that gradients are taken at; see `staleness_steps`.
+    """
+    if push.threshold is None or not push.selects or step < push.warmup_steps:
+        return EVERYTHING
+    if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
+        return SILENCE
+    view = _View(statistics, samples, tensor, bool(push.error_feedback), lag_steps)
+    if push.kind == "target-density":
+        return _reestimated(view, push, step, part)
+    if push.kind == "relative":
+        return view.relative_ratio(push.threshold, step)
+    return view.sent_ratio(push.threshold, step, part)
+
+
+def publish_density(
+    statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int, first: float = 0.0, last: float = 1.0
+) -> float:
+    """Return the fraction of a tensor's elements whose |master - published| reaches the threshold after `step`.
+
+    What is not sent stays in that difference. `first`, `last`: the range of the tensor, as fractions of its elements.
+    """
+    return publish_ratios(statistics, publish, tensor=tensor, step=step).over(first, last)
+
+
+def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int) -> "Ratios":
+    """Return what `publish_density` does, of any range of the tensor."""
+    if not publish.threshold:
+        return EVERYTHING
+    if math.isinf(publish.threshold):
+        return SILENCE
+    moment, grid = moment_of(statistics.sampled_steps, step), statistics.publish_thresholds
+    rows = [moment.all_of(block) for block in statistics.changes[tensor].blocks]
+    return Ratios(tuple(moment.curved([_on_grid(grid, row, publish.threshold) for row in block]) for block in rows))
+
+
+def union_density(
+    statistics: GradientStatistics, sent: float, *, ranks: int, samples: int, tensor: str, step: int
+) -> float:
+    """Return the fraction of a tensor's elements that at least one of `ranks` alike ranks sends; see `united`.
+
+    `sent`: what one of them sends, by `push_density`.
+    """
+    trace = traces_of(statistics, samples)[0].tensors[tensor]
+    moment = moment_of(statistics.sampled_steps, step)
+    mean = fmean(moment.mixed([s.mean for s in moment.of(block.sketches)]) for block in trace.blocks)
+    square = fmean(moment.mixed([s.rms**2 for s in moment.of(block.sketches)]) for block in trace.blocks)
+    correlation = _clipped(fmean(moment.of(trace.correlations))) if trace.correlations else 0.0
+    return united(sent, ranks=ranks, mean_to_rms=mean / math.sqrt(square) if square else 1.0, correlation=correlation)
+
+
+def traces_of(statistics: GradientStatistics, samples: int, *, error_feedback: bool = False) -> tuple[RankTrace, ...]:
+    """Return the traces taken with the samples per rank nearest (in ratio) to `samples`, by rising threshold.
+
+    Of those that were trained under a threshold, the ones with error feedback or without it, where there are any.
+    """
+    nearest = min((trace.samples for trace in statistics.traces), key=lambda n: abs(math.log(n / samples)))
+    near = sorted((t for t in statistics.traces if t.samples == nearest), key=lambda t: t.threshold)
+    return tuple(t for t in near if not t.threshold or t.error_feedback == error_feedback) or tuple(near)
+
+
+def _clipped(ratio: float) -> float:
+    return min(1.0, max(0.0, ratio))
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """The fractions that are sent of a tensor's blocks of equal size."""
+
+    values: tuple[float, ...]
+    below: tuple[float, ...] = ()
+    """The same in a run under a lower threshold: what is meant lies between."""
+    weight: float = 0.0
+    """Of `values`, where there is something below."""
+
+    def over(self, first: float, last: float) -> float:
+        """Return the fraction that is sent of the tensor's range from `first` to `last`, as fractions of its elements.
+
+        >>> Ratios((0.25, 0.75)).over(0.0, 1.0), Ratios((0.25, 0.75)).over(0.5, 1.0)
+        (0.5, 0.75)
+        """
+        high = _over_range(self.values, first, last)
+        return mixed(_over_range(self.below, first, last), high, self.weight) if self.below else high
+
+
+EVERYTHING, SILENCE = Ratios((1.0,)), Ratios((0.0,))
+
+
+class _View:
+    """One tensor's gradient as ranks with a number of samples see it, with or without error feedback."""
+
+    def __init__(
+        self, statistics: GradientStatistics, samples: int, tensor: str, error_feedback: bool, lag_steps: float
+    ) -> None:
+        self.statistics, self.grid, self.error_feedback = statistics, statistics.feedback_thresholds, error_feedback
+        self.lag_steps = lag_steps
+        traces = traces_of(statistics, samples, error_feedback=error_feedback)
+        self.thresholds = [trace.threshold for trace in traces]
+        self.tensors = [trace.tensors[tensor] for trace in traces]
+        self.scale = _scale(self.tensors[0], traces[0].samples / samples)
+
+    def moment(self, step: int) -> Moment:
+        """Return where a step lies between those that were looked at."""
+        sampled = self.statistics.sampled_steps
+        least = min(step, sampled[0]) if self.error_feedback else 0  # what is kept gathers, however old parameters are
+        return moment_of(sampled, max(least, step - self.lag_steps), self.statistics.first_step)
+
+    def sent_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
+        """Return the fraction that reaches an absolute threshold."""
+        return self._under(threshold, threshold, self._with_feedback if self.error_feedback else _reached, step, part)
+
+    def held_ratio(self, level: float, threshold: float, step: int, part: float) -> "Ratios":
+        """Return the fraction that would reach a level, where the threshold was another one until then."""
+        factor = level / threshold
+
+        def found(block: BlockTrace, scaled: float, moment: Moment) -> float:
+            return self._held(block, scaled / factor, factor, moment)
+
+        return self._under(threshold, level, found, step, part)
+
+    def untouched_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
+        """Return the fraction that reaches an absolute threshold where none was before."""
+        level = threshold / (part * self.scale)
+        return Ratios(tuple(_reached(each, level, self.moment(step)) for each in self.tensors[0].blocks))
+
+    def relative_ratio(self, multiple: float, step: int) -> "Ratios":
+        """Return the fraction that reaches a multiple of the tensor's mean magnitude."""
+        moment, grid = self.moment(step), self.statistics.multiples
+        if not grid:
+            raise UserError(f"statistics of {self.statistics.model}: relative thresholds were not looked at")
+        ratios = []
+        for block in self.tensors[0].blocks:
+            rows = [
+                row.feedback_ratios if self.error_feedback else row.sent_ratios for row in moment.all_of(block.relative)
+            ]
+            ratios.append(moment.curved([_on_grid(grid, row, multiple) for row in rows]))
+        return Ratios(tuple(ratios))
+
+    def _under(
+        self,
+        threshold: float,
+        level: float,
+        found: Callable[[BlockTrace, float, Moment], float],
+        step: int,
+        part: float,
+    ) -> "Ratios":
+        """Return the values between those in the runs under the two thresholds next to this one."""
+        moment, level = self.moment(step), level / (part * self.scale)
+
+        def values(tensor: TensorTrace) -> tuple[float, ...]:
+            return tuple(found(block, level, moment) for block in tensor.blocks)
+
+        above = min(bisect_left(self.thresholds, threshold), len(self.thresholds) - 1)
+        high = values(self.tensors[above])
+        if above == 0 or self.thresholds[above] < threshold:
+            return Ratios(high)
+        weight = _between(threshold, self.thresholds[above - 1], self.thresholds[above])
+        return Ratios(high, values(self.tensors[above - 1]), weight)
+
+    def _with_feedback(self, block: BlockTrace, level: float, moment: Moment) -> float:
+        return self._held(block, level, 1.0, moment)
+
+    def _held(self, block: BlockTrace, level: float, factor: float, moment: Moment) -> float:
+        """Return the fraction of a block that reaches `factor` times a level that was the threshold until then."""
+        pairs = zip(moment.all_of(block.sketches), moment.all_of(block.feedback), strict=True)
+        ratios = [self._held_at(sketch, row, level, factor) for sketch, row in pairs]
+        if moment.before < 0 and block.first is not None:  # at the first step nothing has gathered yet
+            ratios[0] = _tail(block.first, factor * level)
+        return moment.curved(ratios)
+
+    def _held_at(self, sketch: Sketch, row: FeedbackDensity, level: float, factor: float) -> float:
+        if level < self.grid[0]:  # feedback matters ever less
+            more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
+            return min(1.0, float(_tail(sketch, factor * level) * more ** (level / self.grid[0])))
+        sent = _on_grid(self.grid, row.sent_ratios, level)
+        return sent if factor == 1 else self._tail_of_held(row, level, sent, factor)
+
+    def _tail_of_held(self, row: FeedbackDensity, level: float, sent: float, factor: float) -> float:
+        by_level = [_on_grid(self.grid, each, level) for each in zip(*row.held_ratios, strict=True)]
+        known = sorted([*zip(HELD_LEVELS, by_level, strict=True), (1.0, sent)])
+        return _on_grid([each for each, _ in known], [ratio for _, ratio in known], factor)
+
+
+def _scale(tensor: TensorTrace, ratio: float) -> float:
+    """Return how much larger gradients are over `ratio` times fewer samples.
+
+    What two ranks' gradients have in common stays, and the noise's variance grows as samples become fewer.
+    """
+    common = _clipped(fmean(tensor.correlations)) if tensor.correlations else 1.0
+    return math.sqrt(common + (1 - common) * ratio)
+
+
+def _reestimated(view: _View, push: Push, step: int, part: float) -> "Ratios":
+    """Return the density at `step` under thresholds that are estimated from time to time, to send a fraction then.
+
+    With error feedback the estimate is of what has gathered under the one before: that is gone through from the start,
+    or from four estimates ago.
+    """
+    assert push.threshold is not None
+    since, target = (step - push.warmup_steps) % push.reestimate_steps, push.threshold
+    latest = step - since
+    earliest = max(push.warmup_steps, latest - (3 * push.reestimate_steps if view.error_feedback else 0))
+    threshold: float | None = None
+    for at in range(earliest, latest + 1, push.reestimate_steps):
+        reaching = _estimate(view, push, at, threshold, part)
+        threshold = _reached_by(reaching, target)
+    assert threshold is not None
+    return reaching(threshold) if since == 0 else view.sent_ratio(threshold, step, part)
+
+
+def _estimate(view: _View, push: Push, step: int, threshold: float | None, part: float) -> Callable[[float], "Ratios"]:
+    """Return the fraction that reaches a level when the threshold is estimated; `threshold`: until then."""
+    if step == push.warmup_steps:
+        return lambda level: view.untouched_ratio(level, step, part)
+    if threshold is None or not view.error_feedback:
+        return lambda level: view.sent_ratio(level, step, part)
+    return lambda level: view.held_ratio(level, threshold, step, part)
+
+
+def _reached_by(reaching: Callable[[float], "Ratios"], target: float) -> float:
+    """Return the level that a fraction of the whole tensor reaches."""
+    return _root(lambda level: reaching(level).over(0.0, 1.0) - target)
+
+
+def _root(falling: Callable[[float], float]) -> float:
+    """Return where a falling function of a threshold turns negative."""
+    low, high = math.log(1e-12), math.log(1e4)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(math.exp(middle)) > 0 else (low, middle)
+    return math.exp(middle)
+
+
+def _between(threshold: float, low: float, high: float) -> float:
+    """Return how far `threshold` is from `low` to `high` in logarithm; dense training counts as a decade below."""
+    floor = low or high / 10
+    return _clipped(math.log(threshold / floor) / math.log(high / floor))
+
+
+def _over_range(values: Sequence[float], first: float, last: float) -> float:
+    """Return the mean over the range of what blocks of equal size have."""
+    if len(values) == 1 or last <= first:
+        return values[0]
+    begin, end, sent, whole = first * len(values), last * len(values), 0.0, 0.0
+    blocks = range(int(begin), min(len(values), math.ceil(end)))
+    if len(blocks) == 1:  # to the last digit, so that all ranges inside a block are alike
+        return values[blocks[0]]
+    for i in blocks:
+        inside = max(0.0, min(end, i + 1) - max(begin, i))
+        sent += values[i] * inside
+        whole += inside
+    return sent / whole
+
+
+def _reached(block: BlockTrace, level: float, moment: Moment) -> float:
+    """Return the fraction of a block's elements with |g| >= level."""
+    a, b = moment.of(block.sketches, block.first)
+    if not (a.rms and b.rms):
+        return moment.mixed([_tail(a, level), _tail(b, level)])
+    rms = moment.curved([sketch.rms for sketch in moment.all_of(block.sketches, block.first)])
+    return moment.mixed([_tail(a, level * a.rms / rms), _tail(b, level * b.rms / rms)])
+
+
+def _tail(sketch: Sketch, level: float) -> float:
+    """Return the fraction of numbers of at least `level`.
+
+    Between two edges, the quantile of a normal distribution that belongs to the fraction (of the numbers that are not
+    0) is a power of the level: exact for a normal distribution, and near it for those with heavier tails.
+    """
+    ratios = sketch.tail_ratios
+    position = (math.log10(level) - LOWEST_DECADE) * EDGES_PER_DECADE - sketch.first_edge
+    at = math.floor(position)
+    if position <= 0:
+        return ratios[0]
+    if at >= len(ratios):
+        return 0.0
+    high = ratios[at + 1] if at + 1 < len(ratios) else 0.0
+    return ratios[0] * _powered(ratios[at] / ratios[0], high / ratios[0], position - at) if ratios[0] else 0.0
+
+
+def _on_grid(grid: Sequence[float], ratios: Sequence[float], threshold: float) -> float:
+    """Return what is sent at a threshold, of what is at a grid's: between these as in `_tail`, and beyond."""
+    at = min(max(bisect_right(grid, threshold) - 1, 0), max(0, len(grid) - 2))
+    if len(grid) == 1:
+        return ratios[0]
+    weight = math.log(threshold / grid[at]) / math.log(grid[at + 1] / grid[at])
+    return _powered(ratios[at], ratios[at + 1], weight)
+
+
+def _powered(low: float, high: float, weight: float) -> float:
+    """Return the ratio at `weight` on the way from one ratio to the next, smaller one."""
+    if high <= 0 or high >= low:
+        return low + _clipped(weight) * (high - low)
+    quantiles = [-_NORMAL.inv_cdf(ratio / 2) for ratio in (min(low, _ALMOST_ALL), high)]
+    found = quantiles[0] ** (1 - weight) * quantiles[1] ** weight
+    return 2 * _NORMAL.cdf(-found)
+
+
+def staleness_steps(movements: Sequence[float], threshold: float) -> float:
+    """Return by how many steps of training the parameters lag with which gradients are computed after some steps.
+
+    `movements`: by how much owners' parameters moved in each of them. Nobody hears of it until they have moved by the
+    threshold; from then on what is not told lies evenly between 0 and the threshold:
+
+        M(t) = v(0) + ... + v(t - 1);   lag = t, where M(t) < threshold;   else M(t) - M(t - lag) = threshold / 2
+
+    Assumes that all elements move as the mean one does.
+
+    >>> [staleness_steps([1.0] * 10, threshold) for threshold in (0.0, 4.0, 16.0)]
+    [0.0, 2.0, 10.0]
+    """
+    steps, moved = len(movements), np.r_[0.0, np.cumsum(movements)]
+    if moved[-1] < threshold:
+        return float(steps)
+    return float(steps - np.interp(moved[-1] - threshold / 2, moved, np.arange(steps + 1)))
+
+
+def movements(statistics: GradientStatistics, elements: Mapping[str, int], *, steps: int) -> list[float]:
+    """Return by how much the mean element moves in each of the first steps; `elements`: of each tensor.
+
+    It is what was published in a step at whatever threshold, threshold times fraction, the most of them: at a threshold
+    far above a step's movement v an element is told of every threshold / v steps, and in dense training's first steps
+    all of them at once, at one of the lower thresholds. Between sampled steps it goes with their logarithm.
+    """
+    thresholds, sampled = np.array(statistics.publish_thresholds), np.array(statistics.sampled_steps)
+    told = np.zeros(len(sampled))
+    for name, count in elements.items():
+        blocks = np.array(statistics.changes[name].blocks)  # blocks, sampled steps, thresholds
+        told += count * (blocks * thresholds).max(axis=2).mean(axis=0)
+    told /= sum(elements.values())
+    found: list[float] = np.interp(np.log1p(np.arange(steps)), np.log1p(sampled), told).tolist()
+    return found

@@ -1,0 +1,57 @@
+"""Sweep predictions: many points, several at a time, and their table."""
+
+from gssim.sweeps.inputs import Fingerprints, Unpacked, packed
+from gssim.sweeps.predictions import (
+    Question,
+    answers,
+    by_likeness,
+    kept_prediction,
+    predict,
+    predicted,
+    prediction_name,
+)
+from gssim.sweeps.table import (
+    POINT_COLUMNS,
+    RESULT_COLUMNS,
+    TABLES,
+    check_table_place,
+    columns_of,
+    csv_of,
+    files_of,
+    kind_of,
+    outcome,
+    points_in,
+    table_of,
+    without_outcome,
+    write_table,
+)
+from gssim.sweeps.tabulation import Parts, parts_folder, tabulate
+
+__all__ = [
+    "POINT_COLUMNS",
+    "RESULT_COLUMNS",
+    "TABLES",
+    "Fingerprints",
+    "Parts",
+    "Question",
+    "Unpacked",
+    "answers",
+    "by_likeness",
+    "check_table_place",
+    "columns_of",
+    "csv_of",
+    "files_of",
+    "kept_prediction",
+    "kind_of",
+    "outcome",
+    "packed",
+    "parts_folder",
+    "points_in",
+    "predict",
+    "predicted",
+    "prediction_name",
+    "table_of",
+    "tabulate",
+    "without_outcome",
+    "write_table",
+]

@@ -1,0 +1,286 @@
+"""A sweep's table: one row a point, in the order of the points, units in the names of columns.
+
+A row is known by its point, the axes' values and what its Result says, or by why there is none. The same rows give the
+same files, byte for byte. Parquet and CSV have the same columns; Parquet also says what the table is (its metadata).
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gssim.errors import UserError
+from gssim.files import as_text_cell, check_place, write_files
+from gssim.result import CATEGORIES, PHASES, RankClass, Result
+from gssim.units import human_bytes
+
+if TYPE_CHECKING:
+    import polars
+
+SCHEMA: Literal["gssim.table/1"] = "gssim.table/1"
+
+TABLES = (".parquet", ".csv")
+"""How the names of a table's two files end."""
+Status = Literal["fits", "does not fit", "invalid", "failed"]
+"""`invalid`: plan, workload and cluster do not go together; `failed`: the simulation did not come to an end, a bug."""
+Row = dict[str, Any]
+"""By column; what is absent is None."""
+Kind = type[str] | type[int] | type[float] | type[bool]
+
+POINT_COLUMNS: dict[str, Kind] = {"point": str, "group": str, "variant": str}
+"""Before the axes' columns, each of which is named by the axis's whole key."""
+RESULT_COLUMNS: dict[str, Kind] = {
+    "status": str,
+    "reason": str,  # why it does not fit, is invalid or failed
+    "scenario_id": str,
+    "calibration_id": str,
+    "method": str,
+    "cluster": str,  # its name
+    "model": str,
+    "ranks": int,
+    "idle_devices": int,  # devices of the cluster that no rank runs on
+    "step_time_s": float,
+    "throughput_samples_per_s": float,
+    **{f"{phase}_s": float for phase in PHASES},  # mean over ranks; their sum is step_time_s
+    "push_density_ratio": float,
+    "publish_density_ratio": float,
+    "bytes_sent_per_step": float,  # by all ranks
+    "peak_allocated_bytes": float,  # of the rank that needs most
+    "peak_reserved_bytes": float,  # the same; absent where a device has not even what is allocated
+    "tightest_rank": int,  # whose device has least to spare
+    "tightest_device": str,
+    "margin_bytes": float,  # what it has to spare; negative where it does not fit
+    **{f"tightest_{category}_bytes": float for category in CATEGORIES},  # at its peak
+    "tightest_outside_bytes": float,  # beside the allocator: context, communicators
+    "capacity_bytes": float,  # all of its device's memory
+    "slowest_link": str,  # the busiest: the bottleneck of what is communicated
+    "slowest_link_utilisation_ratio": float,
+    "cost_usd_per_step": float,
+    "energy_j_per_step": float,
+}
+"""What a point came to. Where it is invalid or failed, all after `reason` is absent."""
+
+
+def columns_of(axes: Mapping[str, Kind]) -> dict[str, Kind]:
+    """Return all columns of a table whose points differ in these keys.
+
+    >>> list(columns_of({"plan.push.threshold": float, "cluster": str}))[:5]
+    ['point', 'group', 'variant', 'plan.push.threshold', 'status']
+    """
+    return POINT_COLUMNS | {key: kind for key, kind in axes.items() if key not in RESULT_COLUMNS} | RESULT_COLUMNS
+
+
+def outcome(result: Result) -> Row:
+    """Return what a prediction says, by the names of `RESULT_COLUMNS`."""
+    needed, missing = _memory(result), result.does_not_fit
+    busiest = min(result.links, key=lambda link: (-link.utilisation_ratio, link.name), default=None)
+    return {
+        "status": "fits" if result.fits else "does not fit",
+        "reason": missing
+        and f"rank {missing.rank} lacks {human_bytes(missing.excess_bytes)}; largest at the peak: {missing.category}",
+        "scenario_id": result.scenario_id,
+        "calibration_id": result.calibration_id,
+        "method": result.scenario["plan"]["method"],
+        "cluster": result.scenario["cluster"]["name"],
+        "model": result.scenario["workload"]["model"]["name"],
+        "ranks": sum(each.count for each in result.ranks),
+        "idle_devices": len(result.idle_devices),
+        "step_time_s": result.step_time_s,
+        "throughput_samples_per_s": result.throughput_samples_per_s,
+        **{f"{phase}_s": result.phases_s[phase] for phase in PHASES},
+        "push_density_ratio": result.density.push,
+        "publish_density_ratio": result.density.publish,
+        "bytes_sent_per_step": sum(each.count * (each.bytes_sent or 0.0) for each in result.ranks),
+        **needed,
+        "slowest_link": busiest and busiest.name,
+        "slowest_link_utilisation_ratio": busiest and busiest.utilisation_ratio,
+        "cost_usd_per_step": result.cost_usd_per_step,
+        "energy_j_per_step": result.energy_j_per_step,
+    }
+
+
+def _memory(result: Result) -> Row:
+    """Return what ranks need, and which of them has least to spare."""
+    reserved = [each.peak_reserved_bytes for each in result.ranks if each.peak_reserved_bytes is not None]
+    found: Row = {
+        "peak_allocated_bytes": max(each.peak_allocated_bytes for each in result.ranks),
+        "peak_reserved_bytes": max(reserved) if len(reserved) == len(result.ranks) else None,
+    }
+    least = result.margin
+    if least is None:
+        return found
+    tightest = class_of(result.ranks, least.rank)
+    by_category = {
+        f"tightest_{category}_bytes": tightest.peak_by_category_bytes.get(category, 0.0) for category in CATEGORIES
+    }
+    return found | {
+        "tightest_rank": least.rank,
+        "tightest_device": tightest.device,
+        "margin_bytes": least.margin_bytes,
+        **by_category,
+        "tightest_outside_bytes": sum(tightest.outside_bytes.values()),
+        "capacity_bytes": least.memory_bytes,
+    }
+
+
+def class_of(ranks: Iterable[RankClass], rank: int) -> RankClass:
+    """Return the class that a rank is in."""
+    return next(each for each in ranks if rank in each.ranks)
+
+
+def without_outcome(status: Status, reason: str) -> Row:
+    """Return what there is to say of a point that has no prediction."""
+    return {"status": status, "reason": reason}
+
+
+TWIN = "csv_sha256"
+"""Key of the Parquet file's metadata: the digest of the CSV file that was written with it."""
+
+
+def check_table_place(file: Path) -> None:
+    """Raise UserError where no table can be written: said before the work whose outcome would have no place.
+
+    A table is two files, of which the user names one: the other is not replaced where it is no table.
+    """
+    _polars()
+    files = files_of(file)
+    for each in files:
+        check_place(each)
+    if not any(map(_is_table, files)):
+        for each in files:
+            if each != file and each.is_file():
+                raise UserError(f"{each}: is no table of gssim's, and --out {file} would replace it: name another file")
+
+
+def lock_of(file: Path) -> Path:
+    """Return the lock file of a table; whoever writes the table, or its rows, holds it.
+
+    >>> str(lock_of(Path("out/table.csv")))
+    'out/table.parquet.lock'
+    """
+    parquet = files_of(file)[0]
+    return parquet.with_name(f"{parquet.name}.lock")
+
+
+def points_in(file: Path) -> list[str]:
+    """Return the names of the points of the table that is there, by either of its files; none where none is there."""
+    polars = _polars()
+    parquet, csv = files_of(file)
+    for path, read in ((parquet, polars.read_parquet), (csv, polars.read_csv)):
+        with suppress(*_faults()):
+            if _is_table(path):
+                return list(read(path, columns=["point"])["point"])
+    return []
+
+
+def _is_table(path: Path) -> bool:
+    """Return whether a file begins as a table of ours does."""
+    polars = _polars()
+    try:
+        if path.suffix == ".parquet":
+            return str(polars.read_parquet_metadata(path).get("schema", "")).startswith("gssim.table/")
+        with path.open("rb") as stream:
+            return stream.readline(1000).startswith(",".join(POINT_COLUMNS).encode())
+    except _faults():
+        return False
+
+
+def _faults() -> tuple[type[BaseException], ...]:
+    """Return what polars raises of a damaged file; where it panics, that is no Exception."""
+    exceptions = _polars().exceptions
+    return (OSError, exceptions.PolarsError, exceptions.PanicException)
+
+
+def files_of(file: Path) -> tuple[Path, Path]:
+    """Return the two files of a table, Parquet and CSV, of which one is named.
+
+    >>> [str(each) for each in files_of(Path("out/table.csv"))]
+    ['out/table.parquet', 'out/table.csv']
+    """
+    return file.with_suffix(".parquet"), file.with_suffix(".csv")
+
+
+def table_of(rows: Iterable[Row], columns: Mapping[str, Kind]) -> "polars.DataFrame":
+    """Return rows as a data frame; what a row does not say is null."""
+    pl = _polars()
+    types: dict[Kind, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
+    by_column: dict[str, list[Any]] = {name: [] for name in columns}
+    for row in rows:
+        for name, values in by_column.items():
+            values.append(row.get(name))
+    found: polars.DataFrame = pl.DataFrame(by_column, schema={name: types[kind] for name, kind in columns.items()})
+    return found
+
+
+def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str, str]) -> None:
+    """Write the table's two files, both or none; the Parquet one says what it is, and which CSV file goes with it.
+
+    Raises UserError where they cannot be written.
+    """
+    write_files(_contents(table, file, metadata))
+
+
+def _contents(table: "polars.DataFrame", file: Path, metadata: Mapping[str, str]) -> dict[Path, bytes]:
+    """Return the bytes of a table's two files."""
+    parquet, csv = files_of(file)
+    text, content = csv_of(table).encode(), io.BytesIO()
+    twin = hashlib.sha256(text).hexdigest()
+    table.write_parquet(content, metadata={"schema": SCHEMA, **metadata, TWIN: twin})
+    return {parquet: content.getvalue(), csv: text}
+
+
+def csv_of(table: "polars.DataFrame") -> str:
+    """Return a table as CSV, no cell of which is a formula; see `gssim.files`."""
+    pl = _polars()
+    cells = {
+        name: [each and as_text_cell(each) for each in table[name]]
+        for name, kind in table.schema.items()
+        if kind == pl.String
+    }
+    text: str = table.with_columns(pl.Series(name, texts, dtype=pl.String) for name, texts in cells.items()).write_csv()
+    return text
+
+
+def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":
+    """Return the table that is there already and was written with this metadata; None where none is, or it is damaged.
+
+    What is read must give the CSV file that was written with it. Where one of the two files is not what the table
+    gives, because it was damaged, or the writer killed before its second file had its name, both are written again.
+    """
+    try:
+        said = _polars().read_parquet_metadata(files_of(file)[0])
+        if any(said.get(key) != value for key, value in metadata.items()):
+            return None
+        table: polars.DataFrame = _polars().read_parquet(files_of(file)[0])
+        contents = _contents(table, file, metadata)
+    except _faults():
+        return None
+    csv = files_of(file)[1]
+    if said.get(TWIN) != hashlib.sha256(contents[csv]).hexdigest():
+        return None
+    if any(not path.is_file() or path.read_bytes() != content for path, content in contents.items()):
+        write_files(contents)
+    return table
+
+
+def _polars() -> Any:
+    """Return polars, which only tables need; raise UserError where it is not installed."""
+    try:
+        import polars
+    except ImportError:
+        raise UserError("a table needs polars: pip install 'gssim[analysis]'") from None
+    return polars
+
+
+def kind_of(values: Sequence[Any]) -> Kind:
+    """Return the type of a column of these values; what is absent has none.
+
+    >>> kind_of([1, 2.5, None]), kind_of(["gs", 1]), kind_of([True, False])
+    (<class 'float'>, <class 'str'>, <class 'bool'>)
+    """
+    kinds = {type(value) for value in values if value is not None}
+    if kinds <= {int, float} and kinds:
+        return float if float in kinds else int
+    return bool if kinds == {bool} else str

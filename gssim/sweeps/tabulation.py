@@ -1,0 +1,276 @@
+"""A sweep's table, made: every point is a row, also one that does not fit, is no scenario, or fails.
+
+Rows of an unfinished table: kept in a folder beside it as they end, taken up by the next run, gone with the last.
+
+Every run appends to a file of its own, a line a row, with a digest: a line that was not finished, or is not as it was
+written, is no row. One run at a time does so: it holds the table's lock.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+from uuid import uuid4
+
+from gssim.cache import Shared
+from gssim.errors import MistakenNameError, RunFailedError, UserError
+from gssim.execution import Workers
+from gssim.files import locked, remove_partial
+from gssim.scenario.sweep import Point, Sweep, axis_keys
+from gssim.sweeps.inputs import Fingerprints, digest_of, packed
+from gssim.sweeps.predictions import Fault, answers, by_likeness, predicted
+from gssim.sweeps.table import (
+    POINT_COLUMNS,
+    Kind,
+    Row,
+    Status,
+    columns_of,
+    files_of,
+    kind_of,
+    lock_of,
+    made_before,
+    outcome,
+    table_of,
+    without_outcome,
+    write_table,
+)
+
+if TYPE_CHECKING:
+    import polars
+
+PATTERN = "gssim-*.jsonl"
+"""Names of the files of rows; nothing else in the folder is read or removed."""
+
+
+def parts_folder(file: Path) -> Path:
+    """Return where the rows of a table are kept until it is whole.
+
+    >>> str(parts_folder(Path("out/table.csv")))
+    'out/table.parquet.parts'
+    """
+    parquet = files_of(file)[0]
+    return parquet.with_name(f"{parquet.name}.parts")
+
+
+class Parts:
+    """Rows by the fingerprints of their points. Of a row only its place in a file is held in memory."""
+
+    def __init__(self, folder: Path, wanted: Collection[str]) -> None:
+        self.folder = folder
+        self._places: dict[str, tuple[Path, int]] = {}
+        for file in sorted(folder.glob(PATTERN)):
+            for place, line in _lines(file):
+                found = _read(line)
+                if found is not None and found[0] in wanted:
+                    self._places[found[0]] = (file, place)
+        self._stream: BinaryIO | None = None
+
+    def __contains__(self, fingerprint: str) -> bool:
+        return fingerprint in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def keep(self, fingerprint: str, row: Row) -> None:
+        """Add a row; raise UserError where that cannot be."""
+        known = {name: value for name, value in row.items() if value is not None}
+        try:
+            if self._stream is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = self.folder / PATTERN.replace("*", uuid4().hex)
+                self._stream = self._file.open("xb")
+            self._places[fingerprint] = (self._file, self._stream.tell())
+            text = json.dumps([fingerprint, known])
+            self._stream.write(f'{{"sha256": "{_digest(text)}", "row": {text}}}\n'.encode())
+            self._stream.flush()
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written: {error.strerror}") from None
+
+    def rows(self, fingerprints: Sequence[str]) -> Iterator[Row]:
+        """Yield rows in the order of these fingerprints."""
+        streams: dict[Path, BinaryIO] = {}
+        try:
+            for each in fingerprints:
+                file, place = self._places[each]
+                stream = streams.get(file) or streams.setdefault(file, file.open("rb"))
+                stream.seek(place)
+                yield json.loads(stream.readline())["row"][1]
+        finally:
+            for stream in streams.values():
+                stream.close()
+
+    def close(self) -> None:
+        """Close the file that rows are added to."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def remove(self) -> None:
+        """Remove all rows, and their folder where it holds nothing else."""
+        self.close()
+        for file in self.folder.glob(PATTERN):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the finished lines of a file, with their places."""
+    place = 0
+    with file.open("rb") as stream:
+        for line in stream:
+            if line.endswith(b"\n"):
+                yield place, line
+            place += len(line)
+
+
+def _read(line: bytes) -> tuple[str, Row] | None:
+    """Return a row and its fingerprint; None where a line is damaged."""
+    try:
+        said = json.loads(line)
+        fingerprint, row = said["row"]
+        is_whole = said["sha256"] == _digest(json.dumps(said["row"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return (fingerprint, row) if is_whole and isinstance(fingerprint, str) and isinstance(row, dict) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+SLICE = 10_000
+"""Rows that are in memory at once, as such, when the table is made."""
+
+
+def tabulate(
+    points: Sequence[Point],
+    *,
+    sweep: Sweep,
+    file: Path,
+    out: Path,
+    workers: AbstractContextManager[Workers],
+    elsewhere: bool = False,
+    again: bool = False,
+    told: Callable[[int, int], None] = lambda done, points: None,
+) -> "polars.DataFrame":
+    """Return the table of the sweep in `file`, after it is written to `out`, Parquet and CSV.
+
+    Rows are kept beside it as they end, until the table is whole; what a run before this one kept is taken up where all
+    that it was made from is as it was, and so is a whole table; `again`: neither. `elsewhere`: the workers do not see
+    this machine's files.
+    Raises UserError where no point can be simulated, one names what there is not, or another process writes there.
+    """
+    with locked(lock_of(out), place=str(out)):
+        return _tabulated(points, sweep, file, out, workers, elsewhere=elsewhere, again=again, told=told)
+
+
+def _tabulated(
+    points: Sequence[Point],
+    sweep: Sweep,
+    file: Path,
+    out: Path,
+    workers: AbstractContextManager[Workers],
+    *,
+    elsewhere: bool,
+    again: bool,
+    told: Callable[[int, int], None],
+) -> "polars.DataFrame":
+    """Return the table, after it is written; see `tabulate`."""
+    fingerprints = list(map(Fingerprints().of_point, points))
+    metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
+    whole = None if again else made_before(out, metadata)
+    if whole is not None and "failed" not in whole["status"]:  # what failed is tried again
+        Parts(parts_folder(out), ()).remove()  # of a run that was killed before it had removed them
+        for each in files_of(out):
+            remove_partial(each)
+        told(len(points), len(points))
+        return whole
+    parts = Parts(parts_folder(out), set(fingerprints))
+    if again:
+        parts.remove()
+        parts = Parts(parts.folder, ())
+    try:
+        missing = [place for place in by_likeness(points) if fingerprints[place] not in parts]
+        told(len(points) - len(missing), len(points))
+        _check_first_ones(points, file)
+        if missing:
+            with workers as found:
+                for place, row in _rows(points, missing, found, file, elsewhere=elsewhere):
+                    parts.keep(fingerprints[place], row)
+                    told(len(parts), len(points))
+        table = _table(points, fingerprints, parts, axis_keys(sweep))
+    finally:
+        parts.close()
+    _check_some(table, file)
+    write_table(table, out, metadata=metadata)
+    parts.remove()
+    return table
+
+
+def row_of(point: Point, shared: Shared) -> Row:
+    """Return what a point's prediction says; raise UserError or RunFailedError where it has none."""
+    return outcome(predicted(point, shared, spread=False))  # which a table does not show
+
+
+def _check_first_ones(points: Sequence[Point], file: Path) -> None:
+    """Raise UserError for a key or file that there is not, before all of a group's points tell the same."""
+    shared = Shared()
+    for point in {(point.group, point.variant): point for point in reversed(points)}.values():
+        try:
+            point.load(shared=shared)
+        except MistakenNameError as error:
+            raise _mistaken(point, error, file) from None
+        except UserError:
+            continue  # a row tells it
+
+
+def _mistaken(point: Point, error: Fault, file: Path) -> UserError:
+    return UserError(f"{file}: {point.name}: {error}")
+
+
+def _rows(
+    points: Sequence[Point], places: Sequence[int], workers: Workers, file: Path, *, elsewhere: bool
+) -> Iterator[tuple[int, Row]]:
+    """Yield rows by the places of their points, as they end."""
+    files = packed(points[place] for place in places) if elsewhere else None
+    for place, made in answers(points, places, row_of, workers, files=files):
+        if isinstance(made, MistakenNameError):
+            raise _mistaken(points[place], made, file)
+        if isinstance(made, Fault):
+            status: Status = "failed" if isinstance(made, RunFailedError) else "invalid"
+            yield place, without_outcome(status, str(made).removeprefix(f"{points[place].file}: "))
+        else:
+            yield place, made
+
+
+def _table(
+    points: Sequence[Point], fingerprints: Sequence[str], parts: Parts, keys: Sequence[str]
+) -> "polars.DataFrame":
+    """Return rows in the order of points, with what is known of the points themselves."""
+    kinds: dict[str, Kind] = {key: kind_of([point.values[i] for point in points]) for i, key in enumerate(keys)}
+    columns = columns_of(kinds)
+    rows = (_of_point(point, keys, kinds) | row for point, row in zip(points, parts.rows(fingerprints), strict=True))
+    table = table_of(islice(rows, SLICE), columns)
+    while (more := table_of(islice(rows, SLICE), columns)).height:
+        table.extend(more)
+    return table
+
+
+def _of_point(point: Point, keys: Sequence[str], kinds: dict[str, Kind]) -> Row:
+    values = {
+        key: value if value is None or kinds[key] is not str else str(value)
+        for key, value in zip(keys, point.values, strict=True)
+    }
+    return dict(zip(POINT_COLUMNS, (point.name, point.group, point.variant), strict=True)) | values
+
+
+def _check_some(table: "polars.DataFrame", file: Path) -> None:
+    """Raise UserError where every point is invalid: then the sweep is."""
+    wrong = [reason for status, reason in zip(table["status"], table["reason"], strict=True) if status == "invalid"]
+    if len(wrong) == table.height:
+        more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
+        raise UserError(f"{file}: no point is valid: {table['point'][0]}: {wrong[0]}{more}")

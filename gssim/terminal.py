@@ -1,0 +1,435 @@
+"""How a command line ends: one line on stderr, and the exit code that says whose fault it was.
+
+A Result for people, on the console.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from gssim.result import Result
+from gssim.units import human_bytes, human_seconds, one_line
+
+if TYPE_CHECKING:
+    import polars
+import contextlib
+import errno
+import functools
+import inspect
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from gssim.errors import RunFailedError, UserError
+from gssim.limits import lift, restored
+
+PIPE_WIDTH = 140
+"""Columns where the output goes to a file or pipe, which have no width of their own."""
+SHOWN_LINKS = 5
+
+
+class PlainConsole(Console):
+    """A console that prints texts as they are: no markup or emoji of theirs, control characters escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text as it is shown."""
+        options |= {"markup": False, "emoji": False}
+        return super().render_str("\n".join(map(one_line, text.split("\n"))), **options)
+
+
+def plain_console(width: int, **options: Any) -> Console:
+    """Return where texts of users are printed: as wide as the terminal, or so many columns."""
+    return PlainConsole(**options) if sys.stdout.isatty() else PlainConsole(width=width, **options)
+
+
+def print_result(result: Result) -> None:
+    """Print a Result for people."""
+    console = plain_console(PIPE_WIDTH)
+    scenario = result.scenario
+    name, question = one_line(str(scenario["name"])), one_line(str(scenario["question"]))
+    console.print(Text.assemble((name, "bold"), f": {question}"))
+    word = "predicted" if result.source == "simulated" else "measured"
+    density = f", push density {result.density.push:.3%}" if result.density.push is not None else ""
+    console.print(
+        f"{word} step {human_seconds(result.step_time_s)}, {result.throughput_samples_per_s:.4g} samples/s{density}",
+        highlight=False,
+    )
+    for line in _target_density(result):
+        console.print(line, highlight=False)
+    if result.does_not_fit is not None:
+        fit = result.does_not_fit
+        console.print(
+            f"does not fit: rank {fit.rank} exceeds its memory by {human_bytes(fit.excess_bytes)}; "
+            f"largest at the peak: {fit.category}",
+            style="bold",
+        )
+        if result.remedies:
+            console.print(_remedy_table(result))
+    elif result.margin is not None:
+        least = result.margin
+        console.print(
+            f"fits: rank {least.rank}, which has least to spare, has {human_bytes(least.margin_bytes)} left "
+            f"of {human_bytes(least.memory_bytes)}; largest at the peak: {least.category}",
+            highlight=False,
+        )
+    if result.idle_devices:
+        console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
+    for each in result.provenance.get("uncounted", ()):
+        console.print(f"counted as nothing: {each}", highlight=False)
+    if result.divisions:
+        console.print(_division_table(result))
+    console.print(_rank_table(result))
+    console.print(_collective_table(result))
+    if any(link.bytes for link in result.links):
+        console.print(_link_table(result))
+
+
+def _target_density(result: Result) -> list[str]:
+    """Return which density a push with a target density comes to, and why it is another one."""
+    push, density = result.scenario["plan"]["push"], result.density.push
+    if push["kind"] != "target-density" or density is None:
+        return []
+    word = "predicted" if result.source == "simulated" else "realised"
+    said = f"target density {push['threshold']:.4g}: {density:.4g} {word}"
+    if abs(density - push["threshold"]) <= TOLD_RATIO * push["threshold"]:
+        return [said]
+    steps = push["reestimate_steps"]
+    if steps == 1:
+        return [f"{said}; thresholds are estimated in each step from the magnitudes of a sample of each tensor"]
+    return [
+        f"{said}; thresholds are estimated from one batch every {steps} steps (plan.push.reestimate_steps) and stay "
+        "while gradients become smaller or larger"
+    ]
+
+
+TOLD_RATIO = 0.05
+"""How far a density must be from its target for the difference to be explained."""
+
+
+def print_results(results: Sequence[Result], question: str) -> None:
+    """Print a sweep's Results for people, a line each."""
+    console = plain_console(PIPE_WIDTH)
+    if question:
+        console.print(one_line(question), style="bold", highlight=False)
+    table = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "publish", "fits")
+    for result in results:
+        waits = result.phases_s["exposed_communication"] / result.step_time_s if result.step_time_s else 0.0
+        densities = (result.density.push, result.density.publish)
+        table.add_row(
+            result.scenario["name"],
+            _of_all(sum(entry.count for entry in result.ranks), len(result.idle_devices)),
+            human_seconds(result.step_time_s),
+            f"{waits:.0%}",
+            f"{result.throughput_samples_per_s:.4g}",
+            human_bytes(max(entry.peak_allocated_bytes for entry in result.ranks)),
+            *("" if density is None else f"{density:.2%}" for density in densities),
+            "yes" if result.fits else "no",
+        )
+    console.print(table)
+
+
+FASTEST = 12
+"""Rows of a large table that are shown."""
+
+
+def print_table(table: "polars.DataFrame", question: str) -> None:
+    """Print for people what a sweep's table says: all of a small one, the fastest points that fit of a large one."""
+    console = plain_console(PIPE_WIDTH)
+    if question:
+        console.print(one_line(question), style="bold", highlight=False)
+    counts = {status: sum(each == status for each in table["status"]) for status in dict.fromkeys(table["status"])}
+    shown = table
+    if table.height > 4 * FASTEST:
+        shown = table.filter(table["status"] == "fits").sort("step_time_s", maintain_order=True).head(FASTEST)
+        told = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
+        console.print(f"{table.height:,} points: {told}; the fastest of those that fit:", highlight=False)
+    rows = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "status")
+    for row in shown.iter_rows(named=True):
+        rows.add_row(row["point"], *_row_words(row), row["status"])
+    console.print(rows)
+
+
+def _row_words(row: dict[str, Any]) -> list[str]:
+    """Return what a row says in the columns of a table for people; nothing where there is no prediction."""
+    if row["step_time_s"] is None:
+        return [""] * 6
+    return [
+        _of_all(row["ranks"], row["idle_devices"]),
+        human_seconds(row["step_time_s"]),
+        f"{row['exposed_communication_s'] / row['step_time_s'] if row['step_time_s'] else 0.0:.0%}",
+        f"{row['throughput_samples_per_s']:.4g}",
+        human_bytes(row["peak_allocated_bytes"]),
+        "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
+    ]
+
+
+def _of_all(ranks: int, idle: int) -> str:
+    """Return the number of ranks, and of how many devices where some are idle."""
+    return f"{ranks} of {ranks + idle}" if idle else str(ranks)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr how far something is; give a function to be told (done, of how many)."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    with Progress(TextColumn(what), *columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _division_table(result: Result) -> Table:
+    """Return how the batch and the shards were divided in the course of the run, and how long steps then took."""
+    table = Table("from step", "samples", "shard shares", "median step", title="divided anew")
+    counted = [division for division in result.divisions if division.first_step > 0]
+    ends = [*(division.first_step for division in counted), len(result.step_times_s)]
+    rows = [("0", "as planned", "as planned")] if len(counted) == len(result.divisions) else []
+    shown = result.divisions[-1:] if not counted else result.divisions[-len(counted) - (not rows) :]
+    for each in shown:
+        samples, owned = (", ".join(f"{n:.3g}" for n in parts) for parts in (each.samples, each.shard_shares))
+        rows.append((str(max(0, each.first_step)), samples, owned))
+    for row, first, end in zip(rows, [0, *ends[:-1]], ends, strict=True):
+        table.add_row(*row, human_seconds(median(result.step_times_s[first:end])) if end > first else "")
+    return table
+
+
+def _remedy_table(result: Result) -> Table:
+    """Return what would need less, and whether it would fit."""
+    table = Table("change", "needs less by", "then", "largest at the peak", title="what to change")
+    for each in result.remedies:
+        left = each.margin.margin_bytes
+        then = f"{human_bytes(left)} to spare" if each.fits else f"{human_bytes(-left)} too much"
+        table.add_row(each.change, human_bytes(each.saved_bytes), then, each.margin.category)
+    return table
+
+
+def _rank_table(result: Result) -> Table:
+    reserves = any(entry.fragmentation_ratio for entry in result.ranks)
+    constants = list(dict.fromkeys(name for entry in result.ranks for name in entry.outside_bytes))
+    memory = ["peak allocated", *(["peak reserved", "unused of it"] if reserves else []), *constants]
+    table = Table("ranks", "device", *memory, *(name.replace("_", " ") for name in result.phases_s))
+    for entry in result.ranks:
+        known = entry.peak_reserved_bytes is not None
+        reserved = [human_bytes(entry.peak_reserved_bytes or 0.0), f"{entry.fragmentation_ratio or 0.0:.1%}"]
+        table.add_row(
+            rank_list(entry.ranks),
+            entry.device,
+            human_bytes(entry.peak_allocated_bytes),
+            *((reserved if known else ["", ""]) if reserves else ()),
+            *(human_bytes(entry.outside_bytes.get(name, 0.0)) for name in constants),
+            *(human_seconds(value) for value in entry.phases_s.values()),
+        )
+    return table
+
+
+def _collective_table(result: Result) -> Table:
+    table = Table("collective", "ranks", "count", "size", "carried", title="one step")
+    for entry in result.collectives:
+        carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
+        table.add_row(entry.kind, rank_list(entry.group), str(entry.count), human_bytes(entry.bytes), carried)
+    return table
+
+
+def _link_table(result: Result) -> Table:
+    """Return the busiest links; the first is the bottleneck of what is communicated."""
+    busiest = sorted(result.links, key=lambda link: (-link.utilisation_ratio, link.name))
+    shown = [link for link in busiest[:SHOWN_LINKS] if link.bytes]
+    table = Table("link", "equal ones", "bytes", "used", title=f"busiest links; bottleneck: {shown[0].name}")
+    for link in shown:
+        table.add_row(link.name, str(link.count), human_bytes(link.bytes), f"{link.utilisation_ratio:.1%}")
+    return table
+
+
+SHOWN_IDLE = 6
+"""Names of idle devices, beside the last one's."""
+
+
+def idle_list(names: Sequence[str]) -> str:
+    """Return the devices that take no part in short, with their number.
+
+    >>> idle_list(["c", "d"]), idle_list([str(i) for i in range(2, 100)])
+    ('c, d (2 devices take no part)', '2, 3, 4, 5, 6, 7, ..., 99 (98 devices take no part)')
+    """
+    shown = [*names[:SHOWN_IDLE], "...", names[-1]] if len(names) > SHOWN_IDLE + 1 else names
+    takes = "device takes" if len(names) == 1 else "devices take"
+    return f"{', '.join(shown)} ({len(names):,} {takes} no part)"
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return sorted ranks in short: runs by their ends, and no more than a few of them.
+
+    >>> rank_list((0, 1, 2, 5, 7, 8))
+    '0-2, 5, 7-8'
+    """
+    breaks = [i + 1 for i, (left, right) in enumerate(pairwise(ranks)) if right != left + 1]
+    runs = [(ranks[start], ranks[end - 1]) for start, end in pairwise([0, *breaks, len(ranks)])]
+    shown = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs[:6])
+    return shown + (f", ... ({len(ranks)} in all)" if len(runs) > 6 else "")
+
+
+INTERRUPTED = 130
+"""Exit code that typer makes of the user's interrupt."""
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""What typer raises for options and arguments that it does not know, misses, or cannot read."""
+HELP_ERROR = "NoArgsIsHelpError"
+"""Name of what it raises where there is no command: the message is the help itself."""
+STREAM_ERRORS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF, errno.EDQUOT)
+LONGEST_LINE = 300
+SILENT_S = 2.0
+"""What takes longer says what it does."""
+
+
+ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals that, like the user's interrupt, unwind the stack."""
+
+
+class EndedError(SystemExit):
+    """A signal asked this process to end; its exit code is the shell's for that signal."""
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    for each in ENDING:  # what is cleaned up now is not interrupted by a second one
+        signal.signal(each, signal.SIG_IGN)
+    raise EndedError(128 + number)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Let signals that end the process raise EndedError, so that temporary folders and locks are taken away.
+
+    Those that this process was started to ignore, as under `nohup`, stay ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in usual:
+        signal.signal(number, _unwind)
+    try:
+        yield
+    finally:
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -> None:
+    """Run a typer application: a fault of the user's is exit 2, a failed run exit 1, each with one line.
+
+    `interrupted`: what is said after the user's interrupt, if anything. Every command has the option `--no-limits`.
+    """
+    try:
+        with unwinding(), restored():
+            code = _with_limits(app)(standalone_mode=False)
+        sys.stdout.flush()
+    except UserError as error:
+        _end(program, str(error), 2)
+    except USAGE_ERROR as error:
+        _end_with_usage(program, error)
+    except RunFailedError as error:
+        _end(program, str(error), 1)
+    except KeyboardInterrupt:  # before typer listens, or after
+        code = INTERRUPTED
+    except MemoryError:
+        _end(program, "needs more memory than there is", 1)
+    except OSError as error:
+        if error.filename is not None or error.errno not in STREAM_ERRORS:
+            raise
+        _leave_stdout()
+        if error.errno == errno.EPIPE:  # whoever reads has enough
+            raise SystemExit(1) from None
+        _end(program, f"output cannot be written: {error.strerror}", 1)
+    if interrupted and code == INTERRUPTED:
+        print(f"{program}: interrupted; {interrupted}", file=sys.stderr)
+    raise SystemExit(code or 0)
+
+
+def _end(program: str, message: str, code: int) -> None:
+    with contextlib.suppress(OSError):
+        print(one_line(f"{program}: {message}", LONGEST_LINE + _length_of_paths(message)), file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+def _end_with_usage(program: str, error: Any) -> None:
+    """End with what is wrong with a command line, and where the allowed ones are told."""
+    if type(error).__name__ == HELP_ERROR:
+        print(error.format_message(), file=sys.stderr)
+        raise SystemExit(2) from None
+    path = error.ctx.command_path if error.ctx is not None else program
+    _end(program, f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
+
+
+def _length_of_paths(message: str) -> int:
+    """Return how much of a message are paths that the user named and that are there: a line may be so much longer."""
+    words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
+    paths = [word for word in words if os.sep in word and word in message and os.path.exists(word)]
+    return sum(len(path) * message.count(path) for path in paths)
+
+
+def _leave_stdout() -> None:
+    """Let what could not be written go, so that the interpreter does not try again as it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _with_limits(app: typer.Typer) -> typer.Typer:
+    """Return the application with the option `--no-limits` on each of its commands."""
+    for each in app.registered_commands:
+        if each.callback is not None and not hasattr(each.callback, "lifts_limits"):
+            each.callback = _lifting(each.callback)
+    return app
+
+
+def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command that has one option more."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, no_limits: bool = False, **options: Any) -> Any:
+        if no_limits:
+            lift()
+        return command(*arguments, **options)
+
+    kind = Annotated[bool, typer.Option("--no-limits", help="Lift all limits on sizes.")]
+    option = inspect.Parameter("no_limits", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+    written = inspect.signature(command)
+    vars(run)["__signature__"] = written.replace(parameters=[*written.parameters.values(), option])
+    run.__annotations__ = {**command.__annotations__, "no_limits": kind}
+    vars(run)["lifts_limits"] = True
+    return run
+
+
+@contextmanager
+def activity(command: str) -> Iterator[Callable[[str], None]]:
+    """Give a function to be told what a command is doing: said on stderr after two seconds, or at an interrupt."""
+    now = ""
+    timer: threading.Timer | None = None
+
+    def said(what: str) -> None:
+        nonlocal now, timer
+        if timer is not None:
+            timer.cancel()
+        now = what
+        timer = threading.Timer(SILENT_S, print, (f"{command}: {what} ...",), {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
+
+    try:
+        yield said
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted{f' while {now}' if now else ''}", file=sys.stderr)
+        raise
+    finally:
+        if timer is not None:
+            timer.cancel()

@@ -1,0 +1,66 @@
+"""scenarios/README.md: made from the classes that read the files, up to date, and complete."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from analysis.reference_page.page import ROOTS, default_in_words, page, tables_of, value_in_words
+from gssim.plan import Plan, Push
+from gssim.workload import Workload
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+
+
+@pytest.fixture(scope="module")
+def made():
+    return page(SCENARIOS)
+
+
+def test_the_page_that_ships_is_what_the_code_says(made):
+    shipped = (SCENARIOS / "README.md").read_text(encoding="utf-8")
+    assert shipped == made, "make it anew: python -m analysis keys > scenarios/README.md"
+
+
+def test_every_key_says_what_it_means():
+    for root in ROOTS:
+        for table in (root, *tables_of(root)):
+            fields = table.__pydantic_fields__
+            assert [name for name, field in fields.items() if not field.description] == [], table
+
+
+def test_every_key_of_every_table_is_there_and_so_is_every_file_with_its_question(made):
+    for root in ROOTS:
+        for table in (root, *tables_of(root)):
+            for name in table.__pydantic_fields__:
+                assert f"| `{name}` |" in made
+    for file in (*SCENARIOS.glob("*.toml"), *SCENARIOS.glob("sweeps/*.toml"), *SCENARIOS.glob("studies/*.toml")):
+        assert f"]({file.relative_to(SCENARIOS)}) | " in made
+
+
+def test_keys_that_files_use_are_keys_that_the_page_has(made):
+    for file in SCENARIOS.glob("*.toml"):
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        for key in (*data, *data["workload"], *data["plan"], *data.get("run", {})):
+            assert f"| `{key}` |" in made, f"{file}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "default"),
+    [
+        (Plan, "tp", "whole number > 0", "`1`"),
+        (Plan, "recompute", '`"none"`, `"selective"`, `"full"`', '`"none"`'),
+        (Plan, "bucket_bytes", 'bytes, such as `"80 GiB"`', "`26214400` (25.00 MiB)"),
+        (Plan, "push", "table Push", "its keys' own"),
+        (Plan, "stages", "array: whole number > 0", "absent"),
+        (Push, "threshold", "number >= 0", "absent"),
+        (Workload, "global_batch_size", "whole number > 0", "**needed**"),
+        (Workload, "momentum", "number >= 0 and < 1", "`0.9`"),
+    ],
+)
+def test_values_limits_and_defaults_are_said_as_files_have_them(table, key, value, default):
+    import typing
+
+    kind = typing.get_type_hints(table, include_extras=True)[key]
+    assert value_in_words(kind, lambda each: each.__name__) == value
+    assert default_in_words(key, table.__pydantic_fields__[key]) == default

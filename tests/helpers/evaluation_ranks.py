@@ -1,0 +1,61 @@
+"""Runs on every rank of a test: each case is evaluated before and after a step; rank 0 writes what was found.
+
+Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE}} and the file to write.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gsreal.measure import CollectiveRecorder, Timeline
+from gsreal.run.evaluation import HeldOut
+from gsreal.run.feed import Feed
+from gsreal.run.rank import run_on_rank
+from gsreal.run.worker import build
+from gssim.scenario import load_scenario
+
+
+def main(cases_file: str, out: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
+    found = {name: run_case(case) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def run_case(case):
+    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    device, rank = torch.device("cpu"), dist.get_rank()
+    training = build(scenario, Timeline(rank, device), device)
+    feed, held_out = Feed(scenario, rank, device), HeldOut(scenario, rank, device)
+
+    def step(number):
+        inputs, targets, weights = feed.at(number)
+        with CollectiveRecorder() as recorder:
+            training.step(inputs, targets, weights, rank)
+        return [[entry.kind, entry.size_bytes] for entry in recorder.seen if not entry.data_dependent]
+
+    before = held_out.evaluate(training.module, step=1)
+    step(0)
+    step(1)  # here DDP makes its buckets again
+    second = step(2)
+    held_out.evaluate(training.module, step=3)
+    third = step(3)
+    after = held_out.evaluate(training.module, step=3)
+    return {
+        "before": [before.loss, before.accuracy_ratio],
+        "after": [after.loss, after.accuracy_ratio],
+        "collectives": [second, third],
+        "trains": training.module.training,
+    }
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

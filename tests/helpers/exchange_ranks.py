@@ -1,0 +1,122 @@
+"""Runs on every rank of a test: rings of messages beside torch's own collectives; rank 0 writes how far they differ.
+
+Argument: the file to write.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsreal.gradient_sharding import point_to_point as exchanges
+from gsreal.measure import CollectiveRecorder, MemoryCounter, collectives_of
+from gsreal.run.rank import run_on_rank
+
+LARGE = 300_000
+"""Elements of a part that goes in halves."""
+REPEATS = 5
+"""Calls of which the middle one counts: gloo's threads let go of an earlier case's tensors when they next run."""
+
+
+def main(out: str) -> None:
+    torch.set_num_threads(1)
+    counter = MemoryCounter(torch.device("cpu"))
+    dist.init_process_group("gloo")
+    differences = dict(compared())
+    found = {"differences": differences, "taken": taken(counter), "seen": seen()}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def compared() -> Iterator[tuple[str, float]]:
+    """Return the largest difference of any rank to what torch's collective says, case by case."""
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    for elements in (1, 7, LARGE):
+        for dtype in (torch.float32, torch.float64):
+            torch.manual_seed(rank)
+            flat = torch.randn(ranks * elements, dtype=dtype)
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                theirs, ours = (torch.empty(elements, dtype=dtype) for _ in range(2))
+                dist.reduce_scatter_tensor(theirs, flat.clone(), op=op)
+                exchanges.reduce_scatter_tensor(ours, flat.clone(), group=group, op=op)
+                yield f"reduce-scatter {elements} {dtype} {op}", worst(theirs, ours)
+            whole, gathered = (torch.empty_like(flat) for _ in range(2))
+            dist.all_gather_into_tensor(whole, theirs)
+            exchanges.all_gather_into_tensor(gathered, theirs, group=group)
+            yield f"all-gather {elements} {dtype}", worst(whole, gathered)
+    yield from unevenly(group, rank, ranks)
+
+
+def unevenly(group: Any, rank: int, ranks: int) -> Iterator[tuple[str, float]]:
+    """Return the same for parts of unequal sizes, one of them empty."""
+    ends = [0, LARGE, *[LARGE] * (ranks - 2), 2 * LARGE + 17]
+    ranges = list(pairwise(ends))
+    own = slice(*ranges[rank])
+    flat = torch.randn(ends[-1], dtype=torch.float64)
+    whole = flat.clone()
+    dist.all_reduce(whole)
+    part = torch.empty(own.stop - own.start, dtype=torch.float64)
+    exchanges.reduce_scatter_v(part, flat.clone(), ranges, group=group)
+    yield "reduce-scatter-v", worst(whole[own], part)
+    for gather in (exchanges.all_gather_v, exchanges.broadcast_parts):
+        found = torch.zeros_like(whole)
+        found[own] = whole[own]
+        gather(found, ranges, group=group)
+        yield gather.__name__, worst(whole, found)
+    for point_to_point in (True, False):
+        sends = [torch.full((3 * other,), float(10 * rank + other)) for other in range(ranks)]
+        receives = [torch.empty(3 * rank) for _ in range(ranks)]
+        receives[rank] = sends[rank]
+        exchanges.all_to_all_v(sends, receives, group=group, declared_bytes=0, point_to_point=point_to_point).wait()
+        expected = [torch.full((3 * rank,), float(10 * other + rank)) for other in range(ranks)]
+        yield f"all-to-all-v {point_to_point}", max(map(worst, expected, receives))
+
+
+def worst(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    difference = torch.tensor(float((theirs - ours).abs().max()) if theirs.numel() else 0.0)
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    return float(difference)
+
+
+def taken(counter: MemoryCounter) -> dict[str, float] | None:
+    """Return the bytes that each ring takes from the allocator beside its tensors; None where nothing counts them."""
+    if counter.method != "allocator":
+        return None
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    part, whole = torch.ones(LARGE), torch.ones(ranks * LARGE)
+    calls = {
+        "reduce-scatter": lambda: exchanges.reduce_scatter_tensor(part, whole, group=group),
+        "all-gather": lambda: exchanges.all_gather_into_tensor(whole, part, group=group),
+    }
+    return {kind: median(taken_once(counter, call) for _ in range(REPEATS)) for kind, call in calls.items()}
+
+
+def taken_once(counter: MemoryCounter, call: Callable[[], None]) -> int:
+    before = counter.alive()
+    return counter.peak_of(call, [])[0] - before
+
+
+def seen() -> list[list[Any]]:
+    """Return what an observer of the process group sees."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    part, whole = torch.ones(4), torch.ones(4 * ranks)
+    with CollectiveRecorder() as recorder:
+        exchanges.reduce_scatter_tensor(part, whole, group=group)
+        exchanges.all_gather_into_tensor(whole, part, group=group)
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, recorder.seen)
+    return [list(entry.key) for entry in collectives_of(every)]
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

@@ -1,0 +1,58 @@
+"""What the kernels of the residual network take for themselves on this machine, as a profile for predictions of peaks.
+
+Convolutions take other kernels on other processors, and in other precisions: without a profile they hold more than is
+predicted. In fp64 they write every patch out, whatever the processor.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gssim.scenario import load_model
+
+MODEL = Path(__file__).resolve().parent.parent.parent / "scenarios/models/resnet-digits.toml"
+
+
+@cache
+def measured_scratch(precision: str) -> dict[str, dict[str, list[str]]]:
+    """Return the scratch of every layer by the way it is run; skips where bytes cannot be counted exactly."""
+    import torch
+
+    from gsreal.calibrate.kernel_workspace import layer_scratch
+    from gsreal.measure import MemoryCounter
+    from gsreal.model_files.build import DTYPES, example_batch
+
+    counter = MemoryCounter(torch.device("cpu"))
+    if counter.method != "allocator":
+        pytest.skip("needs a C++ compiler to count bytes exactly")
+    model, threads, dtype = load_model(MODEL), torch.get_num_threads(), DTYPES[precision]
+    batches = {}
+    for samples in (3, 6, 12):
+        images, labels = example_batch(model, batch_size=samples, sequence_length=None)
+        batches[samples] = (images.to(dtype), labels)
+    torch.set_num_threads(1)  # as ranks have
+    try:
+        return layer_scratch(model, batches, counter, dtype)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def scratch_profile(precision: str) -> str:
+    """Return what sets the profile of a cluster's device type `cpu`: layers that take no time, with their scratch."""
+    flat = {"sizes": [1.0], "values": [0.0]}
+    layers = {
+        name: {"forward_s": flat, "backward_s": flat, "scratch_bytes": ways}
+        for name, ways in measured_scratch(precision).items()
+    }
+    profile = {"model": "resnet-digits", "precision": precision, "layers": layers}
+    return f"cluster.device_types.cpu.profiles=[{_inline(profile)}]"
+
+
+def _inline(value: Any) -> str:
+    """Return a value as TOML on one line: JSON but for the keys."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_inline(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value)

@@ -1,0 +1,514 @@
+"""Misuses and unusual uses of Gradient Sharding, on both ranks of a test: right as on one device, or a clear error.
+
+None of them ends a process group or leaves a rank waiting, so that one start serves all. Arguments: the file to write
+what they showed to.
+"""
+
+import math
+import sys
+import warnings
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from library_ranks import report
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from gsreal.gradient_sharding import memory_and_traffic, shard_gradients
+from gsreal.run.rank import run_on_rank
+from gssim.plan import Publish, Push
+
+TIMEOUT = timedelta(seconds=20)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+SMALL = {"first_bucket_bytes": 2000, "bucket_bytes": 8000}
+FORMS = (
+    {},
+    {"push": Push(threshold=0.0)},
+    {"push": Push(threshold=0.0, encoding="dense")},
+    {"parameters": "sharded", "units": lambda model: [model[0], model[2]]},
+)
+REPLICATED = FORMS[:3]
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    layers = (nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    return nn.Sequential(*layers).double()
+
+
+def batches(steps=3):
+    random = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        yield torch.randn(8, 8, generator=random, dtype=torch.float64), torch.randint(0, 5, (8,), generator=random)
+
+
+def own(*tensors):
+    return [tensor.chunk(2)[dist.get_rank()] for tensor in tensors]
+
+
+def train(model, optimizer, mine, steps=3):
+    for inputs, targets in batches(steps):
+        inputs, targets = own(inputs, targets) if mine else (inputs, targets)
+        loss(model, inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss(model, inputs, targets):
+    return F.cross_entropy(model(inputs), targets)
+
+
+def each_step(action):
+    """Return a loop that does the same in every step."""
+
+    def loop(model, optimizer, mine):
+        for inputs, targets in batches():
+            action(model, optimizer, *(own(inputs, targets) if mine else (inputs, targets)))
+
+    return loop
+
+
+def alike(loop=train, build=mlp, factory=SGD, forms=FORMS):
+    """Check that a loop trains the same as on one device."""
+    for form in forms:
+        model, reference = build(), build()
+        options = {**form, "units": form["units"](model)} if "units" in form else form
+        loop(model, shard_gradients(model, factory, **{**SMALL, **options}), True)
+        loop(reference, factory(reference.parameters()), False)
+        check_same(model, reference, form)
+
+
+def check_same(model, reference, form=None):
+    trained = model.state_dict()
+    for name, value in reference.state_dict().items():
+        difference = float((trained[name] - value).abs().max()) if value.numel() else 0.0
+        assert difference <= 1e-9, (form, name, difference)
+
+
+def refused(words, action, *arguments, **options):
+    try:
+        found = action(*arguments, **options)
+    except (RuntimeError, ValueError) as error:
+        if words in str(error):
+            return
+        raise AssertionError(f"{words!r} is not in: {error}") from error
+    raise AssertionError(f"nothing was raised of {words!r}, but {found!r:.80} returned")
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+@case
+def options_that_are_none():
+    for shares in ([1.0], [1.5, -0.5], [math.nan, 0.5], [0.7, 0.7], "half", {0: 0.5, 1: 0.5}, 0.5):
+        refused("shard_shares must be 2 fractions", shard_gradients, mlp(), SGD, shard_shares=shares)
+    for size in (0, -5, math.nan, "25MB", True):
+        refused("bucket_bytes must be a number", shard_gradients, mlp(), SGD, bucket_bytes=size)
+        refused("first_bucket_bytes must be a number", shard_gradients, mlp(), SGD, first_bucket_bytes=size)
+    for name, value in (
+        ("push", 0.1),
+        ("push", Publish(threshold=0.1)),
+        ("publish", Push(threshold=0.1)),
+        ("parameters", "shard"),
+        ("mesh", "cpu"),
+        ("scaler", True),
+        ("observe", None),
+        ("units", ["0"]),
+        ("units", nn.Linear(2, 2)),
+    ):
+        refused(f"{name} must be", shard_gradients, mlp(), SGD, **{name: value})
+    refused("model must be", shard_gradients, list(mlp().parameters()), SGD)
+    refused("optimizer_factory must be", shard_gradients, mlp(), "adamw")
+    refused("optimizer_factory must be", shard_gradients, mlp(), SGD(mlp().parameters()))
+    model = mlp()
+    refused("must make an optimizer of the tensors", shard_gradients, model, lambda _: SGD(model.parameters()))
+
+
+@case
+def groups_of_parameters():
+    for groups, words in (
+        ([{"lr": 1.0}], "under 'params'"),
+        (["0.weight"], "under 'params'"),
+        ([{"params": ["0.wieght"]}], "no parameter that is trained"),
+        ([{"params": [torch.zeros(2)]}], "no parameter of the model"),
+        ([{"params": ["0.weight", "0.weight"]}], "param_groups[0] and in param_groups[0]"),
+        ([{"params": [name for name, _ in mlp().named_parameters()] + [nn.Parameter(torch.zeros(3))]}], "has not"),
+    ):
+        refused(words, shard_gradients, mlp(), SGD, param_groups=groups)
+
+    model, reference = mlp(), mlp()
+    optimizer = shard_gradients(model, SGD, param_groups=[{"params": list(model.named_parameters()), "lr": 0.2}])
+    train(model, optimizer, True)
+    train(reference, SGD(reference.parameters(), lr=0.2), False)
+    check_same(model, reference)
+
+
+@case
+def a_group_without_this_rank():
+    group = dist.new_group([0])
+    if dist.get_rank():
+        refused("rank 1 is not in the group", shard_gradients, mlp(), SGD, group=group)
+    else:
+        model, reference = mlp(), mlp()
+        train(model, shard_gradients(model, SGD, group=group), False)
+        train(reference, SGD(reference.parameters()), False)
+        check_same(model, reference)
+
+
+@case
+def sizes_of_what_is_estimated():
+    for rank, ranks in ((5, 2), (-1, 2), (0, 0)):
+        refused("rank must be one of", memory_and_traffic, mlp(), SGD, rank=rank, ranks=ranks)
+    refused("density must be", memory_and_traffic, mlp(), SGD, rank=0, ranks=2, density=math.nan)
+    refused("shard_shares must be", memory_and_traffic, mlp(), SGD, rank=0, ranks=2, shard_shares=[0.5])
+    refused("bucket_bytes must be", memory_and_traffic, mlp(), SGD, rank=0, ranks=2, bucket_bytes=0)
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+@case
+def models_that_are_distributed_already():
+    refused("wrapped in DistributedDataParallel", shard_gradients, nn.parallel.DistributedDataParallel(mlp()), SGD)
+    refused("is a DTensor", shard_gradients, fully_shard(mlp()), SGD)
+
+
+@case
+def wrapping_again():
+    model, reference = mlp(), mlp()
+    first = shard_gradients(model, SGD)
+    train(model, first, True, steps=1)
+    second = shard_gradients(model, SGD)
+    for call in (first.step, first.zero_grad, partial(first.clip_grad_norm_, 1.0)):
+        refused("called again with this model", call)
+    del first
+    train(model, second, True)
+    train(reference, SGD(reference.parameters()), False, steps=1)
+    train(reference, SGD(reference.parameters()), False)
+    check_same(model, reference)
+    model = mlp()
+    part = shard_gradients(model[:3], SGD)
+    shard_gradients(model, SGD)
+    refused("called again with this model", part.step)
+    shard_gradients(sharded := mlp(), SGD, parameters="sharded")
+    refused("an earlier shard_gradients has sharded", shard_gradients, sharded, SGD)
+
+
+@case
+def different_parameters_in_the_same_memory():
+    model = mlp()
+    model.append(nn.Linear(5, 16).double())
+    model[2].weight = nn.Parameter(model[5].weight.data.repeat(1, 4)[:, :16])
+    model[5].bias = nn.Parameter(model[2].weight.data[0])
+    refused("different parameters in the same memory", shard_gradients, model, SGD)
+    model = mlp()
+    model[0].bias = nn.Parameter(torch.zeros(1).double().expand(16))
+    refused("0.bias is expanded", shard_gradients, model, SGD)
+
+    def columns():  # of one matrix, but apart
+        model = mlp()
+        whole = torch.randn(16, 16, dtype=torch.float64)
+        model[0].weight, model[2].weight[:, :8].data[:] = nn.Parameter(whole[:, ::2]), whole[:, 1::2]
+        return model
+
+    alike(build=columns, forms=REPLICATED)
+
+
+class Looked(nn.Module):
+    """Looks rows up."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(20, 8, **options)
+        self.last = nn.Linear(8, 5)
+        self.double()
+
+    def forward(self, inputs):
+        return self.last(self.rows((inputs.abs() * 5).long().clamp(max=19)[:, 0]))
+
+
+@case
+def embeddings():
+    refused("max_norm changes parameters in the forward", shard_gradients, Looked(max_norm=0.5), SGD)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    alike(build=partial(Looked, sparse=True), factory=sgd, forms=REPLICATED)
+    alike(build=partial(Looked, padding_idx=0), forms=REPLICATED)
+
+
+@case
+def a_part_of_a_sharded_model_called_by_itself():
+    model = mlp()
+    optimizer = shard_gradients(model, SGD, parameters="sharded", units=iter([model[0], model[2]]))
+    inputs = own(next(batches())[0])[0]
+    refused("4 was called outside of a forward of the model", lambda: model[2:](inputs.repeat(1, 2)))
+    train(model, optimizer, True, steps=1)
+
+
+# Loops ----------------------------------------------------------------------------------------------------------------
+
+
+@case
+def steps_without_a_backward():
+    def loop(model, optimizer, mine):
+        optimizer.step()
+        for inputs, targets in batches():
+            inputs, targets = own(inputs, targets) if mine else (inputs, targets)
+            loss(model, inputs, targets).backward()
+            for _ in range(2):
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.autograd.grad(loss(model, inputs, targets), list(model.parameters()))
+            optimizer.step()
+
+    alike(loop, forms=REPLICATED)
+    alike(loop, factory=ADAM, forms=[{"push": Push(threshold=0.0, error_feedback=True)}])
+
+
+@case
+def backwards_of_some_parameters():
+    def action(model, optimizer, inputs, targets):
+        loss(model, inputs, targets).backward(inputs=[model[0].weight, model[4].bias])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alike(each_step(action))
+
+
+@case
+def gradients_of_frozen_and_thawed_parameters():
+    def loop(model, optimizer, mine):
+        for step, (inputs, targets) in enumerate(batches(4)):
+            model[2].requires_grad_(step % 2 == 0)
+            found = loss(model, *(own(inputs, targets) if mine else (inputs, targets)))
+            model[2].requires_grad_(step < 2)
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    alike(loop)
+
+
+@case
+def gradients_by_hand_and_several_backwards():
+    def action(model, optimizer, inputs, targets):
+        gradients = torch.autograd.grad(loss(model, inputs, targets), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def several(model, optimizer, inputs, targets):
+        first, second = loss(model, inputs, targets), loss(model, 2 * inputs, targets)
+        first.backward(retain_graph=True)
+        first.backward()
+        with torch.inference_mode():
+            model(inputs)
+        second.backward()
+        with torch.inference_mode():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    alike(each_step(action), forms=REPLICATED)
+    alike(each_step(several))
+
+
+@case
+def gradient_penalty_and_two_models():
+    def penalty(model, optimizer, inputs, targets):
+        inputs = inputs.clone().requires_grad_()
+        found = model(inputs)
+        (slope,) = torch.autograd.grad(F.cross_entropy(found, targets, reduction="sum"), inputs, create_graph=True)
+        (F.cross_entropy(found, targets) + slope.square().sum(1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alike(each_step(penalty))
+    made = [train_against(shard_gradients, True), train_against(lambda model, adam: adam(model.parameters()), False)]
+    for one, other in zip(*made, strict=True):
+        check_same(one, other)
+
+
+def train_against(wrap, mine):
+    """Train a generator and a model behind it, whose gradients its loss makes too; return both."""
+    first, second = mlp()[:1].append(nn.Linear(16, 8).double()), mlp(seed=1)
+    of_first, of_second = (wrap(model, ADAM) for model in (first, second))
+    for inputs, _ in batches():
+        inputs = own(inputs)[0] if mine else inputs
+        of_second.zero_grad()
+        second(first(inputs).detach()).square().mean().backward()
+        of_second.step()
+        of_first.zero_grad()
+        second(first(inputs)).square().mean().backward()
+        of_first.step()
+    return first, second
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+@case
+def hooks_of_users():
+    def hooked():
+        model = mlp()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
+            parameter.register_post_accumulate_grad_hook(halve)
+        return model
+
+    alike(build=hooked)
+    model = mlp()
+    optimizer = shard_gradients(model, SGD)
+    handles = [parameter.register_post_accumulate_grad_hook(halve) for parameter in model.parameters()]
+    refused("mul_ of a gradient that was pushed", train, model, optimizer, True)
+    for handle in handles:
+        handle.remove()
+    optimizer.zero_grad()
+
+
+@case
+def reading_pushed_gradients():
+    model = mlp()
+    optimizer = shard_gradients(model, SGD)
+    loss(model, *own(*next(batches()))).backward()
+    gradient = model[0].weight.grad
+    for read in (
+        gradient.norm,
+        lambda: gradient.detach().float().norm(),
+        lambda: gradient.data * 0.1,
+        lambda: gradient.clone().mul_(2),
+        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    ):
+        refused("of a gradient that was pushed", read)
+    optimizer.step()
+
+
+@case
+def clipping_by_impossible_norms():
+    model = mlp()
+    optimizer = shard_gradients(model, SGD)
+    loss(model, *own(*next(batches()))).backward()
+    for arguments in ((-1.0,), (math.nan,), (1.0, -3.0), (1.0, 0.0)):
+        refused("clip_grad_norm_ takes", optimizer.clip_grad_norm_, *arguments)
+    optimizer.step()
+
+
+@case
+def scalers():
+    batch = own(*next(batches()))
+    for options, unscales in (({}, False), ({}, True), ({"given": True}, False)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        model = mlp()
+        optimizer = shard_gradients(model, SGD, scaler=scaler if options else None)
+        scaler.scale(loss(model, *batch)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        if options:
+            refused("call scaler.unscale_(optimizer) before", optimizer.clip_grad_norm_, 1.0)
+            refused("call scaler.step(optimizer)", optimizer.step)
+        else:
+            refused("pass it to shard_gradients", scaler.step, optimizer)
+
+
+@case
+def edited_param_groups():
+    model, reference = mlp(), mlp()
+    optimizer, plain = shard_gradients(model, SGD), SGD(reference.parameters())
+    for each in (optimizer, plain):
+        each.param_groups = [{**each.param_groups[0], "lr": 0.02}]
+    train(model, optimizer, True)
+    train(reference, plain, False)
+    check_same(model, reference)
+    optimizer.param_groups[0]["params"].pop()
+    refused("the params of param_groups are this rank's shards", train, model, optimizer, True)
+
+
+@case
+def options_that_differ_between_ranks_show_when_state_is_saved():
+    model = mlp()
+    optimizer = shard_gradients(model, SGD)
+    optimizer.param_groups[0]["lr"] /= 1 + dist.get_rank()
+    refused("lr of group 0", optimizer.state_dict)
+
+
+@case
+def resharding():
+    model, reference = mlp(), mlp()
+    optimizer, plain = shard_gradients(model, SGD, **SMALL), SGD(reference.parameters())
+    for shares in ([1.0], [-1, 2], [math.nan, 1], [0.7, 0.7], "x", 0.5):
+        refused("shard_shares must be 2 fractions", optimizer.reshard, shares)
+    refused("ranks differ", optimizer.reshard, [0.7, 0.3] if dist.get_rank() else [0.6, 0.4])
+    loss(model, *own(*next(batches()))).backward()
+    refused("gradients of this step wait", optimizer.reshard, [0.7, 0.3])
+    optimizer.zero_grad()
+    for shares in ([1.0, 0.0], [0.3, 0.7]):
+        optimizer.reshard(shares)
+        train(model, optimizer, True)
+        train(reference, plain, False)
+    check_same(model, reference)
+
+
+@case
+def states_of_other_optimizers_and_models():
+    model, reference = mlp(), mlp()
+    optimizer = shard_gradients(model, ADAM)
+    train(model, optimizer, True)
+    saved = optimizer.state_dict()
+    plain = ADAM(reference.parameters())
+    train(reference, plain, False)
+    refused("by number", optimizer.load_state_dict, plain.state_dict())
+    for odd in ({}, None):
+        refused("this is no state_dict", optimizer.load_state_dict, odd)
+    wider = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+    refused("another model", shard_gradients(wider, ADAM).load_state_dict, saved)
+    for copied in (torch.save, lambda each, _: each.__reduce_ex__(2)):
+        refused("take its state_dict()", copied, optimizer, "/dev/null")
+
+
+@case
+def one_rank_that_accumulates():
+    model, reference = mlp(), mlp()
+    optimizer = shard_gradients(model, SGD)
+    for inputs, targets in batches():
+        with optimizer.no_sync() if dist.get_rank() else nullcontext():
+            loss(model, *own(inputs, targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train(reference, SGD(reference.parameters()), False)
+    check_same(model, reference)
+
+
+@case
+def without_a_process_group():
+    """The last of all: nothing can be exchanged after that."""
+    model = mlp()
+    optimizer = shard_gradients(model, SGD)
+    dist.destroy_process_group()
+    refused("call torch.distributed.init_process_group before", shard_gradients, mlp(), SGD)
+    for call in (optimizer.step, lambda: loss(model, *next(batches())).backward()):
+        refused("the process group was destroyed", call)
+
+
+def main(out):
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    last = CASES["without_a_process_group"]
+    report({name: run for name, run in CASES.items() if run is not last}, out)
+    last()
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

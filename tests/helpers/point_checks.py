@@ -1,0 +1,363 @@
+"""What must hold for every answered scenario: checks that take nothing from the lowering that they check.
+
+Each yields a line for whatever is wrong.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+
+from gssim.cluster import Cluster
+from gssim.plan import DATA_AXES
+from gssim.result import PHASES, Result
+from gssim.scenario import Loaded, Scenario
+from gssim.simulation import Simulated, simulate
+from gssim.units import PRECISION_BYTES
+from gssim.workload import VALUES_KEPT, Layer, unrolled
+
+RELATIVE = 1e-9
+
+
+def faults_of(loaded: Loaded, simulated: Simulated) -> Iterator[str]:
+    """Yield what is wrong with an answer."""
+    scenario, result = loaded.scenario, simulated.result
+    yield from _not_finite(result)
+    yield from _ranks_left_out(scenario, result)
+    yield from _samples(scenario, result)
+    yield from _phases(scenario, result)
+    yield from _collectives(scenario, result)
+    yield from _links(scenario, result)
+    yield from _compute_bound(scenario, simulated)
+    yield from _memory(scenario, result)
+
+
+# What ranks do -------------------------------------------------------------------------------------------------------
+
+
+def _not_finite(result: Result) -> Iterator[str]:
+    data = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "scenario"}
+    for key, value in _numbers(data):
+        if not math.isfinite(value):
+            yield f"{key} = {value} is not finite"
+        elif value < 0 and "margin" not in key and "first_step" not in key:
+            yield f"{key} = {value} is negative"
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, float | int):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _numbers(each, f"{key}.{name}")
+    elif isinstance(value, tuple | list):
+        for number, each in enumerate(value):
+            yield from _numbers(each, f"{key}[{number}]")
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _numbers(getattr(value, field.name), f"{key}.{field.name}")
+
+
+def _ranks_left_out(scenario: Scenario, result: Result) -> Iterator[str]:
+    told = sorted(rank for entry in result.ranks for rank in entry.ranks)
+    if told != list(range(scenario.ranks)):
+        yield f"the Result tells of the ranks {told}, the plan has {scenario.ranks}"
+    if any(entry.count != len(entry.ranks) for entry in result.ranks):
+        yield "a class of ranks has not as many members as it says"
+    idle = [device.name for device in scenario.cluster.devices[scenario.ranks :]]
+    if list(result.idle_devices) != idle:
+        yield f"the devices {idle} take no part, the Result names {list(result.idle_devices)}"
+
+
+def _samples(scenario: Scenario, result: Result) -> Iterator[str]:
+    total, policies = scenario.workload.global_batch_size, scenario.policies
+    by_part: dict[int, set[float]] = defaultdict(set)
+    for entry in result.ranks:
+        for rank in entry.ranks:
+            by_part[policies.data_rank(rank)].add(entry.batch_share * total)
+    if any(len(each) > 1 for each in by_part.values()):
+        yield f"ranks of one replica take different numbers of samples: {dict(by_part)}"
+    taken = sum(max(each) for each in by_part.values())
+    if len(by_part) != policies.data_ranks or abs(taken - total) > 1e-6:
+        yield f"{taken} samples are taken by {len(by_part)} parts, of {total} in {policies.data_ranks}"
+    shares: dict[tuple[int, int], float] = defaultdict(float)
+    for entry in result.ranks:
+        for rank in entry.ranks:
+            place = policies.mesh.place(rank)
+            shares[place.pp, place.tp] += entry.shard_share
+    broken = any(abs(each - 1) > 1e-6 for each in shares.values())
+    if broken and policies.gradients == "push" and policies.data_ranks > 1:
+        yield f"shards of one part of the model sum to {dict(shares)}"
+
+
+def _phases(scenario: Scenario, result: Result) -> Iterator[str]:
+    types = [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
+    alone = all(each.neighbour_slowdown_ratio == 1 and not each.step_jitter_ratio for each in types)
+    # ranks are told of at a walk's end; where chance or neighbours are in it, ranks' steps do not end in step
+    every = [(str(entry.ranks), entry.phases_s) for entry in result.ranks if alone and not result.step_times_s]
+    for name, phases in [("all ranks", result.phases_s), *every]:
+        whole = sum(phases.values())
+        if tuple(phases) != PHASES or abs(whole - result.step_time_s) > RELATIVE * result.step_time_s:
+            yield f"phases of {name} sum to {whole} ({', '.join(phases)}), the step takes {result.step_time_s}"
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def _collectives(scenario: Scenario, result: Result) -> Iterator[str]:
+    encoding = {"all-to-all-v": scenario.push.encoding, "all-gather-v": scenario.plan.publish.encoding}
+    for entry in result.collectives:
+        fewest = encoding.get(entry.kind) in ("auto", "dense")  # else more than all, densely, may be sent
+        # each message of a gather goes to all others; the bytes of an exchange are of all pairs
+        copies = len(entry.group) - 1 if entry.kind == "all-gather-v" else 1
+        dense, payload = entry.bytes * entry.count * copies, entry.payload_bytes
+        if fewest and payload is not None and payload > dense * (1 + RELATIVE):
+            yield f"{entry.kind} among {entry.group}: payload of {payload} bytes, {dense} if all were sent"
+        if not set(entry.group) <= set(range(scenario.ranks)):
+            yield f"{entry.kind} among {entry.group}: not all of these are ranks"
+    for density in (result.density.push, result.density.publish):
+        if density is not None and density > 1 + RELATIVE:
+            yield f"density {density}"
+    yield from _gradient_bytes(scenario, result)
+
+
+def carried(result: Result, kind: str) -> dict[tuple[int, ...], int]:
+    """Return the bytes of all collectives of a kind, by their group."""
+    found: dict[tuple[int, ...], int] = defaultdict(int)
+    for entry in result.collectives:
+        if entry.kind == kind:
+            found[entry.group] += entry.bytes * entry.count
+    return found
+
+
+def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
+    """Compare what collectives carry of gradients with the parameters' own bytes, where blocks are not cut."""
+    policies, plan = scenario.policies, scenario.plan
+    if policies.tp > 1 or policies.ranks == 1:
+        return
+    model, mesh = scenario.workload.model, policies.mesh
+    value = PRECISION_BYTES[scenario.workload.precision]
+    times = plan.micro_batches if policies.gradient_sync == "micro-batch" else 1
+    groups = {axis: sorted({tuple(mesh.group(rank, axis)) for rank in range(mesh.ranks)}) for axis in DATA_AXES}
+    shapes = [parameter.shape or (1,) for each in unrolled(model) for parameter in each.layer.parameters]
+    exact = model.elements * value * times
+    if policies.gradients == "all-reduce" and policies.dp_replicate > 1:
+        found = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
+        tied = policies.pp > 1  # stages that share a parameter have a copy each
+        if found != exact and not (tied and found > exact):
+            yield f"all-reduces carry {found} bytes, gradients have {exact}"
+    if policies.gradients == "reduce-scatter" and policies.dp_shard > 1:
+        n = policies.dp_shard
+        padded = sum(math.prod(shape[1:]) * math.ceil(shape[0] / n) * n for shape in shapes) * value * times
+        scattered = [carried(result, "reduce-scatter")[group] for group in groups["dp_shard"]]
+        if set(scattered) != {padded}:
+            yield f"reduce-scatters carry {scattered} bytes, padded gradients have {padded}"
+        if policies.dp_replicate > 1:
+            reduced = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
+            if reduced not in (padded, padded // times):
+                yield f"all-reduces of shards carry {reduced} bytes, padded gradients have {padded}"
+    if policies.gradients == "push":
+        yield from _pushed_bytes(scenario, result, exact, groups[policies.push_axis])
+
+
+def _pushed_bytes(scenario: Scenario, result: Result, exact: int, groups: list[tuple[int, ...]]) -> Iterator[str]:
+    """Compare with what all but the owner would send densely, had they samples; of those without, nothing comes."""
+    policies = scenario.policies
+    if len(groups[0]) > 1:
+        pushes = [entry for entry in result.collectives if entry.kind == "all-to-all-v"]
+        # where messages depend on the data, ranks tell each other first how long they are
+        dependent = [entry for entry in pushes if entry.payload_bytes is not None]
+        sent = sum(entry.bytes * entry.count for entry in dependent or pushes)
+        most = exact * (len(groups[0]) - 1)
+        if not (sent == most if min(scenario.batch_sizes) else sent <= most):
+            yield f"pushes carry {sent} bytes, all but the owners' gradients have {most}"
+    if policies.parameters == "replicated" and policies.point_to_point and policies.dp_replicate == 1:
+        whole = scenario.workload.model.elements * PRECISION_BYTES[scenario.workload.precision]
+        gathers = [entry for entry in result.collectives if entry.kind == "all-gather-v"]
+        dependent = [entry for entry in gathers if entry.payload_bytes is not None]
+        published = sum(entry.bytes * entry.count for entry in dependent or gathers)
+        if published != whole:
+            yield f"publications carry {published} bytes, parameters have {whole}"
+
+
+def _links(scenario: Scenario, result: Result) -> Iterator[str]:
+    for link in result.links:
+        if link.utilisation_ratio > 1 + RELATIVE:
+            yield f"link {link.name} carries {link.bytes} bytes, {link.utilisation_ratio} of what it can"
+    sent = sum((entry.bytes_sent or 0.0) * entry.count for entry in result.ranks)
+    received = sum((entry.bytes_received or 0.0) * entry.count for entry in result.ranks)
+    if abs(sent - received) > RELATIVE * max(sent, received) + 1e-3:
+        yield f"{sent} bytes are sent, {received} received"
+    if len(result.links) != scenario.cluster.wiring.links or any(link.count != 1 for link in result.links):
+        return  # links are told of class by class
+    balance: dict[str, float] = defaultdict(float)
+    for link in result.links:
+        source, target = link.name.split(" -> ")
+        balance[source] += link.bytes
+        balance[target] -= link.bytes
+    own = {scenario.cluster.devices[rank].name: entry for entry in result.ranks for rank in entry.ranks}
+    most = max((link.bytes for link in result.links), default=0.0)
+    for name, out in balance.items():
+        entry = own.get(name)
+        expected = (entry.bytes_sent or 0.0) - (entry.bytes_received or 0.0) if entry else 0.0
+        if abs(out - expected) > 1e-6 * most + 1e-3:
+            yield f"{name} puts {out} more bytes on its links than it takes from them, and {expected} are its own"
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def _flop(layer: Layer, phases: tuple[str, ...], samples: int, length: int) -> float:
+    return sum(float(getattr(layer, f"{phase}_flop").at(b=samples, s=length)) for phase in phases)
+
+
+def model_flop(scenario: Scenario, samples: int) -> float:
+    """Return the FLOP of a step on so many samples; where weight gradients are dealt out, of its forward alone."""
+    length = scenario.workload.sequence_length or 1
+    phases = ("forward",) if scenario.policies.partition == "weight-gradient" else ("forward", "backward")
+    return sum(layer.repeats * _flop(layer, phases, samples, length) for layer in scenario.workload.model.layers)
+
+
+def _compute_bound(scenario: Scenario, simulated: Simulated) -> Iterator[str]:
+    policies, workload, result = scenario.policies, scenario.workload, simulated.result
+    types = [scenario.cluster.type_of(rank) for rank in range(scenario.ranks)]
+    if any(each.profiles or each.step_jitter_ratio or workload.precision not in each.peak_flop_per_s for each in types):
+        return
+    rates = [each.peak_flop_per_s[workload.precision] for each in types]
+    copies = scenario.ranks if policies.partition == "weight-gradient" else 1
+    least_s = copies * model_flop(scenario, workload.global_batch_size) / sum(rates)
+    for step_s in sorted({result.step_time_s, result.step_time_p10_s, *result.step_times_s})[:1]:
+        if step_s < least_s * (1 - RELATIVE):
+            yield f"a step takes {step_s} s, its FLOP {least_s} s on all devices together"
+    if result.step_times_s:
+        return  # ranks are told of at a walk's end, the step is its median
+    if policies.tp == policies.pp == 1:
+        for rank, samples in enumerate(scenario.batch_sizes):
+            own_s = model_flop(scenario, samples) / rates[rank]
+            if result.step_time_s < own_s * (1 - RELATIVE):
+                yield f"a step takes {result.step_time_s} s, rank {rank}'s FLOP of {samples} samples {own_s} s"
+    for role, tasks in enumerate(simulated.typical.machine.program.tasks):
+        own_s = sum(task.duration_s for task in tasks if task.stream == "compute" and task.communication is None)
+        if result.step_time_s < own_s * (1 - RELATIVE):
+            yield f"a step takes {result.step_time_s} s, the tasks of role {role} {own_s} s"
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def _memory(scenario: Scenario, result: Result) -> Iterator[str]:
+    """Compare peaks with the least that parameters and states take: of all ranks, and where nothing is cut, of each."""
+    policies, workload = scenario.policies, scenario.workload
+    value, master = PRECISION_BYTES[workload.precision], max(4, PRECISION_BYTES[workload.precision])
+    kept = VALUES_KEPT[workload.optimizer] * master
+    elements, data = workload.model.elements, policies.mesh.data_ranks
+    held_whole, updated_whole = policies.parameters == "replicated", policies.optimizer_state == "replicated"
+    # blocks of whole tensors are owned once in all (ZeRO-1), shards once by those among whom they are sharded
+    owners = {"all-reduce": 1, "push": 1}.get(policies.gradients, policies.dp_replicate)
+    least = elements * (value * (data if held_whole else owners) + kept * (data if updated_whole else owners))
+    peaks = {rank: entry.peak_allocated_bytes for entry in result.ranks for rank in entry.ranks}
+    if sum(peaks.values()) < least * (1 - RELATIVE):
+        yield f"all ranks hold {sum(peaks.values())} bytes at most, parameters and states {least}"
+    if policies.tp == policies.pp == 1 and (held_whole or updated_whole):
+        own = elements * (value * held_whole + kept * updated_whole)
+        if min(peaks.values()) < own * (1 - RELATIVE):
+            yield f"a rank holds {min(peaks.values())} bytes at most, its parameters and states {own}"
+    for entry in result.ranks:
+        parts = sum(entry.peak_by_category_bytes.values())
+        if abs(parts - entry.peak_allocated_bytes) > 1e-6 * parts + 1e-3:
+            yield f"ranks {entry.ranks}: categories sum to {parts}, the peak is {entry.peak_allocated_bytes}"
+        if entry.peak_reserved_bytes is not None and entry.peak_reserved_bytes < entry.peak_allocated_bytes:
+            yield f"ranks {entry.ranks}: reserved {entry.peak_reserved_bytes} < {entry.peak_allocated_bytes} allocated"
+
+
+# More of what there is -----------------------------------------------------------------------------------------------
+
+TWICE = 2.0
+
+
+def faster_links(cluster: Cluster) -> Cluster:
+    """Return the cluster with twice the bandwidth on every link."""
+    if cluster.topology is not None:
+        return replace(cluster, topology=_scaled(cluster.topology))
+    return replace(cluster, links=_scaled(cluster.links))
+
+
+def _scaled(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_scaled(each) for each in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changes = {
+        field.name: getattr(value, field.name) * TWICE
+        if field.name == "bandwidth_bytes_per_s"
+        else _scaled(getattr(value, field.name))
+        for field in fields(value)
+    }
+    return replace(value, **changes)
+
+
+def faster_devices(cluster: Cluster) -> Cluster:
+    """Return the cluster with its first kind of device at twice the rates, and half the time for an operation."""
+    name = cluster.devices[0].type
+    kind = cluster.device_types[name]
+    faster = replace(
+        kind,
+        peak_flop_per_s={precision: TWICE * rate for precision, rate in kind.peak_flop_per_s.items()},
+        memory_bandwidth_bytes_per_s=TWICE * kind.memory_bandwidth_bytes_per_s,
+        operation_overhead_s=kind.operation_overhead_s / TWICE,
+    )
+    return replace(cluster, device_types={**cluster.device_types, name: faster})
+
+
+def slower_by(loaded: Loaded, cluster: Cluster, step_time_s: float) -> float:
+    """Return by what part of `step_time_s` the step is longer on another cluster; negative where it is shorter."""
+    other = replace(loaded, scenario=replace(loaded.scenario, cluster=cluster))
+    return simulate(other, spread=False).result.step_time_s / step_time_s - 1
+
+
+# What folding must not change ----------------------------------------------------------------------------------------
+
+
+def of_ranks(result: Result) -> list[dict[str, object]]:
+    """Return the outcome of every rank, in order."""
+    found = {}
+    for entry in result.ranks:
+        assert entry.count == len(entry.ranks)
+        found |= {
+            rank: {
+                "device": entry.device,
+                "peak": entry.peak_allocated_bytes,
+                "categories": entry.peak_by_category_bytes,
+                "phases": entry.phases_s,
+                "sent": entry.bytes_sent,
+                "received": entry.bytes_received,
+                "shares": (entry.batch_share, entry.shard_share),
+            }
+            for rank in entry.ranks
+        }
+    return [found[rank] for rank in range(len(found))]
+
+
+def assert_same_as_unfolded(folded: Result, unfolded: Result) -> None:
+    """Compare a Result with that of the same scenario of which no ranks, links or flows were taken together."""
+    step_s = unfolded.step_time_s
+    assert folded.step_time_s == pytest.approx(step_s, rel=RELATIVE)
+    assert folded.step_time_p10_s == pytest.approx(unfolded.step_time_p10_s, rel=RELATIVE)
+    assert folded.phases_s == pytest.approx(unfolded.phases_s, rel=RELATIVE, abs=RELATIVE * step_s)
+    assert folded.collectives == unfolded.collectives
+    assert folded.fits == unfolded.fits
+    ranks, alone = of_ranks(folded), of_ranks(unfolded)
+    assert len(ranks) == len(alone)
+    for mine, other in zip(ranks, alone, strict=True):
+        for key in ("device", "peak", "categories", "shares"):
+            assert mine[key] == other[key]
+        assert mine["phases"] == pytest.approx(other["phases"], rel=RELATIVE, abs=RELATIVE * step_s)
+        for key in ("sent", "received"):
+            assert mine[key] == pytest.approx(other[key], rel=RELATIVE, abs=1e-6)
+    assert [link.name for link in folded.links] == [link.name for link in unfolded.links]
+    for mine, other in zip(folded.links, unfolded.links, strict=True):
+        assert mine.bytes == pytest.approx(other.bytes, rel=RELATIVE, abs=1e-6)
+        assert mine.utilisation_ratio == pytest.approx(other.utilisation_ratio, rel=2 * RELATIVE, abs=1e-12)

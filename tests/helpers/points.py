@@ -1,0 +1,434 @@
+"""Random scenario points, each from a seed alone: plain tables that are written as scenario files.
+
+What a point asks for mostly goes together, for else little but refusals would be tested; now and then it does not.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from gssim.cluster import presets
+
+SCENARIOS = Path(__file__).resolve().parent.parent.parent / "scenarios"
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model file, and what it can be trained on."""
+
+    name: str
+    batch: int
+    """Samples of a step, about."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of a sample; empty: images."""
+    heads: int = 4
+    """Or groups of norms: among how many ranks at most blocks are cut."""
+    statistics: tuple[Table, ...] = ()
+    """Gradient statistics of it, each with the workload that they were taken with."""
+
+
+GPT_STATISTICS = {"optimizer": "adamw", "learning_rate": 3e-4, "global_batch_size": 16, "sequence_length": 128}
+GPT = Trained("gpt-byte-1m", 32, (32, 128), 4, ({"gradients": "gpt-byte-1m", **GPT_STATISTICS},))
+BERT = Trained("bert-byte-1m", 32, (32, 128), 4, ({"gradients": "bert-byte-1m", **GPT_STATISTICS},))
+RESNET = Trained(
+    "resnet-digits",
+    64,
+    (),
+    8,
+    tuple(
+        {"gradients": name, "optimizer": "sgd-momentum", "learning_rate": 1e-3, "global_batch_size": batch}
+        for name, batch in (("resnet-digits", 64), ("resnet-digits-32", 32))
+    ),
+)
+LARGER = (
+    Trained("gpt2-124m", 32, (512, 1024)),
+    Trained("bert-base", 32, (128, 512)),
+    Trained("resnet-50", 64),
+    Trained("llama3-8b", 16, (2048,)),
+    Trained("gpt3-6.7b", 16, (2048,)),
+)
+OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
+METHODS = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "pipeline", "tensor")
+PUSHING = ("gs", "gs_z3", "gs_hier")
+DEALING = ("gs_wgrad", "gs_tp")
+ONE_AXIS = ("single", "pipeline", "tensor", *DEALING)
+"""Of few devices each: models have but so many layers and heads."""
+DEVICES = (1, 2, 2, 2, 3, 3, 4, 4, 4, 4, 5, 6, 6, 8, 8, 8, 12, 16, 24, 32)
+GPUS = ("v100-sxm2-16", "t4", "a100-sxm-40", "a100-sxm-80", "h100-sxm", "h200-sxm")
+
+
+def random_point(seed: int, *, most_devices: int = 32) -> Table:
+    """Return the scenario of a seed, to be simulated."""
+    random = Random(seed)
+    devices = random.choice([n for n in DEVICES if n <= most_devices])
+    cluster = _cluster(random, devices)
+    method = random.choice(METHODS + PUSHING * 2 + DEALING)
+    if devices > 6 and method in ONE_AXIS and random.random() < 0.8:
+        method = random.choice(PUSHING)
+    smaller = [GPT] * 6 + [BERT] * 4 + [RESNET] * 4
+    varies = any(kind.get("step_jitter_ratio") for kind in cluster["device_types"].values())
+    model = random.choice(smaller if varies else [*smaller, random.choice(LARGER)])
+    plan, parts = _plan(random, method, devices, model)
+    workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=method in PUSHING)
+    return _scenario(random, seed, cluster, workload, plan, parts, devices)
+
+
+def random_real_point(seed: int) -> Table:
+    """Return the scenario of a seed, to be run on two to four ranks of this machine as well."""
+    random = Random(seed)
+    devices = random.choice([2, 2, 3, 4])
+    types = {"cpu": _cpu(random)}
+    link = {"bandwidth_bytes_per_s": "1 GB/s", "latency_s": "10 us", "source": "random"}
+    topology = {"kind": "switch", "devices": [{"device": "cpu", "count": devices}], "link": link}
+    topology["devices_per_host"] = devices if devices % 2 else devices // 2
+    cluster = {"name": "random", "backend": "gloo", "source": "random", "device_types": types, "topology": topology}
+    method = random.choice(METHODS[1:] + PUSHING * 2 + DEALING)
+    model = random.choice([Trained("gpt-byte-1m", 12, (8, 16)), Trained("bert-byte-1m", 12, (8, 16)), RESNET])
+    plan, parts = _plan(random, method, devices, model)
+    model = Trained(model.name, 12, model.lengths)
+    workload = _workload(random, model, plan, parts, _precisions(cluster), thresholds=False)
+    if plan.get("push") is not None and method in PUSHING and random.random() < 0.5:
+        plan["push"] |= {"threshold": random.choice([1e-4, 1e-3, 1e-2])}
+    found = _scenario(random, seed, cluster, workload, plan, parts, devices)
+    for key in ("replan", "replanning"):  # real paces are not those of a made-up device
+        plan.get("shares", {}).pop(key, None)
+    return found
+
+
+def _scenario(
+    random: Random, seed: int, cluster: Table, workload: Table, plan: Table, parts: int, devices: int
+) -> Table:
+    run: Table = {"steps": random.choice([2, 3, 4]), "warmup_steps": random.choice([0, 1, 2]), "seed": seed % 7}
+    devices = plan.get("ranks", devices)
+    _divide(random, workload, plan, parts, devices)
+    # a pipeline refuses slow-downs
+    if random.random() < (0.2 if plan.get("pp", 1) == 1 and plan["method"] != "pipeline" else 0.02):
+        run["slowdowns"] = [_slow_down(random, devices, run["steps"]) for _ in range(random.choice([1, 1, 2]))]
+        run["steps"] = random.choice([run["steps"], 4 if "gradients" in workload else 12])
+    return {"name": f"point-{seed}", "cluster": cluster, "workload": workload, "plan": plan, "run": run}
+
+
+def _slow_down(random: Random, devices: int, steps: int) -> Table:
+    found: Table = {"rank": random.randrange(devices), "first_step": random.randrange(steps)}
+    found["compute_ratio"] = random.choice([1.0, 1.3, 2.0, 5.0])
+    return found | ({"steps": random.randint(1, 4)} if random.random() < 0.5 else {})
+
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(random: Random, method: str, devices: int, model: Trained) -> tuple[Table, int]:
+    """Return a method with its axes and policies, and into how many parts the batch is divided if all devices work."""
+    plan: Table = {"method": method}
+    if method != "single" and devices > 1 and random.random() < 0.05:
+        devices = plan["ranks"] = random.randint(1, devices)
+    parts = _axes(random, plan, devices, model)
+    _take_in_parts(random, plan, devices)
+    if random.random() < 0.35:
+        plan["recompute"] = random.choice(["full", "selective"] if method != "gs_wgrad" else ["none"])
+    if random.random() < 0.3:
+        plan["bucket_bytes"] = random.choice([100_000, "1 MiB", "5 MB", "200 MiB"])
+        if method in ("gs", "gs_hier"):
+            plan["first_bucket_bytes"] = random.choice([10_000, "1 MiB"])
+    if random.random() < 0.15:
+        plan["overlap"] = False
+    if random.random() < 0.15 and (method not in ("gs_z3", "gs_hier") or random.random() < 0.1):
+        plan["exchange"] = "backend"
+    if random.random() < 0.03:  # what seldom goes together
+        plan["exchange"] = "point-to-point"
+        plan["parameters"] = random.choice(["replicated", "gathered", "sharded"])
+    if method in PUSHING:
+        plan["push"] = {}
+    return plan, parts
+
+
+def _take_in_parts(random: Random, plan: Table, devices: int) -> None:
+    """Set micro-batches, and what goes with them, at times."""
+    if "pp" in plan or plan["method"] == "pipeline":
+        plan["micro_batches"] = random.choice([1, 2, 3, 4])
+        if random.random() < 0.5:
+            plan["schedule"] = random.choice(["gpipe", "1f1b", "interleaved"])
+            plan["micro_batches"] = random.choice([1, 2]) * plan.get("pp", devices)
+    elif random.random() < 0.4:
+        plan["micro_batches"] = random.choice([1, 2, 3, 4])
+        if random.random() < 0.3:
+            plan["gradient_sync"] = random.choice(["step", "micro-batch"])
+
+
+def _axes(random: Random, plan: Table, devices: int, model: Trained) -> int:
+    """Set the plan's axes, some of them; return how many parts of the batch there are if all devices work."""
+    method = plan["method"]
+    if method in ("single", "gs_wgrad"):
+        return 1
+    if method in ("pipeline", "tensor", "gs_tp"):
+        if random.random() < 0.3:
+            plan["pp" if method == "pipeline" else "tp"] = devices
+        return 1
+    inner = [n for n in (2, 4, 8) if devices % n == 0 and n < devices and n <= model.heads]
+    left = devices
+    if inner and random.random() < 0.3:
+        plan["tp"] = random.choice(inner)
+        left //= plan["tp"]
+    deep = [n for n in (2, 3, 4) if left % n == 0 and n < left]
+    if deep and random.random() < (0.4 if method in ("ddp", "zero1") else 0.02):
+        plan["pp"] = random.choice(deep)
+        left //= plan["pp"]
+    if method in ("hsdp", "gs_hier"):
+        if random.random() < 0.7:
+            shard = random.choice([n for n in range(1, left + 1) if left % n == 0])
+            plan |= {"dp_shard": shard, "dp_replicate": left // shard}
+    elif random.random() < 0.5:
+        plan["dp_replicate" if method in ("ddp", "zero1") else "dp_shard"] = left
+    elif random.random() < 0.15:
+        plan[random.choice(["dp_replicate", "dp_shard"])] = random.choice([1, 2, left])
+    return left
+
+
+def _divide(random: Random, workload: Table, plan: Table, parts: int, devices: int) -> None:
+    """Say who gets how much, at times."""
+    shares: Table = {}
+    method, total = plan["method"], workload["global_batch_size"]
+    if parts > 1 and random.random() < 0.45:
+        least = plan.get("micro_batches", 1) if random.random() < 0.9 else 0
+        shares["batch"] = "throughput"
+        if random.random() < 0.5 and parts * least <= total:
+            shares["batch"] = [n / total for n in composition(random, total, parts, least=least)]
+    if method in (*PUSHING, *DEALING) and random.random() < 0.6:
+        shares["shards"] = random.choice(["compute", "memory", "cost", "explicit"])
+        if shares["shards"] in ("memory", "cost") and (plan.get("tp", 1) > 1 or method not in ("gs", "gs_z3")):
+            shares["shards"] = "compute"
+        owners = devices if method in DEALING else parts
+        if shares["shards"] == "explicit":
+            shares["shards"] = [n / 64 for n in composition(random, 64, owners, least=int(method in DEALING))]
+    if random.random() < 0.15 and parts > 1 and (parts == devices or random.random() < 0.1):
+        shares["replan"] = True
+        if random.random() < 0.5:
+            shares["replanning"] = {"minimum_steps": random.choice([1, 2]), "drift_limit": random.choice([0.1, 1.0])}
+    if shares:
+        plan["shares"] = shares
+
+
+def composition(random: Random, total: int, parts: int, *, least: int = 0) -> list[int]:
+    """Return whole numbers, each at least `least`, that sum to `total`."""
+    free = total - parts * least
+    cuts = sorted(random.randint(0, free) for _ in range(parts - 1))
+    return [right - left + least for left, right in zip([0, *cuts], [*cuts, free], strict=True)]
+
+
+# The workload --------------------------------------------------------------------------------------------------------
+
+
+def _workload(
+    random: Random, model: Trained, plan: Table, parts: int, precisions: list[str], *, thresholds: bool
+) -> Table:
+    """Return what is trained; with thresholds, also what is sent and published, at times."""
+    found: Table = {"model": str(SCENARIOS / f"models/{model.name}.toml")}
+    least = plan.get("micro_batches", 1) * parts
+    found["global_batch_size"] = least * max(1, round(model.batch / least)) + (random.random() < 0.03)
+    if model.lengths:
+        found["sequence_length"] = random.choice(model.lengths)
+    found["precision"] = random.choice(precisions)
+    found["optimizer"] = random.choice(OPTIMIZERS)
+    if random.random() < 0.25:
+        found["optimizer_implementation"] = random.choice(["for-loop", "foreach", "fused"])
+    if random.random() < 0.2:
+        found["weight_decay"] = 0.01
+    usable = [each for each in model.statistics if each["global_batch_size"] % least == 0]
+    if thresholds and usable and random.random() < 0.6:
+        statistics = random.choice(usable)
+        found |= statistics | {"gradients": str(SCENARIOS / f"gradients/{statistics['gradients']}.json")}
+        if random.random() < 0.85:
+            plan["push"] = _push(random)
+        if random.random() < 0.4 and plan["method"] != "gs_z3":
+            plan["publish"] = _publish(random)
+            plan.pop("exchange", None)
+    if plan.get("push") == {} and random.random() < 0.2:
+        plan["push"] = {"encoding": random.choice(["auto", "coo", "dense"])}
+    return found
+
+
+def _precisions(cluster: Table) -> list[str]:
+    """Return the precisions in which all devices have a stated rate; the usual one twice."""
+    rates = [
+        {**presets("devices").get(kind.get("preset", ""), {}), **kind}["peak_flop_per_s"]
+        for kind in cluster["device_types"].values()
+    ]
+    return ["fp32", *(name for name in ("fp32", "bf16", "fp64") if all(name in each for each in rates))]
+
+
+def _push(random: Random) -> Table:
+    kind = random.choice(["absolute", "absolute", "relative", "target-density"])
+    threshold = {
+        "absolute": random.choice([0.0, math.inf, 10 ** random.uniform(-5, -1), 10 ** random.uniform(-5, -1)]),
+        "relative": 2 ** random.uniform(-2, 4),
+        "target-density": 10 ** random.uniform(-3, 0),
+    }[kind]
+    found: Table = {"kind": kind, "threshold": threshold, "encoding": random.choice(["auto", "coo", "bitmap", "dense"])}
+    if random.random() < 0.6:
+        found["error_feedback"] = random.random() < 0.6
+    if found.get("error_feedback") and random.random() < 0.4:
+        found["error_feedback_precision"] = "bf16"
+    if random.random() < 0.3:
+        found["aggregate"] = "received-weight"
+    if random.random() < 0.3:
+        found["warmup_steps"] = random.choice([1, 2])
+    if kind == "target-density" and random.random() < 0.4:
+        found["reestimate_steps"] = random.choice([1, 2, 8])
+    return found
+
+
+def _publish(random: Random) -> Table:
+    found: Table = {"encoding": random.choice(["auto", "coo", "bitmap", "dense"])}
+    if random.random() < 0.8:
+        found["kind"] = random.choice(["absolute", "relative"])
+        scale = 1.0 if found["kind"] == "relative" else 1e-3
+        found["threshold"] = random.choice([0.0, scale * 10 ** random.uniform(-2, 1)])
+    if random.random() < 0.3:
+        found["overlap"] = random.random() < 0.7
+    return found
+
+
+# The cluster ---------------------------------------------------------------------------------------------------------
+
+
+def _cluster(random: Random, devices: int) -> Table:
+    """Return a cluster of so many devices, equal or not, wired in any way."""
+    found: Table = {"name": "random", "source": "random"}
+    if random.random() < 0.35:
+        return found | _gpus(random, devices)
+    types = {name: _cpu(random) for name in random.choice([("one",), ("one", "two")])}
+    found |= {"backend": random.choice(["gloo", "gloo", "gloo", "nccl"]), "device_types": types}
+    if random.random() < 0.5:
+        found["backend_cost"] = {
+            "source": "random",
+            "overhead_s": {"default": random.choice([0.0, 1e-5])},
+            "message_s": random.choice([0.0, 2e-5]),
+            "posting_s": random.choice([0.0, 5e-6]),
+            "posting_message_s": random.choice([0.0, 2e-6]),
+            "posting_byte_s": random.choice([0.0, 1e-10]),
+        }
+    if devices <= 4 and random.random() < 0.01:
+        types["one"]["step_jitter_ratio"] = 0.05
+    names = _names(random, list(types), devices)
+    if found["backend"] == "gloo" and random.random() < 0.1 and devices > 1:
+        found["algorithms"] = {"all-reduce": "best"}
+    return found | random.choice([_switch, _ring, _tree, _star, _sites])(random, names)
+
+
+def _names(random: Random, types: list[str], devices: int) -> list[str]:
+    """Return the type of every device: the first ones alike, and the others."""
+    first = random.randint(1, devices)
+    return [types[0]] * first + [types[-1]] * (devices - first)
+
+
+def _groups(names: list[str]) -> list[Table]:
+    return [{"device": name, "count": names.count(name)} for name in dict.fromkeys(names)]
+
+
+def _cpu(random: Random) -> Table:
+    rate = 10 ** random.uniform(9, 13)
+    found: Table = {
+        "kind": "cpu",
+        "memory_bytes": random.choice(["1 GiB", "16 GiB", "80 GiB"]),
+        "peak_flop_per_s": {"fp32": rate, "fp64": rate / 2, "bf16": rate * random.choice([1, 2])},
+        "efficiency_ratio": random.choice([1.0, 0.6]),
+        "memory_bandwidth_bytes_per_s": 10 ** random.uniform(9, 12),
+        "operation_overhead_s": random.choice([0.0, 1e-6, 1e-5]),
+        "source": "random",
+    }
+    if random.random() < 0.3:
+        found["communicating_slowdown_ratio"] = random.choice([1.25, 2.0])
+    if random.random() < 0.3:
+        found["neighbour_slowdown_ratio"] = random.choice([1.25, 2.0])
+    if random.random() < 0.2:
+        found["gradient_hook_s"] = 1e-5
+    if random.random() < 0.1:
+        found |= {"price_usd_per_h": 1.0, "busy_power_w": 100.0, "idle_power_w": 20.0}
+    return found
+
+
+def _link(random: Random) -> Table:
+    rate, latency_s = 10 ** random.uniform(6.5, 11), random.choice([0.0, 1e-6, 1e-4, 2e-3])
+    return {"bandwidth_bytes_per_s": rate, "latency_s": latency_s, "source": "random"}
+
+
+def _switch(random: Random, names: list[str]) -> Table:
+    per_host = random.choice([n for n in (1, 2, 3, 4, 8) if len(names) % n == 0])
+    kind = random.choice(["switch", "switch", "fully-connected"])
+    topology = {"kind": kind, "devices": _groups(names), "devices_per_host": per_host, "link": _link(random)}
+    return {"topology": topology}
+
+
+def _ring(random: Random, names: list[str]) -> Table:
+    return {"topology": {"kind": "ring", "devices": _groups(names), "link": _link(random)}}
+
+
+def _devices(names: list[str], hosts: int) -> list[Table]:
+    return [{"name": f"d{i}", "type": name, "host": f"h{i * hosts // len(names)}"} for i, name in enumerate(names)]
+
+
+def _star(random: Random, names: list[str]) -> Table:
+    """Return devices around one switch, each with a link of its own kind."""
+    kinds = [_link(random) for _ in range(random.choice([1, 2, 3]))]
+    links = [{"between": [f"d{i}", "s"], **random.choice(kinds)} for i in range(len(names))]
+    return {"devices": _devices(names, random.choice([1, len(names)])), "switches": ["s"], "links": links}
+
+
+def _tree(random: Random, names: list[str]) -> Table:
+    """Return hosts behind leafs behind a root."""
+    leafs, kinds = random.choice([1, 2, 4]), [_link(random) for _ in range(3)]
+    links = [{"between": [f"d{i}", f"leaf{i * leafs // len(names)}"], **kinds[0]} for i in range(len(names))]
+    links += [{"between": [f"leaf{i}", "root"], **kinds[1 + i % 2]} for i in range(leafs)]
+    switches = [*(f"leaf{i}" for i in range(leafs)), "root"]
+    return {"devices": _devices(names, len(names)), "switches": switches, "links": links}
+
+
+def _sites(random: Random, names: list[str]) -> Table:
+    if len(names) < 2:
+        return _switch(random, names)
+    cut = random.randint(1, len(names) - 1)
+    parts = (names[:cut], names[cut:])
+    sites = [
+        {"name": f"site{i}", "topology": {"kind": "switch", "devices": _groups(part), "link": _link(random)}}
+        for i, part in enumerate(parts)
+    ]
+    return {"topology": {"kind": "sites", "link": _link(random), "sites": sites}}
+
+
+def _gpus(random: Random, devices: int) -> Table:
+    """Return servers with GPUs of the presets."""
+    each = random.choice([n for n in (1, 2, 4, 8) if devices % n == 0])
+    kinds = random.choice([(random.choice(GPUS),), tuple(random.sample(GPUS, 2))])
+    count = devices // each
+    first = random.randint(1, count) if len(kinds) > 1 else count
+    nics = random.choice([n for n in (1, 2, 4, 8) if each % n == 0])
+    servers = []
+    for kind, number in zip(kinds, (first, count - first), strict=False):
+        if not number:
+            continue
+        server: Table = {"count": number, "device": kind, "devices": each, "nics": nics}
+        server |= {"inside": random.choice(["nvswitch", "pcie"] if each > 1 else ["none"])}
+        if each > 1:
+            server["inside_link"] = "pcie4x16" if server["inside"] == "pcie" else random.choice(NVLINKS)
+        server |= {"nic_link": random.choice(NETWORKS), "pcie_link": "pcie4x16"}
+        servers.append(server)
+    fabric: Table = {"kind": "switch"}
+    if random.random() < 0.3:
+        fabric = {"kind": "leaf-spine", "servers_per_leaf": random.choice([1, 2, 4]), "spines": random.choice([1, 2])}
+        fabric["oversubscription"] = random.choice([1.0, 2.0])
+    types = {name: {"preset": name} if random.random() < 0.8 else _smaller(random, name) for name in kinds}
+    topology = {"kind": "servers", "servers": servers, "fabric": fabric}
+    found: Table = {"backend": random.choice(["nccl", "nccl", "gloo"]), "device_types": types, "topology": topology}
+    return found | ({"nccl": random.choice(["volta", "ampere", "hopper"])} if found["backend"] == "nccl" else {})
+
+
+def _smaller(random: Random, name: str) -> Table:
+    return {"preset": name, "memory_bytes": random.choice(["1 GB", "4 GB"]), "source": "random"}
+
+
+NVLINKS = ("nvlink2-v100", "nvlink3-a100", "nvlink4-h100")
+NETWORKS = ("ib-hdr-200", "roce-100", "tcp-25g")

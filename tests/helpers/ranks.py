@@ -1,0 +1,145 @@
+"""Runs on every rank of a test: several cases one after another in one process group; rank 0 writes what they showed.
+
+Arguments: a JSON file of cases {name: {"overrides": [...], "scenario": FILE, "plant": bool}} and the file to write.
+"""
+
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from gsreal.measure import CollectiveRecorder, MemoryCounter, Timeline, collectives_of
+from gsreal.methods.apply import full_parameters
+from gsreal.run.feed import Feed
+from gsreal.run.rank import run_on_rank
+from gsreal.run.worker import build
+from gssim.scenario import load_scenario, single_device
+
+STEPS = 5
+FEWEST_PEAKS, MOST_PEAKS, SEEN = 5, 18, 3
+"""A step's peak varies upwards: gloo's threads may hold a buffer a moment longer than the call that used it. Steps are
+counted until each rank has seen its least peak this often."""
+
+
+def main(cases_file: str, out: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    counter = MemoryCounter(torch.device("cpu"))
+    dist.init_process_group("gloo")
+    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
+    found = {name: run_case(case, counter) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def run_case(case: dict[str, Any], counter: MemoryCounter) -> dict[str, Any]:
+    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    device, rank = torch.device("cpu"), dist.get_rank()
+    gc.collect()
+    counter._base += counter.alive()  # what earlier cases left (caches) is not this one's
+    timeline = Timeline(rank, device)
+    training = build(scenario, timeline, device)
+    training.slow_down(scenario.run.slowed(0).get(rank, 1.0))
+    feed = Feed(scenario, rank, device)
+
+    losses: list[float] = []
+
+    def peak_of(step: int) -> int:
+        inputs, targets, weights = feed.at(step)
+
+        def train() -> None:
+            loss = training.step(inputs, targets, weights, rank)
+            own = weights.ranks[rank] / feed.copies  # so that all ranks' parts add up to the loss
+            losses.append(float(loss) * own if own else 0.0)
+
+        return counter.peak_of(train, [])[0]
+
+    peaks = [peak_of(step) for step in range(STEPS)][2:]  # the first steps make what later ones find
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, losses)
+    training.finish()
+    parameters = full_parameters(training.module)
+    held = sum(p.numel() * p.element_size() for p in parameters.values())  # these copies are not the step's
+    if scenario.policies.publish_overlaps:
+        peak_of(STEPS)  # no step but this one begins with nothing under way
+    while len(peaks) < FEWEST_PEAKS or (len(peaks) < MOST_PEAKS and not all_agree(peaks.count(min(peaks)) >= SEEN)):
+        peaks.append(peak_of(STEPS + len(peaks)) - held)
+    inputs, targets, weights = feed.at(STEPS + len(peaks))
+    before = timeline.spans_so_far
+    with CollectiveRecorder() as recorder:
+        training.step(inputs, targets, weights, rank)
+        if case.get("plant"):
+            dist.all_reduce(torch.ones(7))
+    training.finish()
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, recorder.seen)
+    all_peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_peaks, min(peaks))
+    # float sums differ between ranks by the order of addition alone
+    same = [None] * dist.get_world_size()
+    dist.all_gather_object(same, {name: float(p.double().sum()) for name, p in parameters.items()})
+    difference, size, ratio = against_single_device(scenario, parameters) if rank == 0 else (0.0, 0.0, 0.0)
+    return {
+        "losses": [sum(each) for each in zip(*parts, strict=True)],
+        "losses_alone": references[single_device(scenario).scenario_id][2] if rank == 0 else [],
+        "samples": [rows.stop - rows.start for rows in feed.rows],
+        "difference": difference,
+        "largest_parameter": size,
+        "difference_ratio": ratio,
+        "replicas_equal": all(each == same[0] for each in same),
+        "collectives": [list(entry.key) for entry in collectives_of(seen)],
+        "payloads": [entry.payload_bytes for entry in collectives_of(seen)],
+        "peaks": all_peaks,
+        "labels": [mark.label for mark in timeline.marks_since(before)],
+        "dtensors": sum(isinstance(parameter, DTensor) for parameter in training.module.parameters()),
+    }
+
+
+def against_single_device(scenario: Any, parameters: dict[str, torch.Tensor]) -> tuple[float, float, float]:
+    """Return how far parameters are from those of the same training on one device.
+
+    The largest difference, the largest of those parameters, and the norm of the difference over that of the training.
+    """
+    single = single_device(scenario)
+    if single.scenario_id not in references:
+        references[single.scenario_id] = trained_alone(single)
+    before, reference, _ = references[single.scenario_id]
+    assert set(reference) == set(parameters)
+    parameters = {name: p.to(reference[name].dtype) for name, p in parameters.items()}  # FSDP2 holds the master copy
+    difference = max(float((parameters[name] - p).abs().max()) for name, p in reference.items())
+    away = sum(float((parameters[name] - p).double().square().sum()) for name, p in reference.items())
+    trained = sum(float((p - before[name]).double().square().sum()) for name, p in reference.items())
+    return difference, max(float(p.abs().max()) for p in reference.values()), (away / trained) ** 0.5
+
+
+references: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]] = {}
+"""Of the single-device trainings so far what `trained_alone` returns: methods of one workload share theirs."""
+
+
+def trained_alone(single: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Return all parameters before and after the first steps on one device, and these steps' losses."""
+    device = torch.device("cpu")
+    training = build(single, Timeline(0, device), device)
+    feed = Feed(single, 0, device)
+    before = full_parameters(training.module)
+    batches = (feed.at(step) for step in range(STEPS))
+    losses = [float(training.step(inputs, targets, weights, 0)) for inputs, targets, weights in batches]
+    return before, full_parameters(training.module), losses
+
+
+def all_agree(mine: bool) -> bool:
+    """Return whether it is so on every rank."""
+    votes = torch.tensor(int(mine))
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes)
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

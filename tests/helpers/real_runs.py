@@ -1,0 +1,148 @@
+"""Real runs of many cases on a few ranks, and their predictions; the ranks themselves are in `ranks.py`."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+from kernel_scratch import scratch_profile
+from pydantic import TypeAdapter
+
+from gssim.gradient_statistics import (
+    HELD_LEVELS,
+    SKETCH_EDGES,
+    BlockTrace,
+    FeedbackDensity,
+    GradientStatistics,
+    RankTrace,
+    RelativeDensity,
+    Sketch,
+    TensorTrace,
+)
+from gssim.result import Result
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+from gssim.workload import unrolled
+
+TESTS = Path(__file__).resolve().parent
+
+
+def scenario_file(name: str) -> str:
+    """Return the path of a scenario that ships."""
+    return str(TESTS.parent / "scenarios" / name)
+
+
+def slow_where(ranks: int, *values: Any, slow: Sequence[int]) -> Any:
+    """Return a test's parameters, marked slow where there are as many ranks as `slow` says: `make test-slow` runs them.
+
+    A machine of two cores takes longest where ranks are more than cores, and shows there what two or four show too.
+    """
+    return pytest.param(ranks, *values, marks=[pytest.mark.slow] if ranks in slow else [])
+
+
+def star(ranks: int) -> str:
+    """Return a cluster of `ranks` CPU devices behind a switch, as inline TOML."""
+    devices = ", ".join(f'{{name="d{i}", type="cpu", host="h"}}' for i in range(ranks))
+    links = ", ".join(
+        f'{{between=["d{i}", "s"], bandwidth_bytes_per_s=1e9, latency_s=1e-5, source="test"}}' for i in range(ranks)
+    )
+    kind = (
+        '{cpu={kind="cpu", memory_bytes=1e10, peak_flop_per_s={fp32=1e11, fp64=5e10, bf16=1e11}, '
+        'memory_bandwidth_bytes_per_s=1e10, source="test"}}'
+    )
+    return (
+        f'cluster={{name="star", backend="gloo", source="test", switches=["s"], device_types={kind}, '
+        f"devices=[{devices}], links=[{links}]}}"
+    )
+
+
+def run_cases(folder: Path, cases: dict[str, dict[str, Any]], *, ranks: int) -> dict[str, dict[str, Any]]:
+    """Run all cases one after another in one launch of `ranks` ranks; return what each showed."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    found: dict[str, dict[str, Any]] = run_module("ranks", [str(folder / "cases.json")], folder, ranks=ranks)
+    return found
+
+
+def run_module(module: str, arguments: list[str], folder: Path, *, ranks: int) -> Any:
+    """Run a module of the tests' on `ranks` ranks; return what rank 0 wrote to its last argument."""
+    forks.launch(module, [*arguments, str(folder / "found.json")], ranks=ranks)
+    return json.loads((folder / "found.json").read_text(encoding="utf-8"))
+
+
+def predicted(case: dict[str, Any]) -> Result:
+    """Return the prediction of a case."""
+    return _predicted(case["scenario"], tuple(case["overrides"]))
+
+
+def predicted_peaks(case: dict[str, Any]) -> list[float]:
+    """Return the predicted peak of every rank of a case; of the residual network with its kernels' scratch measured."""
+    overrides = list(case["overrides"])
+    workload = load_scenario(Path(case["scenario"]), overrides, gradients_needed=False).scenario.workload
+    if workload.model.name == "resnet-digits":
+        overrides.append(scratch_profile(workload.precision))
+    found = {rank: e.peak_allocated_bytes for e in predicted(case | {"overrides": overrides}).ranks for rank in e.ranks}
+    return [found[rank] for rank in sorted(found)]
+
+
+@cache
+def _predicted(scenario: str, overrides: tuple[str, ...]) -> Result:
+    return simulate(load_scenario(Path(scenario), list(overrides))).result
+
+
+Cases = dict[str, dict[str, Any]]
+
+
+def run_once(
+    worlds: dict[int, tuple[Cases, Cases]], ranks: int, cases_for: Callable[[int], Cases], folder: Callable[[str], Path]
+) -> tuple[Cases, Cases]:
+    """Return all cases of a number of ranks and what they showed; they are run in one launch, where they are not yet.
+
+    `worlds`: what was run, by number of ranks; `folder`: makes a new folder of a name.
+    """
+    if ranks not in worlds:
+        cases = cases_for(ranks)
+        worlds[ranks] = cases, run_cases(folder(f"ranks{ranks}"), cases, ranks=ranks)
+    return worlds[ranks]
+
+
+def planted(folder: Path, scenario: str, overrides: list[str], density: float, *, name: str) -> str:
+    """Return a file of gradient statistics for a case in which every threshold is reached by the given fraction."""
+    loaded = load_scenario(Path(scenario), overrides, gradients_needed=False).scenario
+    workload, steps = loaded.workload, loaded.run.warmup_steps + loaded.run.steps
+    sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=(density,) * len(SKETCH_EDGES))
+    held = ((density,) * len(HELD_LEVELS),) * 2
+    kept = FeedbackDensity(sent_ratios=(density, density), held_ratios=held)
+    relative = RelativeDensity(sent_ratios=(density, density), feedback_ratios=(density, density))
+    tensor = TensorTrace(blocks=(BlockTrace(sketches=(sketch,), feedback=(kept,), relative=(relative,)),))
+    names = [name for layer in unrolled(workload.model) for name in layer.parameter_names]
+    statistics = GradientStatistics(
+        model=workload.model.name,
+        precision=workload.precision,
+        optimizer=workload.optimizer,
+        learning_rate=workload.learning_rate,
+        global_batch_size=workload.global_batch_size,
+        sequence_length=workload.sequence_length,
+        seed=0,
+        steps=steps,
+        sampled_steps=(0,),
+        feedback_thresholds=(1e-6, 1e6),
+        multiples=(1e-6, 1e6),
+        traces=(RankTrace(samples=4, tensors=dict.fromkeys(names, tensor)),),
+        source="planted",
+    )
+    path = folder / f"{name}.json"
+    path.write_text(TypeAdapter(GradientStatistics).dump_json(statistics).decode())
+    return str(path)
+
+
+def tolerance_of(name: str, optimizer: str) -> float:
+    """Return by what part of the largest parameter a case may differ from one device: design section 10.
+
+    Residual networks are in fp64 whatever the optimizer. In fp32 plain torch on one device differs from itself by 3e-5
+    to 7e-5 after five steps where the batch is taken in two to four parts: a sum is rounded another way, and a ReLU
+    turns (measured on one kind of processor; on another it did not happen). In fp64 it differs by 2e-16.
+    """
+    return 1e-9 if optimizer == "adamw" or "resnet" in name else 1e-5

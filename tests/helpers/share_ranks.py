@@ -1,0 +1,120 @@
+"""Runs on every rank of a test: batches that follow the ranks' paces, and shards that change owners.
+
+Arguments: a JSON file of what to do, and the file for what it showed.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gsreal.gradient_sharding import GradientSharding
+from gsreal.measure import CollectiveRecorder, Timeline, collectives_of
+from gsreal.methods.apply import full_parameters
+from gsreal.methods.training import Training
+from gsreal.run.checkpoint import Progress
+from gsreal.run.feed import Feed
+from gsreal.run.rank import run_on_rank
+from gsreal.run.report import Course
+from gsreal.run.worker import _timed_steps, build
+from gssim.scenario import Scenario, load_scenario
+
+CPU = torch.device("cpu")
+
+
+def main(cases_file: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
+    found = {name: {"paces": paces, "migration": migration}[case["what"]](case) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def made(case: dict[str, Any]) -> tuple[Scenario, Training, Feed]:
+    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    training = build(scenario, Timeline(dist.get_rank(), CPU), CPU)
+    return scenario, training, Feed(scenario, dist.get_rank(), CPU)
+
+
+def everybodys(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def paces(case: dict[str, Any]) -> dict[str, Any]:
+    """Train a whole run; return its losses, step times and divisions of the batch."""
+    scenario, training, feed = made(case)
+    course = Course(scenario, training, dist.get_rank(), CPU)
+    losses = _timed_steps(scenario, training, feed, dist.get_rank(), course, Progress(), None)
+    spans, ends_s = training.timeline.read()
+    divisions = training.follower.following.divisions if training.follower else ()
+    inputs, targets, weights = feed.at(scenario.run.steps)
+    with CollectiveRecorder() as recorder:
+        training.step(inputs, targets, weights, dist.get_rank())
+    emulated = [span.label for span in spans if "emulated" in span.label]
+    return {
+        "losses": [sum(each) for each in zip(*everybodys(losses), strict=True)],
+        "ends_s": ends_s,
+        "collectives": [list(entry.key) for entry in collectives_of(everybodys(recorder.seen))],
+        "load": os.getloadavg()[0],
+        "divisions": everybodys([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
+        "emulated": [len(each) for each in everybodys(emulated)],
+    }
+
+
+def migration(case: dict[str, Any]) -> dict[str, Any]:
+    """Train, change the shards to each of `shares` in turn after two steps, and return what is left in the end."""
+    _, training, feed = made(case)
+    sharding = training.optimizer
+    assert isinstance(sharding, GradientSharding)
+    sent, same = [], True
+    for step in range(2 * (len(case["shares"]) + 1)):
+        inputs, targets, weights = feed.at(step)
+        training.step(inputs, targets, weights, dist.get_rank())
+        if step % 2 and step // 2 < len(case["shares"]):
+            before = held(sharding)
+            sent.append(sum(everybodys(sharding.reshard(case["shares"][step // 2]))))
+            same &= all(torch.equal(before[name], now) for name, now in held(sharding).items())
+    whole = held(sharding)
+    elements = [sum(bucket.shard.numel() for bucket in sharding.buckets)]
+    return {
+        "sent": sent,
+        "same": same,
+        "elements": [each[0] for each in everybodys(elements)],
+        "parameters": {name: float(p.double().abs().sum()) for name, p in full_parameters(training.module).items()},
+        "state": {name: float(value.double().abs().sum()) for name, value in whole.items()},
+        "exact": digest(full_parameters(training.module)),
+        "replicas_equal": len(set(everybodys(digest(full_parameters(training.module))))) == 1,
+    }
+
+
+def held(sharding: GradientSharding) -> dict[str, torch.Tensor]:
+    """Return the master copy and the optimizer's state of all owners, put together bucket by bucket."""
+    own = {}
+    for bucket in sharding.buckets:
+        own[f"{bucket.index} master"] = bucket.shard.detach().clone()
+        for name, value in sharding.optimizer.state[bucket.shard].items():
+            if torch.is_tensor(value) and value.dim():
+                own[f"{bucket.index} {name}"] = value.clone()
+    every = everybodys(own)
+    return {name: torch.cat([each[name] for each in every]) for name in own}
+
+
+def digest(parameters: dict[str, torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for name, value in sorted(parameters.items()):
+        total.update(name.encode())
+        total.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    run_on_rank(main, sys.argv[1:])

@@ -1,0 +1,117 @@
+"""Gradient accumulation as predicted: what is computed, what is kept, and when gradients leave."""
+
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import loaded_of, scenario_of, star
+
+from gssim.program import Task, lower
+from gssim.scenario import Scenario, load_model
+from gssim.simulation import simulate
+
+GPT = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt-byte-1m.toml")
+METHODS = ["single", "ddp", "zero1", "zero2", "zero3", "gs"]
+
+
+def accumulated(method: str, count: int, *, batch: int = 8, ranks: int = 2, optimizer: str = "sgd", **plan) -> Scenario:
+    ranks = 1 if method == "single" else ranks
+    settings = {"model": GPT, "global_batch_size": batch * ranks, "sequence_length": 32, "optimizer": optimizer}
+    return scenario_of(star(ranks), {"method": method, "micro_batches": count} | plan, **settings)
+
+
+def peak_of(scenario: Scenario) -> float:
+    return simulate(loaded_of(scenario)).result.ranks[0].peak_allocated_bytes
+
+
+def kinds(scenario: Scenario) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for entry in simulate(loaded_of(scenario)).result.collectives:
+        counted[entry.kind] += entry.count
+    return counted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_micro_batch_is_the_plain_step(method: str):
+    labels = [task.label for task in lower(accumulated(method, 1)).tasks[0]]
+    assert not any("micro-batch" in label for label in labels)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sync", ["step", "micro-batch"])
+def test_every_sample_is_computed_once(method: str, sync: str):
+    """Tasks of each micro-batch are those of the plain step at its size, but for the adding up."""
+    whole = lower(accumulated(method, 4, gradient_sync=sync)).tasks[0]
+    quarter = lower(accumulated(method, 1, batch=2)).tasks[0]
+    plain = {task.label: task.duration_s for task in quarter if task.label.startswith("forward ")}
+    for number in range(4):
+        own = {t.label.removesuffix(f" micro-batch {number}"): t for t in whole if t.label.endswith(f"batch {number}")}
+        assert {label: task.duration_s for label, task in own.items() if label.startswith("forward ")} == plain
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "gs"])
+def test_gradients_that_leave_once_a_step_are_as_many_as_without_micro_batches(method: str):
+    assert kinds(accumulated(method, 4)) == kinds(accumulated(method, 1))
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("ddp", "all-reduce"), ("zero2", "reduce-scatter"), ("gs", "all-to-all-v")]
+)
+def test_gradients_that_leave_in_each_micro_batch_leave_so_often(method: str, kind: str):
+    each = kinds(accumulated(method, 4, gradient_sync="micro-batch"))
+    assert each[kind] == 4 * kinds(accumulated(method, 1))[kind]
+
+
+def test_fsdp_gathers_parameters_again_in_every_micro_batch_whenever_gradients_leave():
+    once = kinds(accumulated("zero3", 1))["all-gather"]
+    for sync in ("step", "micro-batch"):
+        assert kinds(accumulated("zero3", 3, gradient_sync=sync))["all-gather"] == 3 * once
+
+
+def test_one_device_holds_one_micro_batch_of_activations_and_one_set_of_gradients():
+    peaks = {count: peak_of(accumulated("single", count, batch=16)) for count in (1, 2, 4)}
+    assert peaks[1] > peaks[2] > peaks[4]
+    # the peak is in the backward of the second micro-batch, where the gradients of the first are there
+    samples = peak_of(accumulated("single", 1, batch=4))
+    gradients = 4 * GPT.elements
+    assert samples < peaks[4] < samples + gradients
+
+
+def test_keeping_whole_gradients_until_the_end_takes_more_than_sharding_them_each_time():
+    assert peak_of(accumulated("zero3", 4)) < peak_of(accumulated("zero3", 4, gradient_sync="step"))
+
+
+def held_after(tasks: tuple[Task, ...]) -> dict[str, float]:
+    left: dict[str, float] = defaultdict(float)
+    for task in tasks:
+        for category, size in task.need.kept:
+            left[category] += size
+    return {category: size for category, size in left.items() if abs(size) > 1e-6}
+
+
+@given(
+    st.sampled_from(METHODS[1:]),
+    st.integers(1, 5),
+    st.sampled_from(["step", "micro-batch"]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_a_step_leaves_in_memory_what_it_found(method: str, count: int, sync: str, ranks: int, recompute: bool):
+    plan = {"gradient_sync": sync, "recompute": "full" if recompute else "none"}
+    for tasks in lower(accumulated(method, count, ranks=ranks, **plan)).tasks:
+        assert held_after(tasks) == {}
+
+
+def test_more_micro_batches_than_samples_are_refused(tmp_path: Path):
+    from gssim.errors import UserError
+
+    with pytest.raises(UserError, match=r"plan.micro_batches = 9: rank 0 has 8 samples"):
+        accumulated("ddp", 9)
+
+
+@pytest.mark.parametrize("method", ["single", "tensor", "gs_wgrad"])
+def test_gradients_that_stay_have_no_micro_batch_to_leave_in(method: str):
+    """They are summed on the rank, whatever `gradient_sync` says."""
+    assert peak_of(accumulated(method, 4, gradient_sync="micro-batch")) == peak_of(accumulated(method, 4))

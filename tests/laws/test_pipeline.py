@@ -1,0 +1,289 @@
+"""Pipelines as predicted: the bubble's closed form, what is held, who gets which layers, and what is sent."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import clusters, device_type, loaded_of, machine_of, scenario_of, star
+
+from gssim.errors import UserError
+from gssim.program import lower
+from gssim.result import CATEGORIES, Result
+from gssim.scenario import Scenario, load_model
+from gssim.simulation import simulate
+from gssim.units import validated
+from gssim.workload import Model, unrolled
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+GPT, BERT, RESNET = (load_model(MODELS / f"{name}.toml") for name in ("gpt-byte-1m", "bert-byte-1m", "resnet-digits"))
+FORWARD_S, BACKWARD_S = 0.001, 0.002
+"""Of one layer of the chain, for a micro-batch of one sample of one token, on a device of 1 GFLOP/s."""
+
+
+def chain(layers: int) -> Model:
+    """Return a model of equal layers without parameters; its loss costs nothing."""
+    nothing = {"forward_operations": 0, "backward_operations": 0, "forward_bytes": 0, "backward_bytes": 0}
+    layer = {
+        "name": "h",
+        "modules": [f"h.{i}" for i in range(layers)],
+        "block": True,
+        "forward_flop": "1000000*b*s",
+        "backward_flop": "2000000*b*s",
+        "saved_bytes": "8*b*s",
+        "output_bytes": "16*b*s",
+        "buffers": ["f0 b0 activations 8*b*s", "f0 b1@+1 activations 16*b*s", "b0 b1@-1 temporaries 16*b*s"],
+    }
+    loss = {"name": "loss", "modules": [], "forward_flop": 0, "backward_flop": 0, "saved_bytes": 0, "output_bytes": 4}
+    data = {
+        "name": "chain",
+        "source": "made by hand for the tests",
+        "traced_batch_sizes": [1],
+        "module": {"factory": "nowhere.chain"},
+        "input": {"kind": "tokens", "vocabulary": 16, "maximum_sequence_length": 4},
+        "layers": [layer | nothing, loss | nothing],
+    }
+    return validated(Model, data, file="chain")
+
+
+def pipelined(ranks: int, micro_batches: int, *, model: Model, samples: int = 1, **plan: Any) -> Scenario:
+    """Return a pipeline over links that cost next to nothing."""
+    return scenario_of(
+        star(ranks, bandwidth=1e18),
+        {"method": "pipeline", "micro_batches": micro_batches} | plan,
+        model=model,
+        global_batch_size=micro_batches * samples,
+        sequence_length=None if model is RESNET else 1,
+        optimizer="sgd",
+    )
+
+
+def predicted(scenario: Scenario) -> Result:
+    return simulate(loaded_of(scenario)).result
+
+
+# The bubble ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 7), (3, 4), (4, 4), (4, 16), (8, 9)])
+def test_a_step_of_equal_stages_takes_as_many_turns_as_micro_batches_and_other_stages(schedule, ranks, micro_batches):
+    """Huang et al. 2019 (GPipe), Narayanan et al. 2021, section 2.2: (m + p - 1)(tf + tb); bubble (p-1)/(m+p-1)."""
+    result = predicted(pipelined(ranks, micro_batches, model=chain(ranks), schedule=schedule))
+    turn_s = FORWARD_S + BACKWARD_S
+    assert result.step_time_s == pytest.approx((micro_batches + ranks - 1) * turn_s, rel=1e-9)
+    busy_s = result.phases_s["forward"] + result.phases_s["backward"]
+    assert 1 - busy_s / result.step_time_s == pytest.approx((ranks - 1) / (micro_batches + ranks - 1), rel=1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "local", "micro_batches"), [(2, 2, 4), (2, 3, 8), (4, 2, 8), (4, 4, 4), (3, 2, 9)])
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, local, micro_batches):
+    """Narayanan et al. 2021, section 2.2: bubble over ideal time (p-1)/(v m), so (p-1)/(v m + p - 1) of the step."""
+    stages = ranks * local
+    scenario = pipelined(ranks, micro_batches, model=chain(stages), schedule="interleaved", stages=[1] * stages)
+    result = predicted(scenario)
+    turn_s = FORWARD_S + BACKWARD_S
+    assert result.step_time_s == pytest.approx((local * micro_batches + ranks - 1) * turn_s, rel=1e-9)
+    busy_s = result.phases_s["forward"] + result.phases_s["backward"]
+    bubble_ratio = (ranks - 1) / (local * micro_batches + ranks - 1)
+    assert 1 - busy_s / result.step_time_s == pytest.approx(bubble_ratio, rel=1e-9)
+
+
+def test_what_is_no_compute_is_waiting():
+    result = predicted(pipelined(4, 8, model=chain(4)))
+    assert result.phases_s["exposed_communication"] == pytest.approx(3 * (FORWARD_S + BACKWARD_S), rel=1e-9)
+    assert result.phases_s["idle"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_slow_link_makes_the_step_longer_by_what_it_cannot_hide():
+    """Two stages, one micro-batch: forward, activation, forward, backward, gradient, backward."""
+    made = scenario_of(
+        star(2, bandwidth=1e4, latency_s=1e-4),
+        {"method": "pipeline"},
+        model=chain(2),
+        global_batch_size=1,
+        sequence_length=1,
+        optimizer="sgd",
+    )
+    message_s = 2 * 1e-4 + 16 / 1e4
+    assert predicted(made).step_time_s == pytest.approx(2 * (FORWARD_S + BACKWARD_S) + 2 * message_s, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_every_pipeline_ends_and_computes_everything_once(data):
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    ranks = data.draw(st.integers(2, 4))
+    local = data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    micro_batches = ranks * data.draw(st.integers(1, 3))
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=ranks * local, max_size=ranks * local))
+    model = chain(sum(counts))
+    made = pipelined(ranks, micro_batches, model=model, schedule=schedule, stages=counts)
+    result = predicted(made)
+    busy_s = result.phases_s["forward"] + result.phases_s["backward"]
+    assert ranks * busy_s == pytest.approx(sum(counts) * micro_batches * (FORWARD_S + BACKWARD_S), rel=1e-9)
+    messages = {(entry.kind, entry.bytes) for entry in result.collectives}
+    assert messages == {("send", 16)}
+    assert sum(entry.count for entry in result.collectives) == 2 * (ranks * local - 1) * micro_batches
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_the_second_step_on_unequal_devices_and_slow_links_is_like_every_later_one(data):
+    """Ranks begin a step when they have done the one before, so that steps overlap between ranks."""
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    ranks = data.draw(st.integers(2, 4))
+    plan = {"method": "pipeline", "micro_batches": 4, "schedule": schedule}
+    plan |= {"stages": [1] * 4} if schedule == "interleaved" else {}
+    ranks = 2 if schedule == "interleaved" else ranks
+    scenario = scenario_of(data.draw(clusters(devices=ranks)), plan, optimizer="adamw")
+    machine, _ = machine_of(scenario, steps=5)
+    latest = [max(ends) for ends in zip(*machine.ends_s, strict=True)]
+    lengths = [end - start for start, end in pairwise(latest)]
+    assert lengths == pytest.approx([lengths[0]] * len(lengths), rel=1e-9)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [GPT, BERT, RESNET], ids=["gpt", "bert", "resnet"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):
+    scenario = pipelined(2, 4, model=model, schedule=schedule, recompute=recompute, samples=3)
+    machine, program = machine_of(scenario, steps=2)
+    for memory, held in zip(machine.memory, program.persistent, strict=True):
+        assert set(memory.peak) <= set(CATEGORIES)
+        left = {category: size for category, size in memory.held.items() if size}
+        assert left == {category: size for category, size in held.items() if size}
+
+
+def most_activations(scenario: Scenario) -> list[float]:
+    """Return the most bytes of activations that each rank holds between two tasks."""
+    found = []
+    for tasks in lower(scenario).tasks:
+        held = most = 0.0
+        for task in tasks:
+            held += dict(task.need.kept).get("activations", 0.0)
+            most = max(most, held)
+        found.append(most)
+    return found
+
+
+def test_gpipe_holds_the_activations_of_all_micro_batches_and_1f1b_of_the_stages_that_are_left():
+    """A layer keeps 8 bytes and its output of 16, of which torch's loop may hold up to two a little longer."""
+    stages, micro_batches = 4, 12
+    assert (
+        most_activations(pipelined(stages, micro_batches, model=chain(stages), schedule="gpipe"))
+        == [24.0 * micro_batches] * stages
+    )
+    few = most_activations(pipelined(stages, micro_batches, model=chain(stages), schedule="1f1b"))
+    for stage, held in enumerate(few):
+        assert 24 * (stages - stage) <= held <= 24 * (stages - stage) + 2 * 16
+
+
+def test_a_rank_holds_parameters_states_and_inputs_of_its_own_stages_alone():
+    scenario = pipelined(3, 3, model=GPT, stages=[2, 2, 3], samples=2)
+    program = lower(scenario)
+    layers = unrolled(GPT)
+    for held, (start, end) in zip(program.persistent, [(0, 2), (2, 4), (4, 8)], strict=True):
+        assert held["parameters"] == 4 * sum(instance.layer.elements for instance in layers[start:end])
+    batch_bytes = 8 * 6
+    assert [held["input"] for held in program.persistent] == [batch_bytes, 0, batch_bytes]
+    # a buffer for each micro-batch from either neighbour
+    border = 576 * 2
+    assert [held["communication"] for held in program.persistent] == [3 * border, 6 * border, 3 * border]
+
+
+# Who gets which layers -----------------------------------------------------------------------------------------------
+
+
+def test_layers_are_balanced_over_unequal_devices():
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 5e8})}
+    cluster = star(2, types=types, type_names=["slow", "fast"], bandwidth=1e18)
+    settings = {"model": chain(9), "global_batch_size": 4, "sequence_length": 1, "optimizer": "sgd"}
+    scenario = scenario_of(cluster, {"method": "pipeline", "micro_batches": 4}, **settings)
+    assert [sum(1 for each in stage if each.layer.modules) for stage in scenario.stages] == [3, 6]
+    even = scenario_of(cluster, {"method": "pipeline", "micro_batches": 4, "stages": [5, 4]}, **settings)
+    assert predicted(scenario).step_time_s < predicted(even).step_time_s
+    assert scenario.scenario_id != even.scenario_id
+
+
+def test_balanced_stages_are_the_same_question_as_the_same_stages_by_hand():
+    balanced = pipelined(2, 4, model=GPT)
+    by_hand = pipelined(2, 4, model=GPT, stages=[3, 4])
+    assert [len(stage) for stage in balanced.stages] == [3, 5]  # with the loss
+    assert balanced.scenario_id == by_hand.scenario_id
+
+
+@pytest.mark.parametrize("name", ["gpt3-6.7b", "gpt2-124m"])
+def test_a_model_whose_ends_share_a_weight_is_refused(name):
+    with pytest.raises(UserError, match="the model is no chain that can be cut: stages 0 and 1 would share the param"):
+        pipelined(2, 2, model=load_model(MODELS / f"{name}.toml"))
+
+
+# Replicas ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_replicas_of_a_pipeline_reduce_each_stages_gradients_once(schedule):
+    scenario = scenario_of(
+        star(4),
+        {"method": "ddp", "pp": 2, "dp_replicate": 2, "micro_batches": 4, "schedule": schedule},
+        model=GPT,
+        global_batch_size=8,
+        sequence_length=8,
+    )
+    result = predicted(scenario)
+    reduced = [entry for entry in result.collectives if entry.kind == "all-reduce"]
+    assert sum(entry.bytes * entry.count for entry in reduced) == 4 * GPT.elements
+    assert {entry.group for entry in reduced} == {(0, 1), (2, 3)}
+    assert {entry.group for entry in result.collectives if entry.kind == "send"} == {(0, 2), (1, 3)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_replicas_of_a_pipeline_may_deal_out_their_stages_tensors(schedule):
+    plan = {"pp": 2, "dp_replicate": 2, "micro_batches": 4, "schedule": schedule}
+    settings = {"model": GPT, "global_batch_size": 8, "sequence_length": 8}
+    whole, dealt = (scenario_of(star(4), {"method": method} | plan, **settings) for method in ("ddp", "zero1"))
+    states = [sum(held["optimizer"] for held in lower(each, unfolded=True).persistent) for each in (whole, dealt)]
+    assert states[1] == pytest.approx(states[0] / 2, rel=1e-3)
+    sent = [entry for entry in predicted(dealt).collectives if entry.kind == "broadcast"]
+    assert sum(entry.bytes * entry.count for entry in sent) == 4 * GPT.elements
+    assert {entry.group for entry in sent} == {(0, 1), (2, 3)}
+
+
+@pytest.mark.parametrize("slow", [None, 0, 5])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("batch", ["even", [0.25, 0.25, 0.5]])
+def test_replicas_that_are_alike_are_simulated_once_and_change_nothing(slow, schedule, batch):
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 5e8})}
+    names = ["slow" if rank == slow else "fast" for rank in range(6)]
+    scenario = scenario_of(
+        star(6, types=types, type_names=names, bandwidth=1e7),
+        {
+            "method": "ddp",
+            "pp": 2,
+            "dp_replicate": 3,
+            "micro_batches": 2,
+            "schedule": schedule,
+            "shares": {"batch": batch},
+        },
+        model=GPT,
+        global_batch_size=24,
+        sequence_length=8,
+    )
+    folded, full = simulate(loaded_of(scenario)).result, simulate(loaded_of(scenario), unfolded=True).result
+    assert folded.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
+    assert folded.collectives == full.collectives
+    outcomes = [{rank: each for each in result.ranks for rank in each.ranks} for result in (folded, full)]
+    for rank in range(6):
+        ours, theirs = outcomes[0][rank], outcomes[1][rank]
+        assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
+        assert ours.phases_s == pytest.approx(theirs.phases_s, rel=1e-9)
+        assert ours.bytes_sent == pytest.approx(theirs.bytes_sent, rel=1e-9)
+    machine, _ = machine_of(scenario, steps=1)
+    if slow is None:
+        assert len(machine.classes) == (2 if batch == "even" else 4)

@@ -1,0 +1,134 @@
+"""Random scenario points, simulated: an answer is whole and within bounds, a refusal is one line.
+
+A point that fails is printed as a scenario file, with its seed; `gssim run FILE` shows it.
+"""
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import tomli_w
+from point_checks import assert_same_as_unfolded, faster_devices, faster_links, faults_of, slower_by
+from points import random_point
+
+from gssim.cache import Shared
+from gssim.errors import UserError
+from gssim.planner import with_remedies
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+from gssim.terminal import print_result
+
+FEW, FEW_DEVICES = range(60), 4
+"""Seeds of the small form, and how many devices their points have at most."""
+MANY = [range(1000 * part, 1000 * part + 500) for part in range(1, 8)]
+"""Of the large one: 3,500."""
+USUAL_DEVICES, MOST_DEVICES = 8, 32
+"""Of its points, four in five have at most so many devices, one in five more."""
+LONGEST_REFUSAL = 300
+SLOWER = 1e-9
+ANOMALIES: dict[tuple[int, str], tuple[float, str]] = {}
+"""By seed and what there is more of: by what part the step is longer than without, at most 2 %, and why."""
+
+
+@dataclass
+class Seen:
+    """What points showed."""
+
+    answered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+def devices_of(seed: int) -> int:
+    """Return how many devices a point of the large form has at most."""
+    return USUAL_DEVICES if seed % 5 else MOST_DEVICES
+
+
+def look_at(seeds: Sequence[int], folder: Path, most_devices: Callable[[int], int]) -> Seen:
+    """Simulate the points of these seeds; some of them also unfolded, or with faster devices and links."""
+    seen, shared = Seen(), Shared()
+    for seed in seeds:
+        path = folder / f"{seed}.toml"
+        path.write_text(tomli_w.dumps(random_point(seed, most_devices=most_devices(seed))))
+        try:
+            wrong = list(faults_at(path, seed, shared))
+            seen.answered += 1
+        except UserError as error:
+            said = str(error)
+            seen.refused[said.removeprefix(f"{path}: ")[:60]] += 1
+            wrong = []
+            if len(said.removeprefix(str(folder))) > LONGEST_REFUSAL or "\n" in said:
+                wrong.append(f"refused with more than a line: {said}")
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        if wrong:
+            listed = "\n".join(f"    {line}" for line in wrong)
+            seen.failures.append(f"seed {seed}, at most {most_devices(seed)} devices:\n{listed}\n{path.read_text()}")
+    return seen
+
+
+def faults_at(path: Path, seed: int, shared: Shared) -> Iterator[str]:
+    """Yield what is wrong with the answer to a scenario; raise UserError where it is refused."""
+    loaded = load_scenario(path, shared=shared)
+    simulated = simulate(loaded, shared=shared)
+    simulated.result.to_json()
+    yield from faults_of(loaded, simulated)
+    cluster = loaded.scenario.cluster
+    for name, faster in (("links", faster_links), ("devices", faster_devices)) if seed % 10 == 1 else ():
+        if name == "devices" and loaded.scenario.plan.shares.shards == "compute":
+            continue  # the paper's rule gives a faster device more to own, whether or not that is any faster
+        slower = slower_by(loaded, faster(cluster), simulated.result.step_time_s)
+        bound, _ = ANOMALIES.get((seed, name), (SLOWER, ""))
+        if slower > bound:
+            yield f"with faster {name} the step is longer by {slower:.3%}"
+    if seed % 10 == 3:  # what `gssim run` shows
+        result = with_remedies(loaded, simulated.result)
+        assert bool(result.remedies) <= (not result.fits)
+        with redirect_stdout(StringIO()) as shown:
+            print_result(result)
+        if re.search(r"\bnan\b", shown.getvalue()):
+            yield f"shown is nan: {shown.getvalue()}"
+    if seed % 15 == 7:
+        assert_same_as_unfolded(simulated.result, simulate(loaded, unfolded=True).result)
+
+
+def assert_all_hold(seen: Seen, points: int) -> None:
+    assert not seen.failures, "\n\n".join([f"{len(seen.failures)} of {points} points", *seen.failures[:20]])
+    refused = sum(seen.refused.values())
+    print(f"{points} points: {seen.answered} answered, {refused} refused: {dict(seen.refused.most_common())}")
+    assert seen.answered + refused == points
+    assert 3 * seen.answered >= 2 * points
+
+
+def test_random_points_are_answered_within_bounds_or_refused_with_a_line(tmp_path):
+    assert_all_hold(look_at(FEW, tmp_path, lambda seed: FEW_DEVICES), len(FEW))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", MANY, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_many_random_points_are_answered_within_bounds_or_refused_with_a_line(seeds, tmp_path):
+    assert_all_hold(look_at(seeds, tmp_path, devices_of), len(seeds))
+
+
+def test_a_failure_shows_the_seed_and_the_scenario_as_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_points.faults_of", lambda loaded, simulated: ["all is wrong"])
+    failure, *others = look_at([2], tmp_path, lambda seed: 2).failures
+    first, wrong, text = failure.split("\n", 2)
+    assert others == []
+    assert first.startswith("seed 2,")
+    assert wrong.strip() == "all is wrong"
+    assert tomllib.loads(text) == random_point(2, most_devices=2)
+
+
+def test_exceptions_to_more_being_faster_are_small_and_have_reasons():
+    for seed, what in ANOMALIES:
+        bound, reason = ANOMALIES[seed, what]
+        assert what in ("links", "devices")
+        assert SLOWER < bound <= 0.02
+        assert len(reason) > 20

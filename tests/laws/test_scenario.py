@@ -1,0 +1,209 @@
+import re
+from dataclasses import replace
+
+import pytest
+from strategies import (
+    PAIR_TOML,
+    SCENARIO_TOML,
+    cluster_of,
+    device_type,
+    exponential_statistics,
+    loaded_of,
+    scenario_of,
+    star,
+    write_files,
+)
+
+from gssim.cluster import Curve, LayerProfile, Profile
+from gssim.errors import UserError
+from gssim.scenario import layer_profile, load_scenario, sample_costs, single_device, takes_tokens, value_bytes
+
+UNEQUAL = {"types": {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 2.5e8})}}
+
+
+def test_a_scenario_is_loaded_with_the_files_that_it_names(tmp_path):
+    loaded = load_scenario(write_files(tmp_path))
+    scenario = loaded.scenario
+    assert scenario.name == "scenario"
+    assert scenario.question == "On two equal hosts, does anything beat all-reduce?"
+    assert (scenario.cluster.name, scenario.workload.model.name) == ("pair", "tiny")
+    assert (scenario.ranks, scenario.batch_sizes, scenario.shard_shares) == (2, (4, 4), (0.5, 0.5))
+    assert loaded.gradients is None
+
+
+def test_statistics_are_read_only_where_a_threshold_needs_them(tmp_path):
+    path = write_files(tmp_path)
+    pushed = ["plan.method=gs", "plan.push.threshold=1e-3"]
+    assert load_scenario(path, pushed).gradients == exponential_statistics()
+    assert load_scenario(path, pushed, gradients_needed=False).gradients is None
+    (tmp_path / "tiny.json").unlink()
+    assert load_scenario(path, ["plan.method=gs", "plan.push.threshold=0"]).statistics_needed is False
+    with pytest.raises(UserError, match=r"workload.gradients = 'tiny.json': no such file"):
+        load_scenario(path, pushed)
+
+
+def test_tables_may_be_given_inline(tmp_path):
+    cluster = re.sub(r"^\[(\[?)", r"[\1cluster.", PAIR_TOML, flags=re.M)
+    text = SCENARIO_TOML.replace('cluster = "pair.toml"', "") + "\n[cluster]\n" + cluster
+    inline = load_scenario(write_files(tmp_path, scenario=text))
+    assert inline.scenario.cluster == load_scenario(write_files(tmp_path)).scenario.cluster
+
+
+def test_overrides_change_numbers_words_and_tables(tmp_path):
+    path = write_files(tmp_path)
+    overrides = ["plan.method=gs", "plan.shares.shards=[0.75, 0.25]", "run.steps=7", 'workload.optimizer="sgd"']
+    scenario = load_scenario(path, overrides).scenario
+    assert (scenario.plan.method, scenario.shard_shares) == ("gs", (0.75, 0.25))
+    assert (scenario.run.steps, scenario.workload.optimizer) == (7, "sgd")
+
+
+def test_a_file_named_by_an_override_is_looked_up_from_where_the_user_stands(tmp_path, monkeypatch):
+    path = write_files(tmp_path / "scenarios")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "other.toml").write_text(PAIR_TOML.replace('name = "pair"', 'name = "other"'))
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_scenario(path, ["cluster=other.toml"]).scenario.cluster.name == "other"
+    assert load_scenario(path, ["cluster=pair.toml"]).scenario.cluster.name == "pair"
+
+
+# Shares --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_by_throughput_follows_the_devices_rates():
+    cluster = star(2, type_names=["fast", "slow"], **UNEQUAL)
+    scenario = scenario_of(cluster, {"method": "gs", "shares": {"batch": "throughput"}}, global_batch_size=10)
+    assert scenario.batch_sizes == (8, 2)
+
+
+def test_shards_by_compute_follow_the_devices_rates():
+    cluster = star(2, type_names=["slow", "fast"], **UNEQUAL)
+    scenario = scenario_of(cluster, {"method": "gs", "shares": {"shards": "compute"}})
+    assert scenario.shard_shares == pytest.approx((0.2, 0.8))
+
+
+def profile(seconds: float, **changes) -> Profile:
+    curve = Curve(sizes=(1, 4), values=(seconds, 4 * seconds))
+    layers = {name: LayerProfile(forward_s=curve, backward_s=curve) for name in ("embedding", "h", "head", "loss")}
+    return Profile(**({"model": "tiny", "precision": "fp32", "sequence_length": 4, "layers": layers} | changes))
+
+
+def test_throughput_is_measured_where_there_is_a_profile():
+    scenario = scenario_of(star(1), {"method": "single"})
+    device = replace(scenario.cluster.type_of(0), profiles=(profile(1e-3),))
+    assert sample_costs(device, scenario.workload) == (0.0, pytest.approx(2 * 5 * 1e-3))
+
+
+def test_a_profile_of_another_model_precision_or_sequence_does_not_count():
+    workload = scenario_of(star(1), {"method": "single"}).workload
+    device = scenario_of(star(1), {"method": "single"}).cluster.type_of(0)
+    layer = workload.model.layers[1]
+    for other in ({"model": "huge"}, {"precision": "fp64"}, {"sequence_length": 8}, {"layers": {}}):
+        assert layer_profile(replace(device, profiles=(profile(1e-3, **other),)), workload, layer) is None
+    anywhere = profile(1e-3, sequence_length=None)
+    assert layer_profile(replace(device, profiles=(anywhere,)), workload, layer) == anywhere.layers["h"]
+
+
+def test_one_device_is_the_reference_of_every_method():
+    scenario = scenario_of(star(2), {"method": "gs", "push": {"threshold": 0.0}})
+    reference = single_device(scenario)
+    assert (reference.ranks, reference.batch_sizes, reference.plan.push.threshold) == (1, (8,), None)
+    assert takes_tokens(reference.workload.model)
+    assert [value_bytes(replace(scenario.workload, precision=p)) for p in ("fp32", "fp64")] == [4, 8]
+
+
+# Identity ------------------------------------------------------------------------------------------------------------
+
+BASE = scenario_of(star(2), {"method": "gs"})
+
+
+def same(**changes):
+    return replace(BASE, **changes).scenario_id == BASE.scenario_id
+
+
+def faster(cluster):
+    links = tuple(replace(link, bandwidth_bytes_per_s=9e9, latency_s=1.0, source="else") for link in cluster.links)
+    kind = replace(
+        cluster.device_types["fast"],
+        peak_flop_per_s={"fp32": 7e13},
+        memory_bytes=9e9,
+        profiles=(profile(5.0),),
+        price_usd_per_h=3.0,
+    )
+    return replace(cluster, links=links, device_types={"fast": kind})
+
+
+def renamed(cluster):
+    return replace(
+        cluster,
+        name="other",
+        source="elsewhere",
+        device_types={"quick": cluster.device_types["fast"]},
+        devices=tuple(replace(d, name="x" + d.name, host="x" + d.host, type="quick") for d in cluster.devices),
+        switches=("xsw",),
+        links=tuple(replace(link, between=tuple("x" + end for end in link.between)) for link in cluster.links),
+    )
+
+
+def test_the_identity_ignores_rates_profiles_prices_names_and_paths():
+    assert same(cluster=faster(BASE.cluster))
+    assert same(cluster=renamed(BASE.cluster))
+    assert same(name="other", question="why?")
+    model = replace(BASE.workload.model, name="other", source="elsewhere")
+    assert same(workload=replace(BASE.workload, model=model, gradients="other.json"))
+
+
+def test_the_identity_ignores_the_order_of_links_and_the_ends_of_those_that_go_both_ways():
+    links = tuple(replace(link, between=link.between[::-1]) for link in reversed(BASE.cluster.links))
+    assert same(cluster=replace(BASE.cluster, links=links))
+
+
+def test_the_identity_ignores_how_the_same_shares_were_asked_for():
+    shares = replace(BASE.plan.shares, batch=(0.5, 0.5), shards=(0.5, 0.5))
+    assert same(plan=replace(BASE.plan, shares=shares))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workload": {"global_batch_size": 16}},
+        {"workload": {"sequence_length": 8}},
+        {"workload": {"optimizer": "sgd"}},
+        {"workload": {"precision": "fp64"}},
+        {"workload": {"learning_rate": 0.5}},
+        {"plan": {"method": "zero2"}},
+        {"plan": {"overlap": False}},
+        {"plan": {"bucket_bytes": 100.0}},
+        {"run": {"seed": 1}},
+        {"run": {"steps": 9}},
+    ],
+    ids=str,
+)
+def test_the_identity_changes_with_workload_plan_and_run(changes):
+    ((part, values),) = changes.items()
+    assert not same(**{part: replace(getattr(BASE, part), **values)})
+
+
+def test_the_identity_changes_with_shares_and_threshold():
+    assert not same(plan=replace(BASE.plan, shares=replace(BASE.plan.shares, batch=(0.25, 0.75))))
+    assert not same(plan=replace(BASE.plan, shares=replace(BASE.plan.shares, shards=(0.25, 0.75))))
+    assert not same(plan=replace(BASE.plan, push=replace(BASE.plan.push, threshold=1e-3)))
+
+
+def test_the_identity_changes_with_the_clusters_structure():
+    wired = cluster_of([("d0", "d1")], devices=2)
+    one_way = cluster_of([("d0", "sw"), ("sw", "d1")], devices=2, directed=True)
+    two_types = star(2, type_names=["fast", "slow"], **UNEQUAL)
+    one_host = replace(BASE.cluster, devices=tuple(replace(d, host="h") for d in BASE.cluster.devices))
+    gpus = star(2, types={"fast": device_type(kind="cuda")})
+    other = [replace(BASE, cluster=c) for c in (wired, one_way, two_types, one_host, gpus, star(2, backend="nccl"))]
+    found = {scenario.scenario_id for scenario in [BASE, *other]}
+    assert len(found) == 7
+
+
+def test_the_calibration_changes_with_rates_and_statistics_and_not_with_the_plan():
+    pushed = replace(BASE, plan=replace(BASE.plan, push=replace(BASE.plan.push, threshold=1e-3)))
+    before = loaded_of(pushed).calibration_id
+    assert loaded_of(replace(pushed, cluster=faster(BASE.cluster))).calibration_id != before
+    assert loaded_of(pushed, exponential_statistics(rms=2e-3)).calibration_id != before
+    changed = replace(pushed, plan=replace(pushed.plan, overlap=False))
+    assert loaded_of(changed).calibration_id == before

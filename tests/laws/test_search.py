@@ -1,0 +1,302 @@
+"""Search: what it finds is what simulating every plan finds; its bounds are bounds; limits, objectives, interrupts."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import run
+from searching import InThisProcess, check_bounds, fullest, random_question, searched, small, value_of
+from strategies import (
+    PAIR_TOML,
+    SCENARIO_TOML,
+    device_type,
+    exponential_statistics,
+    loaded_of,
+    scenario_of,
+    star,
+    write_files,
+)
+
+from gssim.cli import print_found
+from gssim.errors import UserError
+from gssim.planner import FRONT_RATIO, UNEVEN, Batches, Search, candidates
+from gssim.planner.bounds import Bounds
+from gssim.scenario import SearchSpace, load_model
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_finds_what_simulating_every_plan_finds(seed):
+    loaded, space = random_question(seed)
+    search = Search(loaded, space, top=4)
+    workers = InThisProcess(loaded)
+    search.prepare()
+    search.run(workers)
+    found = search.found()
+    bounds = Bounds(loaded.scenario, space.objective)
+    every = []
+    for each in candidates(loaded.scenario, space, Batches(bounds)):
+        result = workers.answer(each.plan)
+        if isinstance(result, UserError):
+            continue
+        check_bounds(workers, bounds, each, result)
+        if result.fits:
+            every.append((each.index, result))
+    ordered = sorted(every, key=lambda entry: (value_of(entry[1], space.objective), entry[0]))
+    different = {result.scenario_id: index for index, result in reversed(ordered)}  # the first of those that are alike
+    best = [entry for entry in ordered if different[entry[1].scenario_id] == entry[0]][:4]
+    assert [each.candidate.index for each in found.best] == [index for index, _ in best]
+    assert [each.result for each in found.best] == [result for _, result in best]
+    points = sorted((result.step_time_s, fullest(loaded, result), index) for index, result in every)
+    undominated = [
+        index
+        for time_s, full, index in points
+        if time_s <= FRONT_RATIO * points[0][0]
+        and not any(
+            (t <= time_s and f < full) or (t < time_s and f <= full) or (t == time_s and f == full and i < index)
+            for t, f, i in points
+        )
+    ]
+    assert [each.candidate.index for each in found.front] == undominated
+
+
+def test_bounds_spare_most_simulations():
+    loaded, space = small()
+    found, workers = searched(loaded, **space)
+    assert len(found.best) == 3
+    assert workers.simulated < found.plans / 2
+    assert found.counts.ruled_out + found.counts.refused + found.counts.simulated == found.plans
+
+
+def test_no_plan_that_is_shown_exceeds_a_memory_and_where_none_fits_none_is_shown():
+    loaded, space = small(memory_bytes=3000)
+    found, _ = searched(loaded, **space)
+    shown = [*found.best, *found.front]
+    assert shown
+    assert all(each.result.fits and each.full_ratio <= 1 for each in shown)
+    loaded, space = small(memory_bytes=10)
+    found, _ = searched(loaded, **space)
+    assert not found.best
+    assert not found.front
+    assert found.results() == []
+
+
+def test_each_objective_has_its_own_best():
+    loaded, space = small()
+    values = {}
+    for objective in ("step-time", "cost", "energy"):
+        found, _ = searched(loaded, objective=objective, **space)
+        values[objective] = [value_of(found.best[0].result, each) for each in ("step-time", "cost", "energy")]
+    for place, objective in enumerate(values):
+        assert values[objective][place] == min(each[place] for each in values.values())
+
+
+def test_rivals_are_the_best_of_their_kind():
+    loaded, space = small()
+    found, _ = searched(loaded, **space)
+    rivals = dict(found.rivals)
+    assert rivals["the scenario's own plan"].candidate.plan == loaded.scenario.plan
+    even = rivals["best with even shares"]
+    assert (even.candidate.plan.shares.batch, even.candidate.plan.shares.shards) == ("even", "even")
+    assert rivals["best with shares proportional to compute"].candidate.plan.method == "gs"
+    assert all(rival.order >= found.best[0].order for rival in rivals.values())
+
+
+def test_the_best_is_compared_with_itself_under_other_shares():
+    loaded, space = small()
+    found, workers = searched(loaded, **space)
+    best = found.best[0]
+    owned = "compute" if best.candidate.plan.method in UNEVEN else "even"
+    for each, rules in zip(found.counterparts, (("even", "even"), ("throughput", owned)), strict=True):
+        plan = each.candidate.plan
+        assert (plan.shares.batch, plan.shares.shards) == rules
+        assert replace(plan, shares=best.candidate.plan.shares) == best.candidate.plan
+        assert each.result == workers.answer(plan)
+    told = dict(found.comparisons(best))
+    assert found.results()[0].provenance["search"]["others"] == told
+    assert told["best with even shares"]["more_ratio"] > 0
+    assert "computes for" in told["best with even shares"]["why"]
+
+
+def test_of_plans_that_come_to_the_same_the_first_is_shown():
+    loaded = loaded_of(scenario_of(star(2), {"method": "gs"}))  # equal devices: shares by compute are even
+    found, _ = searched(loaded, top=5, methods=("gs",), recompute=("none",), micro_batches=(1,))
+    assert len({each.result.scenario_id for each in found.best}) == len(found.best)
+    assert found.plans > len(found.best)
+
+
+def test_where_nothing_fits_the_nearest_is_told_and_what_would_help(tmp_path):
+    space = SEARCH.replace('"single", ', "")
+    cluster = PAIR_TOML.replace('memory_bytes = "1 GiB"', "memory_bytes = 2000")
+    assert cluster != PAIR_TOML
+    path = write_files(tmp_path / "a", scenario=SCENARIO_TOML + space, cluster=cluster)
+    ended = run("gssim", "search", path)
+    assert ended.returncode == 0, ended.stderr
+    for words in ("no plan of the space fits", "the nearest: zero3", "lacks", "with plan.micro_batches=4: "):
+        assert words in ended.stdout, ended.stdout
+
+
+STUDY = """control,variant,threshold,kind,loss_change_high
+True,dense,,absolute,
+False,small,0.001,absolute,0.04
+False,large,0.01,absolute,0.2
+False,"small, with error feedback",0.001,absolute,0.06
+False,half,0.5,target-density,0.01
+True,silent,inf,absolute,0.3
+"""
+
+
+@pytest.mark.parametrize(
+    ("most", "thresholds", "wanted"),
+    [(0.06, (), {None, 0.001}), (0.05, (), {None}), (0.5, (0.01,), {None, 0.01}), (0.5, (), {None, 0.001, 0.01})],
+)
+def test_thresholds_are_searched_that_a_study_allows(tmp_path, most, thresholds, wanted):
+    (tmp_path / "study.csv").write_text(STUDY)
+    scenario = scenario_of(star(2), {"method": "gs"}, gradients="made.json")
+    space = {"methods": ("gs",), "recompute": ("none",), "micro_batches": (1,), "shards": ("even",)}
+    space |= {"study": str(tmp_path / "study.csv"), "most_loss_change": most, "thresholds": thresholds}
+    found, _ = searched(loaded_of(scenario, exponential_statistics()), top=10, **space)
+    assert {each.candidate.plan.push.threshold for each in found.best} == wanted
+
+
+@pytest.mark.parametrize(
+    ("study", "arguments", "said"),
+    [
+        (STUDY, ["--set", "search.thresholds=[1e-4]"], "search.thresholds: 0.0001 (absolute) is not in"),
+        (STUDY, ["--set", "plan.push.threshold=0.01"], "changes the last loss by up to 0.2 nats"),
+        ("a,b\n1,2\n", [], "not a table of a study: no column 'control'"),
+        (STUDY.replace("0.04", "much"), [], "'0.001', 'much': no numbers"),
+    ],
+)
+def test_what_a_study_does_not_allow_or_say_is_refused_in_one_line(tmp_path, study, arguments, said):
+    (tmp_path / "study.csv").write_text(study)
+    path = write_files(tmp_path / "a", scenario=SCENARIO_TOML.replace('"ddp"', '"gs"'))
+    asked = ["--study", tmp_path / "study.csv", "--most-loss-change", "0.1"]
+    ended = run("gssim", "search", path, *asked, *arguments)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_an_interrupted_search_has_the_best_so_far():
+    loaded, space = small()
+    search, workers = Search(loaded, SearchSpace(**space), 3), InThisProcess(loaded)
+
+    def told(done, plans):
+        if workers.simulated == 2:
+            raise KeyboardInterrupt
+
+    search.prepare()
+    with pytest.raises(KeyboardInterrupt):
+        search.run(workers, told)
+    assert 1 <= len(search.found().best) <= 2
+
+
+def test_a_search_that_is_out_of_time_tells_how_many_plans_are_open():
+    loaded, space = small()
+    found, workers = searched(loaded, seconds=1e-9, **space)
+    assert workers.simulated == 0
+    assert found.counts.left > 0
+    assert not found.best
+
+
+def test_thresholds_are_searched_under_the_density_that_is_asked_for():
+    scenario = scenario_of(star(2), {"method": "gs"}, gradients="made.json")
+    loaded = loaded_of(scenario, exponential_statistics())
+    space = {"methods": ("gs",), "recompute": ("none",), "micro_batches": (1,)}
+    dense, _ = searched(loaded, **space)
+    assert {each.candidate.plan.push.threshold for each in dense.best} == {None}
+    sparse, _ = searched(loaded, top=10, least_density=0.2, thresholds=(1e-4, 1e-3, 1e-2), **space)
+    densities = [each.result.density.push for each in sparse.best if each.candidate.plan.push.threshold]
+    assert densities
+    assert all(density >= 0.2 for density in densities)
+    assert sparse.counts.unwanted > 0
+    assert sparse.best[0].order < dense.best[0].order
+
+
+SEARCH = """
+[search]
+methods = ["single", "ddp", "zero3"]
+micro_batches = [1, 2]
+recompute = ["none"]
+"""
+
+
+def test_the_command_prints_results_in_order_whatever_the_number_of_processes(tmp_path):
+    path = write_files(tmp_path / "a", scenario=SCENARIO_TOML + SEARCH)
+    outputs = [run("gssim", "search", path, "--top", 2, "--json", "--jobs", jobs) for jobs in (1, 2)]
+    assert [ended.returncode for ended in outputs] == [0, 0], outputs[0].stderr
+    assert outputs[0].stdout == outputs[1].stdout
+    results = json.loads(outputs[0].stdout)
+    places = [result["provenance"]["search"] for result in results]
+    assert [place["rank"] for place in places][:2] == [1, 2]
+    assert all(place["on_front"] for place in places if place["rank"] is None)
+    assert results[0]["step_time_s"] <= results[1]["step_time_s"]
+    again = run("gssim", "run", path, "--set", places[0]["plan"], "--json")
+    assert json.loads(again.stdout)["step_time_s"] == results[0]["step_time_s"]
+
+
+def test_the_command_tells_people_why(tmp_path):
+    ended = run("gssim", "search", write_files(tmp_path / "a", scenario=SCENARIO_TOML + SEARCH), "--top", 1)
+    assert ended.returncode == 0, ended.stderr
+    for words in ("computes for", "memory:", "front of time and memory", "best with even shares", "gssim run"):
+        assert words in ended.stdout, ended.stdout
+
+
+def test_the_command_that_it_names_predicts_the_first_as_it_was_asked_about(tmp_path):
+    path = write_files(tmp_path / "a", scenario=SCENARIO_TOML + SEARCH)
+    asked = ("--set", "workload.learning_rate=0.25", "--top", 1)
+    shown = run("gssim", "search", path, *asked)
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("the first: ")]
+    again = run(*shlex.split(line.removeprefix("the first: ")), "--json")
+    (result, *_) = json.loads(run("gssim", "search", path, *asked, "--json").stdout)
+    assert json.loads(again.stdout)["scenario_id"] == result["scenario_id"]
+
+
+def test_what_is_searched_makes_no_other_question(tmp_path):
+    plain = run("gssim", "run", write_files(tmp_path / "a"), "--json")
+    searched_too = run("gssim", "run", write_files(tmp_path / "b", scenario=SCENARIO_TOML + SEARCH), "--json")
+    assert plain.stdout == searched_too.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--objective", "speed"], "search.objective = 'speed'"),
+        (["--objective", "cost"], "price_usd_per_h is not known"),
+        (["--top", "0"], "--top 0: must be at least 1"),
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--least-density", "2"], "search.least_density = 2"),
+        (["--seconds", "0"], "search.seconds = 0"),
+        (["--set", "search.thresholds=[1e-3]"], "thresholds: they change the training"),
+        (["--set", 'search.methods=["zero4"]'], "search.methods[0] = 'zero4'"),
+        (["--most-loss-change", "0.1"], "study, most_loss_change: one needs the other"),
+        (["--study", "none.csv", "--most-loss-change", "0.1"], "search.study = 'none.csv'"),
+        (["--set", "search.method=1"], "search.method: unknown key; did you mean methods?"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_in_one_line(tmp_path, arguments, said):
+    ended = run("gssim", "search", write_files(tmp_path / "a"), *arguments)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_plans_that_cannot_run_are_told_by_reason_with_their_number(capsys):
+    """GPT-2's first and last layer share a parameter."""
+    model = load_model(Path(__file__).resolve().parents[2] / "scenarios" / "models" / "gpt2-124m.toml")
+    devices = {"fast": device_type(memory_bytes=80e9)}
+    loaded = loaded_of(scenario_of(star(4, types=devices), {"method": "ddp"}, model=model, sequence_length=8))
+    kinds = {"methods": ("ddp", "pipeline", "gs_wgrad"), "recompute": ("none",), "shards": ("even",)}
+    search = Search(loaded, SearchSpace(**kinds, devices=(4,), micro_batches=(1, 2), tp=(1, 3)), top=1)
+    search.prepare()
+    rows = {row["reason"]: row for row in search.counts.left_out.rows()}
+    tied = next(row for reason, row in rows.items() if "would share the parameter" in reason)
+    assert tied["methods"] == ["ddp", "pipeline"]  # 2 stages and 2 replicas, 4 stages
+    assert tied["plans"] == 2 * (3 + 1)  # micro-batches by ways to divide the batch
+    assert any("search.tp = 3: does not divide any number of devices (4)" in reason for reason in rows)
+    assert any(row["methods"] == ["gs_wgrad"] and "frozen" in reason for reason, row in rows.items())
+    print_found(search.found(), "", [])
+    shown = capsys.readouterr().out
+    assert "left out: 8 (ddp, pipeline): the model is no chain that can be cut: " in shown

@@ -1,0 +1,118 @@
+"""Bounds of plans: no prediction is better than they say, on devices with streams beside their compute as well."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from searching import InThisProcess, check_bounds, searched
+from strategies import device_type, exponential_statistics, loaded_of, scenario_of, star
+
+from gssim.errors import UserError
+from gssim.planner import Batches, candidates
+from gssim.planner.bounds import Bounds, LoweredBounds
+from gssim.scenario import SearchSpace, load_scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    'workload.model="models/gpt-byte-1m.toml"',
+    "workload.sequence_length=64",
+    "workload.global_batch_size=32",
+    "plan.micro_batches=2",
+    "search.micro_batches=[1, 2, 5]",
+    "search.devices=[8, 4]",
+)
+
+
+def question():
+    """Return the show's cluster with a small model."""
+    return load_scenario(ROOT / "scenarios/search-unequal-gpus.toml", SMALL)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_on_gpus_is_better_than_its_bounds(seed):
+    loaded = question()
+    bounds = Bounds(loaded.scenario, "step-time")
+    every = list(candidates(loaded.scenario, loaded.scenario.search, Batches(bounds)))
+    workers = InThisProcess(loaded)
+    looked_at = 0
+    for each in random.Random(seed).sample(every, 60):
+        result = workers.answer(each.plan)
+        if not isinstance(result, UserError):
+            check_bounds(workers, bounds, each, result)
+            looked_at += 1
+    assert looked_at > 20
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "gs", "gs_z3"])
+def test_what_is_sent_takes_no_less_than_its_bound_and_grows_with_micro_batches(method):
+    loaded = question()
+    bounds = Bounds(loaded.scenario, "step-time")
+    found = []
+    for micro_batches in (1, 2, 4):
+        plan = replace(loaded.scenario.plan, method=method, micro_batches=micro_batches)
+        found.append(bounds.traffic.least_s(plan, bounds.parts.policies(plan)))
+    assert found[0] > 0
+    leaves_each_time = bounds.parts.policies(plan).gradient_sync == "micro-batch"
+    assert found[2] - found[1] == pytest.approx(2 * (found[1] - found[0]))
+    assert (found[1] > found[0]) == leaves_each_time
+
+
+@pytest.mark.parametrize(("method", "mesh"), [("gs", {"dp_shard": 3, "tp": 2}), ("gs_hier", {"dp_replicate": 3})])
+def test_groups_that_meet_as_one_share_their_links(method, mesh):
+    loaded = question()
+    space = replace(loaded.scenario.search, methods=(method,), devices=(6,))
+    workers = InThisProcess(loaded)
+    bounds = Bounds(loaded.scenario, "step-time")
+    more = []
+    for each in candidates(loaded.scenario, space, Batches(bounds)):
+        if not all(getattr(each.plan, key) == size for key, size in mesh.items()):
+            continue
+        result = workers.answer(each.plan)
+        if not isinstance(result, UserError):
+            last = LoweredBounds(workers.with_plan(each.plan), "step-time", workers.shared)
+            more.append(last.met(last.allocated()).time_s / last.allocated().time_s)
+            check_bounds(workers, bounds, each, result)
+        if len(more) == 4:
+            break
+    assert max(more) > 1.01
+
+
+# Thresholds ----------------------------------------------------------------------------------------------------------
+
+
+def thresholded(seed):
+    """Return a small scenario of unequal devices with statistics of its gradients, and a space with thresholds."""
+    chance = random.Random(seed)
+    types = {"fast": device_type(), "slow": device_type(peak_flop_per_s={"fp32": 4e8})}
+    names = [chance.choice(["fast", "slow"]) for _ in range(chance.choice([2, 4]))]
+    cluster = star(len(names), types=types, type_names=names, bandwidth=chance.choice([1e4, 3e5, 1e7]))
+    scenario = scenario_of(cluster, {"method": "gs"}, gradients="made.json", global_batch_size=8)
+    thresholds = {"least_density": 0.05, "thresholds": (1e-3, 1e-2)}
+    more = {"recompute": ("none",), "micro_batches": (1, 2), "shards": ("even", "compute"), "tp": (1, 2)}
+    return loaded_of(scenario, exponential_statistics()), {"methods": ("zero2", "gs", "gs_z3"), **thresholds, **more}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_thresholded_plan_is_better_than_its_bounds_and_the_best_is_found(seed):
+    loaded, space = thresholded(seed)
+    found, workers = searched(loaded, top=3, **space)
+    bounds = Bounds(loaded.scenario, "step-time")
+    wanted, closer = [], 0
+    for each in candidates(loaded.scenario, SearchSpace(**space), Batches(bounds)):
+        result = workers.answer(each.plan)
+        if isinstance(result, UserError):
+            continue
+        first = bounds.of(each.plan)
+        second = bounds.closer(each.plan, first)
+        assert second.time_s <= result.step_time_s * (1 + 1e-9), each.override
+        closer += each.plan.sends_by_data and second.time_s > first.time_s
+        if result.fits and (result.density.push is None or result.density.push >= space["least_density"]):
+            wanted.append((result.step_time_s, each.index, result))
+    wanted.sort(key=lambda entry: entry[:2])
+    different = {
+        result.scenario_id: index for _, index, result in reversed(wanted)
+    }  # the first of those that are alike
+    best = [result for _, index, result in wanted if different[result.scenario_id] == index]
+    assert [each.result for each in found.best] == best[:3]
+    assert closer

@@ -1,0 +1,110 @@
+"""What points of a sweep share changes no answer, whatever was asked before."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gssim.cache import Same, Shared
+from gssim.errors import UserError
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+
+
+def answer(path: Path, overrides: list[str], shared: Shared | None) -> str:
+    """Return a point's Result as JSON, or why it has none."""
+    try:
+        return simulate(load_scenario(path, overrides, shared=shared), shared=shared).result.to_json()
+    except UserError as error:
+        return f"refused: {error}"
+
+
+def of(name: str, *overrides: str) -> tuple[Path, tuple[str, ...]]:
+    return SCENARIOS / f"{name}.toml", overrides
+
+
+SHORT = ("run.steps=3", "run.warmup_steps=2")
+POINTS = [
+    *(of("lab-unequal-links", *SHORT, f"plan.method={m}") for m in ("ddp", "zero1", "zero2", "zero3", "gs", "gs_z3")),
+    *(of("lab-unequal-links", *SHORT, "plan.method=gs", f"plan.push.threshold={t}") for t in (1e-4, 1e-3, "inf")),
+    of("lab-unequal-links", *SHORT, "plan.method=gs", "plan.push.threshold=1e-3", "plan.push.error_feedback=true"),
+    of("lab-unequal-links", *SHORT, "plan.method=gs", "plan.push.threshold=1e-3", "plan.publish.threshold=1e-3"),
+    of("gpt2-unequal-gpus"),
+    of("gpt2-unequal-gpus", "plan.method=zero3"),
+    of("gpt2-unequal-gpus", "plan.method=zero3", "plan.recompute=full", "workload.precision=bf16"),
+    of("gpt2-unequal-gpus", 'network.faults=[{between=["v100-0", "ethernet"], bandwidth_ratio=0.5}]'),
+    of("gpt2-unequal-gpus", 'network.faults=[{between=["v100-0", "ethernet"], bandwidth_ratio=0.25}]'),
+    of("gpt2-unequal-gpus", "plan.shares.shards=cost"),
+    of("gpt2-unequal-gpus", "plan.shares.batch=even", "plan.shares.replan=true"),
+    of("gpt2-unequal-gpus", "plan.method=zero2", "workload.global_batch_size=31"),
+    of("gpt2-unequal-gpus", "plan.method=pipeline", "plan.micro_batches=4"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, str]:
+    """Answers of points that were asked for with nothing before them."""
+    return {}
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=st.lists(st.integers(0, len(POINTS) - 1), min_size=2, max_size=6), most=st.sampled_from([1, 64]))
+def test_what_points_share_changes_no_answer(order, most, alone):
+    shared = Shared(most)
+    for i in order:
+        path, overrides = POINTS[i]
+        if i not in alone:
+            alone[i] = answer(path, list(overrides), None)
+        assert answer(path, list(overrides), shared) == alone[i]
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path):
+    file, shared = tmp_path / "scenario.toml", Shared()
+    text = (SCENARIOS / "gpt2-unequal-gpus.toml").read_text()
+    text = text.replace('= "clusters/', f'= "{SCENARIOS}/clusters/').replace('= "models/', f'= "{SCENARIOS}/models/')
+    file.write_text(text)
+    assert load_scenario(file, shared=shared).scenario.run.steps == 30
+    file.write_text(text.replace("steps = 30", "steps = 31000"))
+    assert load_scenario(file, shared=shared).scenario.run.steps == 31000
+
+
+def test_an_override_stays_with_its_own_point():
+    shared = Shared()
+    path = SCENARIOS / "gpt2-unequal-gpus.toml"
+    assert load_scenario(path, ["plan.push.encoding=coo"], shared=shared).scenario.plan.push.encoding == "coo"
+    assert load_scenario(path, shared=shared).scenario.plan.push.encoding == "auto"
+
+
+def test_files_are_read_once():
+    shared = Shared()
+    first, second = (load_scenario(SCENARIOS / "demo.toml", shared=shared) for _ in range(2))
+    assert first.scenario.cluster is second.scenario.cluster
+    assert first.scenario.workload.model is second.scenario.workload.model
+
+
+def test_what_was_not_asked_for_longest_goes_first():
+    shared, made = Shared(2), []
+    for n in (1, 2, 1, 3, 1, 2):
+        assert shared.once("n", n, lambda n=n: made.append(n) or n) == n
+    assert made == [1, 2, 3, 2]
+
+
+def test_what_failed_is_not_kept():
+    shared = Shared()
+    with pytest.raises(ZeroDivisionError):
+        shared.once("ratio", 0, lambda: 1 / 0)
+    assert shared.once("ratio", 0, lambda: 1) == 1
+
+
+def test_kinds_do_not_mix():
+    shared = Shared()
+    assert [shared.once(kind, 1, lambda kind=kind: kind) for kind in ("a", "b")] == ["a", "b"]
+
+
+def test_equal_values_are_not_the_same():
+    first, second = (1, "x"), tuple([1, "x"])
+    assert Same(first) != Same(second)
+    assert {Same(first): 1}[Same(first)] == 1

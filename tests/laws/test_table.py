@@ -1,0 +1,90 @@
+"""A sweep's table: what a row says, and the files that it becomes."""
+
+import builtins
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+from strategies import write_files
+
+from gssim.errors import UserError
+from gssim.result import CATEGORIES, PHASES
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+from gssim.sweeps import (
+    POINT_COLUMNS,
+    RESULT_COLUMNS,
+    check_table_place,
+    columns_of,
+    outcome,
+    table_of,
+    without_outcome,
+    write_table,
+)
+
+
+@pytest.fixture
+def result(tmp_path):
+    write_files(tmp_path)
+    return simulate(load_scenario(tmp_path / "scenario.toml", ["plan.method=gs", "plan.push.threshold=1e-3"])).result
+
+
+def test_a_row_says_what_the_result_does(result):
+    row = outcome(result)
+    assert row.keys() == RESULT_COLUMNS.keys()
+    assert row["step_time_s"] == result.step_time_s
+    assert sum(row[f"{phase}_s"] for phase in PHASES) == pytest.approx(result.step_time_s)
+    assert row["status"] == ("fits" if result.fits else "does not fit")
+    assert row["peak_allocated_bytes"] == max(each.peak_allocated_bytes for each in result.ranks)
+    assert row["bytes_sent_per_step"] == sum(each.bytes_sent * each.count for each in result.ranks)
+    assert row["push_density_ratio"] == result.density.push
+    assert row["ranks"] == 2
+
+
+def test_memory_by_category_is_of_the_tightest_rank_and_fills_its_device(result):
+    row = outcome(result)
+    allocated = sum(row[f"tightest_{category}_bytes"] for category in CATEGORIES)
+    assert allocated + row["tightest_outside_bytes"] + row["margin_bytes"] == pytest.approx(row["capacity_bytes"])
+    assert row["tightest_rank"] == result.margin.rank
+
+
+def test_what_does_not_fit_says_so(tmp_path):
+    write_files(tmp_path)
+    cluster = tmp_path / "pair.toml"
+    text = cluster.read_text()
+    assert "memory_bytes" in text
+    lines = ["memory_bytes = 1000" if line.startswith("memory_bytes") else line for line in text.splitlines()]
+    cluster.write_text("\n".join(lines))
+    row = outcome(simulate(load_scenario(tmp_path / "scenario.toml")).result)
+    assert row["status"] == "does not fit"
+    assert row["reason"].startswith(f"rank {row['tightest_rank']} lacks ")
+    assert row["margin_bytes"] < 0
+
+
+def test_both_files_hold_the_same_table_with_nothing_where_nothing_is_known(tmp_path, result):
+    columns = columns_of({"plan.push.threshold": float, "cluster": str})
+    point = {"point": "a--b", "group": "a", "variant": None, "plan.push.threshold": float("inf")}
+    rows = [point | outcome(result), point | without_outcome("invalid", "plan.tp = 3: is no divisor")]
+    table = table_of(rows, columns)
+    write_table(table, tmp_path / "t.csv", metadata={"question": "Which?"})
+    assert list(columns) == [*POINT_COLUMNS, "plan.push.threshold", *RESULT_COLUMNS]
+    parquet = pl.read_parquet(tmp_path / "t.parquet")
+    assert parquet.equals(table)
+    assert pl.read_csv(tmp_path / "t.csv", schema=parquet.schema).equals(table)
+    assert pl.read_parquet_metadata(tmp_path / "t.parquet")["question"] == "Which?"
+    assert parquet["step_time_s"].to_list() == [result.step_time_s, None]
+
+
+def test_without_polars_there_is_an_instruction(tmp_path, monkeypatch):
+    usual = builtins.__import__
+
+    def imported(name, *rest):
+        if name == "polars":
+            raise ImportError(name)
+        return usual(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", imported)
+    monkeypatch.delitem(sys.modules, "polars", raising=False)
+    with pytest.raises(UserError, match=r"a table needs polars: pip install 'gssim\[analysis\]'"):
+        check_table_place(Path(tmp_path / "t.parquet"))

@@ -1,0 +1,77 @@
+"""Command lines that cannot be understood, or ask for what there is not: one line on stderr and exit code 2."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+REFUSED = [
+    ("gssim", "run", "missing argument"),
+    ("gssim", "run x.toml --nope", "no such option: --nope"),
+    ("gssim", "predict x.toml", "no such command 'predict'"),
+    ("gsreal", "gradients x.toml", "missing option '--out'"),
+    ("gsreal", "gradients x.toml --out y.json --every 0", "--every 0: must be at least 1"),
+    ("gsreal", "gradients x.toml --out y.json --batches -2", "--batches -2: must be at least 1"),
+    ("gsreal", "gradients x.toml --out y.json --every often", "invalid value for '--every'"),
+    ("gsreal", "run x.toml --every 0", "--every 0: must be at least 1"),
+    ("gsreal", "calibrate --ranks 0", "--ranks 0: must be at least 1"),
+    ("gsreal", "calibrate --ranks two", "invalid value for '--ranks'"),
+    ("gsreal", "calibrate --batch-sizes 0", "--batch-sizes 0: must be whole numbers of at least 1"),
+    ("gsreal", "calibrate --batch-sizes 1.5", "--batch-sizes 1.5: must be whole numbers of at least 1"),
+    ("gsreal", "calibrate --sequence-length 0", "--sequence-length 0: must be at least 1"),
+    ("gsreal", "calibrate --again --out none.toml", "none.toml: no such file"),
+    ("gsreal", "calibrate --out .", ".: cannot be written: it is a folder"),
+    ("gsreal", "calibrate --lab none.toml", "none.toml: no such file"),
+    ("gsreal", "gradients x.toml --out .", ".: cannot be written: it is a folder"),
+    ("gsreal", "gradients x.toml --out pyproject.toml/y", "pyproject.toml is no folder"),
+    ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --out .", ".: cannot be written: it is a folder"),
+    ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --classes 2 --out y.toml", "--classes: has no effect"),
+    ("gsreal", "trace gsreal.models.gpt --image 1x8x8 --padding 1 --out y.toml", "--padding: has no effect"),
+    ("gsreal", "trace gsreal.models.gpt --image 1x8x8 --task masked-token --out y.toml", "--task: has no effect"),
+    ("gsreal", "trace gsreal.models.gpt --vocabulary 9 --auto-class A --out y.toml", "--auto-class: has no effect"),
+    ("gsreal", "trace x.toml --vocabulary 9 --out y.toml", "--vocabulary: has no effect"),
+    ("gsreal", "trace gsreal.models.resnet --image 1x8x8 --classes 0 --out y.toml", "input.classes = 0: "),
+    ("analysis", "compare results", "missing option '--out'"),
+    ("analysis", "draw x.toml --out y.jpeg", "must end in .png"),
+    ("analysis", "draw x.toml --out pyproject.toml/y.png", "pyproject.toml is no folder"),
+    ("analysis", "convergence x.toml --out pyproject.toml", "pyproject.toml is no folder"),
+    ("analysis", "convergence --seeds many", "invalid value for '--seeds'"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.__main__"}
+
+
+def run(monkeypatch, program, arguments):
+    """Run a command line that ends with an exit code; return it."""
+    if program == "gsreal":
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+    monkeypatch.setattr(sys, "argv", [program, *arguments.split()])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(MODULES[program]).main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(("program", "arguments", "message"), REFUSED, ids=[f"{p} {a}" for p, a, _ in REFUSED])
+def test_what_cannot_be_read_is_one_line_and_exit_2(monkeypatch, capsys, program, arguments, message):
+    assert run(monkeypatch, program, arguments) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith(f"{program}: ")
+    assert stderr.endswith("\n")
+    assert stderr.count("\n") == 1
+    assert message in stderr.lower()
+
+
+@pytest.mark.parametrize("program", list(MODULES))
+def test_help_is_asked_for_and_answered(monkeypatch, capsys, program):
+    assert run(monkeypatch, program, "--help") == 0
+    stdout, stderr = capsys.readouterr()
+    assert "Usage" in stdout
+    assert stderr == ""
+
+
+def test_a_command_line_without_a_command_gives_the_help_and_exit_2(monkeypatch, capsys):
+    assert run(monkeypatch, "gssim", "") == 2
+    assert "Usage" in "".join(capsys.readouterr())

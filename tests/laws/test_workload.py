@@ -1,0 +1,140 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import PARAMETERS, tiny_model
+
+from gssim.errors import UserError
+from gssim.units import validated
+from gssim.workload import Buffer, ImageInput, Module, Moment, Parameter, Polynomial, Workload, gradient_order, unrolled
+
+TERMS = st.tuples(st.integers(-(10**9), 10**9), st.integers(0, 2), st.integers(0, 2))
+MOMENTS = st.one_of(
+    st.just(Moment("end")),
+    st.builds(Moment, st.sampled_from("fb"), st.integers(0, 99), st.integers(-3, 3)),
+)
+
+
+@given(st.lists(TERMS, min_size=1, max_size=5).map(tuple), st.integers(0, 50), st.integers(0, 50))
+def test_a_polynomial_survives_its_text_and_is_the_sum_of_its_terms(terms, b, s):
+    polynomial = Polynomial(terms)
+    assert Polynomial.parse(str(polynomial)) == polynomial
+    assert polynomial.at(b=b, s=s) == sum(c * b**i * s**j for c, i, j in terms)
+
+
+@pytest.mark.parametrize("text", ["", "b", "3*x", "3*b^3", "3 - 2*b", "1.5*b", "3*b*b*b", "3*b^2*b", True, 1.5, None])
+def test_what_is_no_polynomial_in_b_and_s_is_refused(text):
+    with pytest.raises(ValueError, match=r"polynomial|powers"):
+        Polynomial.parse(text)
+
+
+@given(MOMENTS)
+def test_a_moment_survives_its_text(moment):
+    assert Moment.parse(str(moment)) == moment
+
+
+@pytest.mark.parametrize("text", ["", "f", "x3", "f3@1", "f-1", "end@+1", "b3@"])
+def test_what_is_no_moment_is_refused(text):
+    with pytest.raises(ValueError, match="is not a moment"):
+        Moment.parse(text)
+
+
+@given(MOMENTS, MOMENTS, st.sampled_from(["input", "activations", "temporaries"]), TERMS)
+def test_a_buffer_survives_its_text(born, freed, category, term):
+    buffer = Buffer(born, freed, category, Polynomial((term,)))
+    assert Buffer.parse(str(buffer)) == buffer
+
+
+@pytest.mark.parametrize(
+    "text", ["f0 b1 activations", "f0 b1 gradients 4", "f0 b1 activation 4", "f0 x activations 4", 4]
+)
+def test_what_is_no_buffer_is_refused(text):
+    with pytest.raises(ValueError, match=r"must be|category|moment"):
+        Buffer.parse(text)
+
+
+@given(st.lists(st.integers(1, 99), max_size=4).map(tuple), MOMENTS, MOMENTS)
+def test_a_parameter_survives_its_text_and_knows_its_elements(shape, born, ready):
+    parameter = Parameter("{}.weight", shape, born, ready)
+    assert Parameter.parse(str(parameter)) == parameter
+    product = 1
+    for size in shape:
+        product *= size
+    assert parameter.elements == product
+
+
+@pytest.mark.parametrize("text", ["{}.w 4x b0 b1", "{}.w 4 b0", "{}.w x b0 b1", "w", 3])
+def test_what_is_no_parameter_is_refused(text):
+    with pytest.raises(ValueError, match="must be"):
+        Parameter.parse(text)
+
+
+def test_repeated_layers_are_unrolled_in_forward_order_with_their_own_names():
+    layers = unrolled(tiny_model())
+    assert [layer.module for layer in layers] == ["embedding", "h.0", "h.1", "head", "loss"]
+    assert [layer.index for layer in layers] == [0, 1, 2, 3, 4]
+    assert tuple(name for layer in layers for name in layer.parameter_names) == PARAMETERS
+
+
+def test_the_model_counts_every_repetition():
+    assert tiny_model().elements == 64 + 2 * (16 + 4) + 64
+
+
+def test_gradients_become_ready_from_the_last_layer_to_the_first():
+    layers = unrolled(tiny_model())
+    names = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
+    assert names == ["head.weight", "h.1.weight", "h.1.bias", "h.0.weight", "h.0.bias", "embedding.weight"]
+
+
+def test_a_gradient_that_is_ready_in_another_layers_backward_comes_in_that_ones_place():
+    model = tiny_model()
+    late = Parameter.parse("{}.weight 16x4 b0 b3@-3")
+    layers = tuple(replace(layer, parameters=(late,)) if layer.name == "head" else layer for layer in model.layers)
+    instances = unrolled(replace(model, layers=layers))
+    names = [instances[i].parameter_names[j] for i, j in gradient_order(instances)]
+    assert names == ["h.1.weight", "h.1.bias", "h.0.weight", "h.0.bias", "embedding.weight", "head.weight"]
+
+
+def workload(**changes):
+    data = {"model": tiny_model(), "global_batch_size": 4, "sequence_length": 8} | changes
+    return validated(Workload, data, file="w.toml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_length": None}, "sequence_length: missing"),
+        ({"sequence_length": 65}, "the model takes at most 64"),
+        ({"sequence_length": 0}, "sequence_length = 0"),
+        ({"global_batch_size": 0}, "global_batch_size = 0"),
+        ({"global_batch_size": 2.5}, "global_batch_size = 2.5"),
+        ({"optimizer": "adagrad"}, "optimizer = 'adagrad'"),
+        ({"learning_rate": 0}, "learning_rate = 0"),
+        ({"momentum": 1}, "momentum = 1"),
+    ],
+)
+def test_a_workload_that_the_model_cannot_take_is_refused(changes, message):
+    with pytest.raises(UserError) as error:
+        workload(**changes)
+    assert message in str(error.value)
+
+
+def test_a_model_that_is_not_exact_in_the_sequence_takes_only_traced_lengths():
+    model = replace(tiny_model(), exact_sequence=False, traced_sequence_lengths=(8, 16))
+    assert workload(model=model, sequence_length=16).sequence_length == 16
+    with pytest.raises(UserError, match="traced only at 8, 16"):
+        workload(model=model, sequence_length=12)
+
+
+def test_a_model_of_images_takes_no_sequence_length():
+    model = replace(tiny_model(), input=ImageInput(kind="image", shape=(1, 8, 8), classes=10))
+    assert workload(model=model, sequence_length=None).global_batch_size == 4
+    with pytest.raises(UserError, match="takes none"):
+        workload(model=model)
+
+
+@pytest.mark.parametrize("given_", [{}, {"factory": "a.b", "hugging_face": {"model_type": "gpt2"}}])
+def test_a_module_comes_from_exactly_one_place(given_):
+    with pytest.raises(ValueError, match="exactly one"):
+        Module(**given_)

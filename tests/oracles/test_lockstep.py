@@ -1,0 +1,93 @@
+"""Ranks carried out together, as vectors of times, come to exactly what each comes to alone."""
+
+from pathlib import Path
+
+import pytest
+from strategies import machine_for, star
+
+from gssim.collectives import Communication
+from gssim.engine import DeadlockError, machine
+from gssim.program import Issue, Task
+from gssim.scenario import load_scenario
+from gssim.simulation import simulate
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+GPUS = (
+    'cluster={{name="gpus", backend="nccl", source="made", device_types={{gpu="a100-sxm-80", old="v100-sxm2-32"}}, '
+    'topology={{kind="{kind}", devices=[{{device="gpu", count=4}}, {{device="old", count=4}}], devices_per_host=2, '
+    'link={{bandwidth_bytes_per_s="{rate} Gb/s", latency_s="10 us", source="made"}}}}}}'
+)
+
+
+def outcome(changes):
+    simulated = simulate(load_scenario(SCENARIOS / "demo.toml", changes))
+    return simulated.result.to_json(), set(simulated.spans), simulated.typical.machine
+
+
+@pytest.mark.parametrize("kind", ["switch", "ring"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("plan.publish.threshold=1e-4",),
+        ("plan.method=gs_z3", "plan.micro_batches=2"),
+        ("plan.method=gs_hier", "plan.shares.shards=compute"),
+        ("plan.overlap=false", "plan.push.error_feedback=true", "plan.push.aggregate=received-weight"),
+    ],
+)
+def test_together_they_do_what_each_does_alone(kind, changes, monkeypatch):
+    asked = [GPUS.format(kind=kind, rate=1), "plan.push.threshold=1e-3", *changes]
+    together = outcome(asked)
+    monkeypatch.setattr(machine, "LEAST_IN_LOCKSTEP", 1000)
+    alone = outcome(asked)
+    assert together[2].lockstep is not None
+    assert alone[2].lockstep is None
+    assert len(alone[2].classes) > 2
+    assert together[:2] == alone[:2]
+
+
+def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):
+    def tasks(rank):
+        """Half of the pieces are issued more slowly than they are computed; unequally so on every rank."""
+        issued = (Issue(0.7 * rank, goes_on=False), Issue(1.0, goes_on=True), None, Issue(2.5 - rank, goes_on=True))
+        work = [
+            Task(f"work {i}", "forward", duration_s=0.5 + 0.25 * i * rank, issue=each) for i, each in enumerate(issued)
+        ]
+        meet = Task("x", "exposed_communication", "communication", communication="x", after=("work 1",))
+        return [*work, meet, Task("end", "backward", duration_s=0.125, after=("x",), issue=Issue(rank, goes_on=True))]
+
+    everyone = {"x": Communication("all-reduce", (0, 1, 2), 1000)}
+
+    def outcome():
+        found = machine_for(star(3, backend="nccl"), *map(tasks, range(3)), communications=everyone)
+        found.run(2)
+        return found.lockstep, [list(each) for each in found.ends_s], set(found.spans)
+
+    together = outcome()
+    monkeypatch.setattr(machine, "LEAST_IN_LOCKSTEP", 1000)
+    alone = outcome()
+    assert together[0] is not None
+    assert alone[0] is None
+    assert together[1:] == alone[1:]
+    assert len({ends[0] for ends in alone[1]}) == 3
+
+
+def test_who_waits_for_ever_is_told():
+    def meet(label, **settings):
+        return Task(label, "exposed_communication", communication=label, **settings)
+
+    everyone = {label: Communication("all-reduce", (0, 1, 2), 1000) for label in "xy"}
+    first, second = [meet("x"), meet("y")], [Task("work", "forward", duration_s=1.0), meet("x"), meet("y")]
+    with pytest.raises(DeadlockError) as error:
+        machine_for(star(3), first, second, first[::-1], communications=everyone).run(1)
+    told = "rank 0 (compute) at 'x', for rank 2; rank 1 (compute) at 'x', for rank 2; rank 2 (compute) at 'y', for rank"
+    assert str(error.value) == f"deadlock: {told} 0, 1"
+
+
+def test_who_waits_for_a_task_of_its_own_that_never_comes_is_told():
+    early = Task("early", "forward", duration_s=1.0, after=("late",))
+    late = Task("late", "exposed_communication", "communication", communication="late", after=("early",))
+    alone = {"late": Communication("all-reduce", (0,), 8)}
+    lists = [[early, late], [Task("a", "forward", duration_s=1.0)], [Task("b", "forward", duration_s=1.0)]]
+    with pytest.raises(DeadlockError, match=r"rank 0 \(communication\) at 'late', after 'early'"):
+        machine_for(star(3), *lists, communications=alone).run(1)

@@ -1,0 +1,240 @@
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import by_link, cluster_of, star
+
+from gssim.cluster import Cluster
+from gssim.collectives import Hops, Stage
+from gssim.errors import UserError
+from gssim.network import Network, Pace, Router, limited_rates, max_min_rates
+
+
+def message(source: int, target: int, size: float) -> Stage:
+    return Stage(Hops.of([(source, target, 1.0)]), size, coupled=False)
+
+
+def network_of(env: simpy.Environment, cluster: Cluster, *stages: Stage) -> Network:
+    return Network(env, Router(cluster.wiring), stages)
+
+
+def transfers(cluster, *messages):
+    """Return when each (source, target, bytes, start) has arrived, and the network."""
+    env = simpy.Environment()
+    stages = [message(*each[:3]) for each in messages]
+    network = network_of(env, cluster, *stages)
+    ended = {}
+
+    def send(number, stage, start_s):
+        yield env.timeout(start_s)
+        yield from network.carry(stage)
+        ended[number] = env.now
+
+    for number, (stage, each) in enumerate(zip(stages, messages, strict=True)):
+        env.process(send(number, stage, each[3]))
+    env.run()
+    return [ended[number] for number in range(len(messages))], network
+
+
+def rates_between(cluster) -> dict[tuple[str, str], float]:
+    wiring = cluster.wiring
+    ends = zip(wiring.source.tolist(), wiring.target.tolist(), strict=True)
+    return {
+        (wiring.names[a], wiring.names[b]): rate
+        for (a, b), rate in zip(ends, wiring.bandwidth_bytes_per_s.tolist(), strict=True)
+    }
+
+
+def test_a_link_without_a_direction_goes_both_ways_at_full_rate():
+    both = cluster_of([("d0", "d1")], devices=2, bandwidth=5.0)
+    assert rates_between(both) == {("d0", "d1"): 5.0, ("d1", "d0"): 5.0}
+    directed = cluster_of([("d0", "d1")], devices=2, bandwidth=5.0, directed=True)
+    assert rates_between(directed) == {("d0", "d1"): 5.0}
+
+
+def test_parallel_links_add_up():
+    assert rates_between(cluster_of([("d0", "d1"), ("d1", "d0")], devices=2, bandwidth=5.0))["d0", "d1"] == 10
+
+
+def test_two_flows_share_a_link_and_the_one_that_stays_speeds_up():
+    ended, _ = transfers(cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), (0, 1, 100, 0), (0, 1, 20, 0))
+    assert ended == pytest.approx([12.0, 4.0])
+
+
+def test_a_flow_that_comes_later_takes_its_share_from_then_on():
+    ended, _ = transfers(cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), (0, 1, 100, 0), (0, 1, 20, 8))
+    assert ended == pytest.approx([12.0, 12.0])
+
+
+def test_a_flow_may_begin_in_the_moment_in_which_another_ends():
+    cluster = cluster_of([("d0", "d1")], devices=2, bandwidth=10.0)
+    ended, _ = transfers(cluster, (0, 1, 100, 0), (0, 1, 20, 10), (0, 1, 30, 12))
+    assert ended == pytest.approx([10.0, 12.0, 15.0])
+
+
+def test_opposite_directions_do_not_share():
+    ended, _ = transfers(cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), (0, 1, 100, 0), (1, 0, 100, 0))
+    assert ended == pytest.approx([10.0, 10.0])
+
+
+def test_a_flow_that_is_held_up_elsewhere_leaves_its_share_to_others():
+    cluster = star(4, bandwidth=10.0)
+    slow = replace(cluster.links[1], bandwidth_bytes_per_s=2.0)
+    cluster = replace(cluster, links=(cluster.links[0], slow, *cluster.links[2:]))
+    ended, _ = transfers(cluster, (0, 1, 20, 0), (0, 2, 80, 0))
+    assert ended == pytest.approx([10.0, 10.0])
+
+
+def test_latencies_of_a_path_add_up_before_its_bytes_flow():
+    ended, network = transfers(star(2, bandwidth=10.0, latency_s=0.5), (0, 1, 100, 0), (0, 1, 0, 3))
+    assert ended == pytest.approx([11.0, 4.0])
+    assert by_link(network) == {("d0", "sw"): 100, ("sw", "d0"): 0, ("d1", "sw"): 0, ("sw", "d1"): 100}
+
+
+def test_a_message_takes_the_path_of_fewest_links_however_late():
+    cluster = cluster_of([("d0", "d2"), ("d0", "d1"), ("d1", "d2")], devices=3, latency_s=1.0)
+    slow = replace(cluster, links=(replace(cluster.links[0], latency_s=5.0), *cluster.links[1:]))
+    ended, network = transfers(slow, (0, 2, 0, 0))
+    assert ended == [5.0]
+    assert all(bytes_ == 0 for bytes_ in by_link(network).values())
+
+
+def test_of_paths_with_as_many_links_a_message_takes_those_of_least_latency():
+    around = [("d0", "d1"), ("d1", "d3"), ("d0", "d2"), ("d2", "d3")]
+    cluster = cluster_of(around, devices=4, latency_s=1.0, bandwidth=10.0)
+    ended, network = transfers(cluster, (0, 3, 100, 0))
+    assert ended == [2.0 + 5.0]  # half of it on each side
+    assert by_link(network)["d0", "d1"] == by_link(network)["d2", "d3"] == 50
+    nearer = replace(cluster, links=(*cluster.links[:3], replace(cluster.links[3], latency_s=0.5)))
+    ended, network = transfers(nearer, (0, 3, 100, 0))
+    assert ended == [1.5 + 10.0]
+    assert by_link(network)["d0", "d1"] == 0
+
+
+def test_devices_that_no_links_connect_are_the_users_to_mend():
+    with pytest.raises(UserError, match="no path of links from d0 to d1"):
+        transfers(cluster_of([], devices=2), (0, 1, 1, 0))
+
+
+def test_a_factor_occupies_the_link_longer_without_carrying_more():
+    env = simpy.Environment()
+    stage = message(0, 1, 100.0)
+    network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0), stage)
+    env.process(network.carry(stage, Pace(factor=1.5)))
+    env.run()
+    assert env.now == pytest.approx(15.0)
+    assert by_link(network)["d0", "d1"] == 100
+    assert network.alone_s(stage, Pace(factor=1.5)) == pytest.approx(15.0)
+
+
+def test_a_latency_that_is_counted_elsewhere_does_not_count_twice():
+    env = simpy.Environment()
+    stage = message(0, 1, 100.0)
+    network = network_of(env, cluster_of([("d0", "d1")], devices=2, bandwidth=10.0, latency_s=3.0), stage)
+    env.process(network.carry(stage, Pace(latency=False)))
+    env.run()
+    assert env.now == network.alone_s(stage, Pace(latency=False)) == 10.0
+    assert network.alone_s(stage) == 13.0
+
+
+def test_hops_that_keep_pace_are_as_slow_as_the_slowest_and_take_their_mean_latency():
+    cluster = cluster_of([("d0", "d1"), ("d1", "d2"), ("d2", "d0")], devices=3, bandwidth=10.0, latency_s=1.0)
+    slow = replace(cluster.links[1], bandwidth_bytes_per_s=2.0, latency_s=4.0)
+    cluster = replace(cluster, links=(cluster.links[0], slow, cluster.links[2]))
+    stage = Stage(Hops.of([(0, 1, 1.0), (1, 2, 1.0), (2, 0, 1.0)]), 20.0, steps=3)
+    env = simpy.Environment()
+    network = network_of(env, cluster, stage)
+    env.process(network.carry(stage))
+    env.run()
+    assert env.now == pytest.approx(3 * 2.0 + 20.0 / 2.0)
+    assert {ends: size for ends, size in by_link(network).items() if size} == {
+        ("d0", "d1"): 20.0,
+        ("d1", "d2"): 20.0,
+        ("d2", "d0"): 20.0,
+    }
+
+
+def test_the_textbook_example_of_max_min_fairness():
+    # four flows: three on a link of 1, one of them also on a link of 2 with the fourth
+    session, link = np.array([0, 1, 2, 2, 3]), np.array([0, 0, 0, 1, 1])
+    rates = max_min_rates(session, link, np.ones(5), np.array([1.0, 2.0]), sessions=4)
+    assert rates == pytest.approx([1 / 3, 1 / 3, 1 / 3, 5 / 3])
+
+
+def test_a_session_that_loads_a_link_twice_gets_half_of_what_a_plain_one_would():
+    rates = max_min_rates(np.array([0]), np.array([0]), np.array([2.0]), np.array([10.0]), sessions=1)
+    assert rates.tolist() == [5.0]
+    # rates are equal, not what they take of the link
+    rates = max_min_rates(np.array([0, 1]), np.array([0, 0]), np.array([3.0, 1.0]), np.array([8.0]), sessions=2)
+    assert rates.tolist() == [2.0, 2.0]
+
+
+@given(st.data())
+def test_flows_that_end_leave_the_rates_of_those_that_they_did_not_limit(data):
+    links, flows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    paths = data.draw(st.lists(st.sets(st.integers(0, links - 1), min_size=1), min_size=flows, max_size=flows))
+    capacity = np.array(data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0, 10.0]), min_size=links, max_size=links)))
+    session, link = (
+        np.array(each) for each in zip(*((s, place) for s, p in enumerate(paths) for place in p), strict=True)
+    )
+    rates, limit = limited_rates(session, link, np.ones(len(link)), capacity, sessions=flows)
+    assert all(place in path for place, path in zip(limit.tolist(), paths, strict=True))
+    gone = data.draw(st.integers(0, flows - 1))
+    left = session != gone
+    after = max_min_rates(session[left], link[left], np.ones(left.sum()), capacity, sessions=flows)
+    stay = [s for s in range(flows) if s != gone]
+    if not set(limit[stay].tolist()) & paths[gone]:
+        assert after[stay] == pytest.approx(rates[stay], rel=1e-12)
+
+
+def test_a_session_on_no_link_is_held_up_by_nothing():
+    rates = max_min_rates(np.array([1]), np.array([0]), np.array([1.0]), np.array([8.0]), sessions=2)
+    assert rates.tolist() == [np.inf, 8.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(1, 1e3), st.floats(0, 20)), max_size=10))
+def test_only_what_is_touched_is_shared_anew_and_that_is_as_good_as_all(messages):
+    """A star and a line that share no link."""
+    links = [*((f"d{i}", "sw") for i in range(3)), ("d3", "d4"), ("d4", "d5")]
+    cluster = cluster_of(links, devices=6, bandwidth=10.0)
+    inside = [each for each in messages if each[0] != each[1] and (each[0] < 3) == (each[1] < 3)]
+    partly, _ = transfers(cluster, *inside)
+    with patch.object(
+        Network, "_touching", lambda self, one: [one, *(each for each in self.active if each is not one)]
+    ):
+        whole, _ = transfers(cluster, *inside)
+    assert partly == pytest.approx(whole, rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 2]), st.floats(1, 1e12), st.floats(0, 1e6)), min_size=1, max_size=8))
+def test_a_session_alone_ends_when_and_as_it_does_where_rates_are_shared(messages):
+    cluster = cluster_of([("d0", "d1"), ("d2", "d3")], devices=4, bandwidth=7e9)
+    inside = [(first, first + 1, size, start_s) for first, size, start_s in messages]
+    found = transfers(cluster, *inside)[0]
+    with patch.object(Network, "_go_alone", lambda self, transfer: self._share([transfer])):
+        assert found == transfers(cluster, *inside)[0], "to the last digit"
+
+
+def test_flows_on_other_links_are_not_shared_anew():
+    cluster = cluster_of([("d0", "d1"), ("d2", "d3")], devices=4, bandwidth=10.0)
+    solved = []
+    share, go_alone = Network._share, Network._go_alone
+
+    def shared(self, found):
+        solved.append([sorted(transfer.links) for transfer in found])
+        share(self, found)
+
+    def alone(self, transfer):
+        solved.append([sorted(transfer.links)])
+        go_alone(self, transfer)
+
+    with patch.object(Network, "_share", shared), patch.object(Network, "_go_alone", alone):
+        ended, _ = transfers(cluster, (0, 1, 100, 0), (2, 3, 50, 1), (0, 1, 20, 2))
+    assert ended == pytest.approx([12.0, 6.0, 6.0])
+    assert [len(each) for each in solved] == [1, 1, 2, 1]
+    (first,), (second,) = solved[:2]
+    assert not set(first) & set(second)

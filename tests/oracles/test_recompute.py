@@ -1,0 +1,206 @@
+"""Gradient checkpointing as predicted: what is kept, what is made again, when, and how long it takes."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import device_type, loaded_of, machine_of, scenario_of, star, tiny_model
+
+from gssim import cost
+from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, footprint, recomputed_buffers
+from gssim.program import lower
+from gssim.scenario import Scenario, load_model
+from gssim.simulation import simulate
+from gssim.workload import Model, unrolled
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
+METHODS = ["single", "ddp", "zero1", "zero2", "zero3", "gs"]
+GPT = load_model(MODELS / "gpt-byte-1m.toml")
+BATCH, LENGTH = 3, 40
+TOKENS = BATCH * LENGTH
+
+
+def trained(recompute: str, method: str = "single", *, model: Model = GPT, ranks: int = 1, **workload) -> Scenario:
+    settings = {"model": model, "global_batch_size": BATCH * ranks, "sequence_length": LENGTH, "optimizer": "sgd"}
+    cluster = star(ranks, types={"fast": device_type(memory_bytes=2**40, kind=workload.pop("kind", "cpu"))})
+    return scenario_of(cluster, {"method": method, "recompute": recompute}, **settings | workload)
+
+
+def timeline_of(model: Model, *, batch: int = BATCH, length: int = LENGTH, selective: bool = False):
+    lives = partial(recomputed_buffers, selective=selective)
+    return activation_timeline(unrolled(model), batch_size=batch, sequence_length=length, lives=lives)
+
+
+def result_of(scenario: Scenario):
+    return simulate(loaded_of(scenario)).result
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_keeps_its_input_alone_and_makes_again_what_it_would_have_kept():
+    timeline = timeline_of(GPT)
+    own = 8672 * TOKENS  # what a block of this GPT saves: by hand, from its model file
+    for block in (1, 2, 3, 4):
+        assert footprint(timeline.at(block, "f")).kept == (("activations", 576 * TOKENS),)  # the next one's input
+        assert footprint(timeline.at(block, "r")).kept == (("activations", own),)
+
+
+def test_a_block_keeps_its_matrix_products_and_attention_too_and_makes_the_rest_again():
+    timeline = timeline_of(GPT, selective=True)
+    # by hand, values of 4 bytes: q, k and v (3 x 144); attention's output (144) and a logarithm for each of 4 heads;
+    # its projection (144); up (4 x 144); down (144)
+    heavy = 4 * (3 * 144 + 144 + 4 + 144 + 4 * 144 + 144) * TOKENS
+    # both norms' outputs, means and standard deviations, and the activation function's output
+    light = 4 * (2 * (144 + 2) + 4 * 144) * TOKENS
+    kept_again = light + 4 * 144 * TOKENS  # the sum of the first residual, which the second norm keeps
+    projection = 4 * 144 * TOKENS  # of attention: taken over for that sum alone, and given up then
+    for block in (1, 2, 3, 4):
+        assert footprint(timeline.at(block, "f")).kept == (("activations", 4 * 144 * TOKENS + heavy),)
+        assert footprint(timeline.at(block, "r")).kept == (("activations", kept_again - projection),)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_buffers_of_a_recomputed_step_are_freed_within_it(name, selective):
+    model = load_model(MODELS / f"{name}.toml")
+    layers = unrolled(model)
+    timeline = timeline_of(model, batch=2, length=16, selective=selective)
+    places = [*((i, "f") for i in range(len(layers)))]
+    places += [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
+    assert set(timeline.events) <= set(places)
+    held = 0.0
+    for place in places:
+        held += sum(event.size_bytes for event in timeline.at(*place))
+        assert held >= 0
+    assert held + sum(event.size_bytes for event in timeline.end) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_buffers_go_no_later_in_the_first_forward_than_a_model_file_without_their_releases_assumes(name):
+    told = load_model(MODELS / f"{name}.toml")
+    untold = replace(told, layers=tuple(replace(layer, recompute_releases=None) for layer in told.layers))
+    found, assumed = (timeline_of(model, batch=2, length=16) for model in (told, untold))
+    for instance in unrolled(told):
+        here, there = (footprint(each.at(instance.index, "f")) for each in (found, assumed))
+        assert here.peak_bytes <= there.peak_bytes
+        assert here.kept == there.kept
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["gpt-byte-1m", "bert-byte-1m", "resnet-digits"]), st.sampled_from(METHODS), st.integers(1, 64))
+def test_the_more_is_recomputed_the_less_memory_but_for_the_states_of_random_numbers(name, method, batch):
+    model = load_model(MODELS / f"{name}.toml")
+    ranks = 1 if method == "single" else 2
+    shape = {"sequence_length": None if name == "resnet-digits" else 32, "global_batch_size": batch * ranks}
+    none, selective, full = (
+        result_of(trained(each, method, model=model, ranks=ranks, **shape)).ranks[0].peak_allocated_bytes
+        for each in ("none", "selective", "full")
+    )
+    states = (sum(instance.layer.block for instance in unrolled(model)) + 1) * CPU_RANDOM_STATE_BYTES
+    assert selective <= none + states
+    assert full <= selective
+
+
+def test_equal_blocks_hold_an_input_each_and_the_activations_of_one():
+    (found,) = result_of(trained("full", global_batch_size=64, kind="cuda")).ranks
+    tokens = 64 * LENGTH
+    activations = found.peak_by_category_bytes["activations"]
+    assert activations == pytest.approx(4 * 576 * tokens + 8672 * tokens, rel=0.01)
+    (whole,) = result_of(trained("none", global_batch_size=64, kind="cuda")).ranks
+    assert whole.peak_by_category_bytes["activations"] > 4 * 9248 * tokens
+
+
+def test_a_cpu_keeps_the_state_of_its_random_numbers_with_each_block_and_a_gpu_in_the_hosts_memory():
+    def asked_for(kind: str, **workload) -> float:
+        (found,) = result_of(trained("full", kind=kind, **workload)).ranks
+        return found.peak_allocated_bytes - found.peak_by_category_bytes.get("rounding", 0.0)
+
+    peaks = [asked_for(kind) for kind in ("cpu", "cuda")]
+    assert 0 < peaks[0] - peaks[1] <= 5 * CPU_RANDOM_STATE_BYTES
+    doubled = [asked_for(kind, precision="fp64") for kind in ("cpu", "cuda")]
+    assert doubled[0] - doubled[1] == pytest.approx(peaks[0] - peaks[1])
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_longer_by_the_forward_of_each_block():
+    none, full = (result_of(trained(each, model=tiny_model())) for each in ("none", "full"))
+    block = tiny_model().layers[1]
+    scenario = trained("full", model=tiny_model())
+    forward_s = cost.layer_time_s(scenario.cluster.type_of(0), scenario.workload, block, phase="f", batch_size=BATCH)
+    assert full.step_time_s == pytest.approx(none.step_time_s + 2 * forward_s, rel=1e-12)
+    assert full.phases_s["forward"] == pytest.approx(none.phases_s["forward"], rel=1e-12)
+
+
+def test_what_comes_after_the_last_saved_tensor_is_not_run_again():
+    none, full = (result_of(trained(each)) for each in ("none", "full"))
+    scenario = trained("full")
+    again_s, forward_s = (
+        cost.layer_time_s(scenario.cluster.type_of(0), scenario.workload, GPT.layers[1], phase=p, batch_size=BATCH)
+        for p in "rf"
+    )
+    assert full.step_time_s == pytest.approx(none.step_time_s + 4 * again_s, rel=1e-12)
+    assert 0.6 * forward_s < again_s < 0.8 * forward_s  # the last projection, a third of the block, is left out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_more_is_kept_the_less_is_run_again(name):
+    layers = [layer for layer in load_model(MODELS / f"{name}.toml").layers if layer.block]
+    shape = {"b": 2, "s": 16}
+    for layer in layers:
+        assert (
+            0 == layer.selective_flop.at(**shape) < layer.recompute_flop.at(**shape) <= layer.forward_flop.at(**shape)
+        )
+        assert 0 < layer.selective_bytes.at(**shape) < layer.recompute_bytes.at(**shape)
+        assert 0 < layer.selective_operations < layer.recompute_operations <= layer.forward_operations
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_more_is_kept_the_sooner_a_step_is_over_and_with_the_same_traffic(method):
+    none, selective, full = (
+        result_of(trained(each, method, ranks=1 if method == "single" else 2)) for each in ("none", "selective", "full")
+    )
+    assert none.step_time_s < selective.step_time_s < full.step_time_s
+    assert none.collectives == selective.collectives == full.collectives
+
+
+def test_selective_checkpointing_adds_the_light_operations_of_each_block():
+    none, selective = (result_of(trained(each)) for each in ("none", "selective"))
+    scenario = trained("selective")
+    again_s = cost.layer_time_s(
+        scenario.cluster.type_of(0), scenario.workload, GPT.layers[1], phase="r", batch_size=BATCH, selective=True
+    )
+    assert again_s == pytest.approx((2304 + 8656 * TOKENS) / 1e9)  # bytes at 1 GB/s
+    assert selective.step_time_s == pytest.approx(none.step_time_s + 4 * again_s, rel=1e-12)
+
+
+# Order ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("method", METHODS)
+def test_each_block_runs_again_right_before_its_backward_and_labels_are_unique(method, recompute):
+    program = lower(trained(recompute, method, ranks=1 if method == "single" else 2))
+    labels = [task.label for task in program.tasks[0]]
+    assert len(set(labels)) == len(labels)
+    for block in range(4):
+        assert labels[labels.index(f"recompute blocks.{block}") + 1] == f"backward blocks.{block}"
+    plain = lower(trained("none", method, ranks=1 if method == "single" else 2))
+    assert [label for label in labels if not label.startswith("recompute ")] == [t.label for t in plain.tasks[0]]
+    assert {name: c.size_bytes for name, c in program.communications.items()} == {
+        name: c.size_bytes for name, c in plain.communications.items()
+    }
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("method", METHODS)
+def test_all_that_a_recomputed_step_takes_is_given_back(method, recompute):
+    scenario = trained(recompute, method, ranks=1 if method == "single" else 2)
+    one, two = (machine_of(scenario, steps=steps)[0].memory[0].peak for steps in (1, 2))
+    assert one == two

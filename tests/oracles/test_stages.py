@@ -1,0 +1,119 @@
+"""Real modules cut into stages: one after another they make what the whole module makes, under the same names."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+from strategies import scenario_of, star, tiny_model
+from torch import nn
+
+from gsreal.methods.pipeline_stages import check_stages, stage_module
+from gsreal.model_files.build import build_module, example_batch
+from gsreal.run.feed import Feed
+from gssim.errors import UserError
+from gssim.scenario import Scenario, load_model
+from gssim.units import validated
+from gssim.workload import HuggingFace, Model, Module, unrolled
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+
+
+def sequence() -> nn.Module:
+    """Return a chain of layers without a method of its own, as a user may write it."""
+    return nn.Sequential(nn.Embedding(16, 4), nn.Dropout(0.0), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 16))
+
+
+def one_piece() -> nn.Module:
+    """Return a module that cannot be cut."""
+    return nn.Bilinear(4, 4, 16)
+
+
+def pipeline(model: Model, **changes) -> Scenario:
+    settings = {"model": model, "global_batch_size": 8, "optimizer": "sgd"} | changes
+    settings |= {"sequence_length": 12 if model.input.kind == "tokens" else None}
+    return scenario_of(star(2), {"method": "pipeline", "micro_batches": 2}, **settings)
+
+
+def with_module(module: Module) -> Model:
+    data = {**vars_of(tiny_model()), "module": module}
+    return validated(Model, data, file="made")
+
+
+def vars_of(model: Model) -> dict:
+    return {name: getattr(model, name) for name in model.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("name", ["gpt-byte-1m", "bert-byte-1m", "resnet-digits"])
+@pytest.mark.parametrize("share", [1, 2, 5, -1])
+def test_stages_one_after_another_make_what_the_whole_module_makes(name, share):
+    model = load_model(MODELS / f"{name}.toml")
+    layers = unrolled(model)
+    cut = share % (len(layers) - 1)
+    torch.manual_seed(0)
+    whole = build_module(model.module, where="test")
+    parts = [stage_module(whole, part, shared=True) for part in (layers[:cut], layers[cut:])]
+    names = [{name for name, _ in part.named_parameters()} for part in parts]
+    assert names[0] | names[1] == {name for name, _ in whole.named_parameters()}
+    assert not names[0] & names[1]
+    listed = [{n for layer in part for n in layer.parameter_names} for part in (layers[:cut], layers[cut:])]
+    assert names == listed
+    inputs, _ = example_batch(model, batch_size=2, sequence_length=8)
+    assert torch.equal(parts[1](parts[0](inputs)), whole(inputs))
+
+
+def test_a_chain_of_the_users_needs_no_method_and_what_has_no_parameters_goes_with_the_layer_before_it():
+    whole = sequence()
+    layers = unrolled(tiny_model())
+    named = {"0": layers[0], "2": layers[1], "4": layers[3]}
+    parts = [stage_module(whole, [renamed(named[n], n) for n in part], shared=True) for part in (["0"], ["2"], ["4"])]
+    assert [[type(child).__name__ for child in part] for part in parts] == [
+        ["Embedding", "Dropout", "Identity", "Identity", "Identity"],
+        ["Identity", "Identity", "Linear", "ReLU", "Identity"],
+        ["Identity", "Identity", "Identity", "Identity", "Linear"],
+    ]
+    inputs = torch.zeros(2, 3, dtype=torch.int64)
+    made = inputs
+    for part in parts:
+        made = part(made)
+    assert torch.equal(made, whole(inputs))
+
+
+def renamed(instance, module):
+    from dataclasses import replace
+
+    return replace(instance, layer=replace(instance.layer, modules=(module,)), repetition=0)
+
+
+def test_what_cannot_be_cut_is_refused_before_ranks_start():
+    cases = {
+        "Bilinear cannot be cut into stages": Module(factory="test_stages.one_piece"),
+        "Hugging Face modules cannot be cut into stages": Module(hugging_face=HuggingFace(model_type="gpt2")),
+    }
+    for message, module in cases.items():
+        with pytest.raises(UserError, match=f"file: plan.pp = 2: {message}; allowed: modules with a method keep_lay"):
+            check_stages(pipeline(with_module(module)), where="file")
+    check_stages(pipeline(with_module(Module(factory="test_stages.sequence"))), where="file")
+    check_stages(pipeline(load_model(MODELS / "gpt-byte-1m.toml")), where="file")
+
+
+def test_a_rank_is_fed_what_its_stage_needs_and_only_the_last_counts_in_the_loss():
+    scenario = scenario_of(
+        star(4),
+        {
+            "method": "ddp",
+            "pp": 2,
+            "dp_replicate": 2,
+            "micro_batches": 2,
+            "shares": {"batch": [0.75, 0.25]},
+        },
+        model=load_model(MODELS / "gpt-byte-1m.toml"),
+        sequence_length=12,
+    )
+    fed = [Feed(scenario, rank, torch.device("cpu")).at(0) for rank in range(4)]
+    assert [len(inputs) for inputs, _, _ in fed] == [6, 2, 0, 0]
+    assert [len(targets) for _, targets, _ in fed] == [0, 0, 6, 2]
+    assert {weights.ranks for _, _, weights in fed} == {(0.0, 0.0, 0.75, 0.25)}
+    assert {weights.micro_batches for _, _, weights in fed} == {(0.5, 0.5)}

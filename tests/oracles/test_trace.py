@@ -1,0 +1,603 @@
+"""Published and real: torch is the oracle for what a traced model file says about its module."""
+
+import gc
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from gsreal.cli import main
+from gsreal.measure import MemoryCounter
+from gsreal.measure.memory import _StorageTracker
+from gsreal.methods.training import checkpoint_blocks
+from gsreal.model_files.build import build_module, example_batch, loss_of
+from gsreal.model_files.model_file import Request, traced_model, write_model
+from gsreal.model_files.recorder import Record, Recorder, _is_alias
+from gsreal.model_files.trace import trace
+from gssim.errors import UserError
+from gssim.memory import CPU_RANDOM_STATE_BYTES, activation_timeline, as_traced, gradient_events, recomputed_buffers
+from gssim.scenario import load_model
+from gssim.workload import ImageInput, Model, TokenInput, gradient_order, unrolled
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
+ELEMENTS = {name: load_model(MODELS / f"{name}.toml").elements for name in NAMES}
+SMALL = [name for name in NAMES if ELEMENTS[name] < 20e6]
+"""Those that a test may really make, weights and all."""
+TRANSFORMERS = [name for name in SMALL if name != "resnet-digits"]
+
+
+def larger_is_slow(name: str) -> Any:
+    """Return a model's name as a test's parameter: what the larger one shows, the smaller ones show too."""
+    return pytest.param(name, marks=[pytest.mark.slow] if name == "gpt-byte-10m" else [])
+
+
+def deep_is_slow(name: str) -> Any:
+    """Return a model's name as a test's parameter: what deep ones show, small siblings show in test_model_files."""
+    return pytest.param(name, marks=[pytest.mark.slow] if ELEMENTS[name] > 200e6 else [])
+
+
+# Modules -------------------------------------------------------------------------------------------------------------
+
+
+class Step(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+class Shortcut(nn.Module):
+    """What the first layer makes is used again behind the stack, and each step is skipped by an addition."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.steps = nn.ModuleList(Step(width) for _ in range(3))
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, images):
+        start = self.first(images.flatten(1, 2)).mean(1)
+        x = start
+        for step in self.steps:
+            x = x + step(x)
+        return self.head(torch.cat([start, x], 1))
+
+
+class Convolution(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.GroupNorm(2, width)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+class Stage(nn.Module):
+    """A stage wraps a stack of blocks, and is an element of a stack itself."""
+
+    def __init__(self, width, blocks):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Convolution(width) for _ in range(blocks)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+class Stages(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3)
+        self.stages = nn.ModuleList([Stage(width, 2), Stage(width, 3)])
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images):
+        x = self.stem(images)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Again(Shortcut):
+    """One of its layers runs twice."""
+
+    def forward(self, images):
+        return self.head(torch.cat([self.steps[0](self.steps[0](self.first(images.flatten(1, 2)).mean(1)))] * 2, 1))
+
+
+class Normed(nn.Module):
+    """Has buffers of two data types."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, images):
+        return self.head(self.norm(self.conv(images)).mean((2, 3)))
+
+
+class Perceptron(nn.Module):
+    """Ends in a matrix product, whose output goes to the next block."""
+
+    def __init__(self, width, *, inplace):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.inplace = inplace
+
+    def forward(self, x):
+        return self.down(nn.functional.relu(self.up(x), inplace=self.inplace) * 2)
+
+
+class Perceptrons(nn.Module):
+    def __init__(self, width=32, inplace=False):
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.steps = nn.ModuleList(Perceptron(width, inplace=inplace) for _ in range(4))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images):
+        x = self.first(images.flatten(1))
+        for step in self.steps:
+            x = step(x)
+        return self.head(x)
+
+
+class Unused(Shortcut):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+class Cubic(Shortcut):
+    """Its cost is no polynomial of the traced degree in the batch size."""
+
+    def forward(self, images):
+        return super().forward(images) + 0 * torch.ones(len(images) ** 3).sum()
+
+
+def number():
+    return 3
+
+
+def failing():
+    raise RuntimeError("no such luck\nsecond line")
+
+
+# What is traced ------------------------------------------------------------------------------------------------------
+
+
+def shipped(name):
+    model = load_model(MODELS / f"{name}.toml")
+    if model.module.hugging_face is not None:
+        pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+    return model
+
+
+def request_for(model, **changes):
+    settings = {
+        "model": model,
+        "arguments": (),
+        "name": "made",
+        "vocabulary": None,
+        "maximum_sequence_length": 64,
+        "task": "next-token",
+        "image": "1x8x8",
+        "classes": 10,
+        "auto_class": "AutoModelForCausalLM",
+        "sequence_length": None,
+    }
+    return Request(**settings | changes)
+
+
+def made(factory, **changes):
+    """Return a module of this file, traced."""
+    return traced_model(request_for(f"{__name__}.{factory}", **changes))
+
+
+def untraced_shape(model):
+    """Return a batch size and a sequence length that are none of the traced ones, nor the checked one."""
+    length = model.input.maximum_sequence_length * 5 // 8 if isinstance(model.input, TokenInput) else None
+    assert length not in model.traced_sequence_lengths
+    assert 4 not in model.traced_batch_sizes
+    return 4, length
+
+
+def at(polynomial, shape):
+    return polynomial.at(b=shape[0], s=shape[1] or 1)
+
+
+def real_step(model, shape, *, recompute="none"):
+    """Return the real module and a function that runs its forward and loss once."""
+    module = build_module(model.module, where=model.name)
+    module.train()
+    if recompute != "none":
+        checkpoint_blocks(model, module, selective=recompute == "selective")
+    inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])
+    return module, (inputs, targets), lambda: loss_of(module(inputs), targets)
+
+
+def lives_of(recompute):
+    """Return what recomputing makes of a layer's buffers."""
+    if recompute == "none":
+        return as_traced
+    return partial(recomputed_buffers, selective=recompute == "selective", random_state_bytes=CPU_RANDOM_STATE_BYTES)
+
+
+def replayed_peak_bytes(model, shape, *, recompute="none"):
+    """Return the most bytes above the parameters in one step, as the model file tells it."""
+    layers = unrolled(model)
+    lives = lives_of(recompute)
+    timeline = activation_timeline(layers, batch_size=shape[0], sequence_length=shape[1] or 1, lives=lives)
+    gradients = gradient_events(layers, value_bytes=4, given_back=0)
+    held = peak = 0.0
+    backward = [(i, phase) for i in reversed(range(len(layers))) for phase in "rb"]
+    for layer, phase in [*((i, "f") for i in range(len(layers))), *backward]:
+        events = [*timeline.at(layer, phase), *(gradients.get((layer, phase), ()) if phase == "b" else ())]
+        for event in sorted(events, key=lambda e: (e.position, e.size_bytes < 0)):
+            held += event.size_bytes
+            peak = max(peak, held)
+    return peak
+
+
+def counted_peak_bytes(model, shape, *, recompute="none"):
+    """Return the most bytes above the parameters and the batch that a real step takes."""
+    counter = MemoryCounter(torch.device("cpu"))
+    if counter.method != "allocator":
+        pytest.skip("no C++ compiler here: peaks are not counted exactly")
+    module, _, step = real_step(model, shape, recompute=recompute)
+    step().backward()  # what libraries keep from their first use is no part of a step
+    module.zero_grad(set_to_none=True)
+    gc.collect()  # nor are the modules of other tests, which checkpointing makes part of cycles
+    before = counter.alive()
+    counter.reset()
+    step().backward()
+    return counter.peak() - before
+
+
+# Shipped model files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [deep_is_slow(name) for name in NAMES])
+def test_parameters_are_those_of_the_real_module(name):
+    model = shipped(name)
+    with FakeTensorMode():
+        module = build_module(model.module, where=name)
+        real = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    traced = {
+        name: parameter.shape
+        for layer in unrolled(model)
+        for name, parameter in zip(layer.parameter_names, layer.layer.parameters, strict=True)
+    }
+    assert traced == real
+
+
+def attention_flop(query, key, *_rest, **_settings):
+    """Return the FLOP of q @ k^T and of the product with v; q: (batch, heads, sequence, width)."""
+    batch, heads, queries, width = query.shape
+    return 4 * batch * heads * queries * key.shape[2] * width
+
+
+def attention_backward_flop(_gradient, query, key, *_rest, **_settings):
+    """Return the FLOP of the backward: the scores once more, and the gradients of q, k, v and of the scores."""
+    batch, heads, queries, width = query.shape
+    return 10 * batch * heads * queries * key.shape[2] * width
+
+
+attention_flop._get_raw = attention_backward_flop._get_raw = True  # take tensors, not their shapes
+CPU_ATTENTION = {  # torch counts nothing for these
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flop,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flop,
+}
+
+
+def flop_of(model, shape):
+    with FakeTensorMode():
+        _, _, step = real_step(model, shape)
+        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+            step().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", [deep_is_slow(name) for name in NAMES])
+def test_flop_at_a_shape_that_was_not_traced_is_what_torch_counts(name):
+    model = shipped(name)
+    shape = untraced_shape(model)
+    layers = [layer.layer for layer in unrolled(model)]
+    assert sum(at(layer.forward_flop, shape) + at(layer.backward_flop, shape) for layer in layers) == flop_of(
+        model, shape
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_saved_bytes_are_what_autograd_saves(name):
+    model = shipped(name)
+    shape = untraced_shape(model)
+    module, batch, step = real_step(model, shape)
+    known = {tensor.untyped_storage()._cdata for tensor in [*module.parameters(), *module.buffers(), *batch]}
+    saved = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = step()
+    assert loss.requires_grad
+    traced = sum(at(layer.layer.saved_bytes, shape) for layer in unrolled(model))
+    assert traced == sum(storage.nbytes() for storage in saved.values())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_become_ready_in_the_traced_order(name):
+    model = shipped(name)
+    module, _, step = real_step(model, untraced_shape(model))
+    seen = []
+    for parameter_name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _parameter, name=parameter_name: seen.append(name))
+    step().backward()
+    layers = unrolled(model)
+    assert [layers[i].parameter_names[j] for i, j in gradient_order(layers)] == seen
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_the_replayed_peak_is_the_counted_one(name):
+    model = shipped(name)
+    shape = untraced_shape(model)
+    assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
+
+
+@pytest.mark.parametrize("name", [larger_is_slow(name) for name in TRANSFORMERS])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_the_replayed_peak_of_checkpointed_blocks_is_the_counted_one(name, recompute):
+    model = shipped(name)
+    for shape in (untraced_shape(model), (16, untraced_shape(model)[1])):
+        found = replayed_peak_bytes(model, shape, recompute=recompute)
+        assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
+
+
+def work_of_a_step(model, shape, *, recompute):
+    """Return (FLOP, bytes, operations) of a real step, forward and backward."""
+    _, _, step = real_step(model, shape, recompute=recompute)
+    with Recorder(Record([], set()), set()) as recorder:
+        step().backward()
+    work = recorder.work()
+    return work.flop, work.bytes_moved, work.operations
+
+
+@pytest.mark.parametrize("name", [larger_is_slow(name) for name in SMALL])
+def test_checkpointing_runs_again_what_is_traced_and_no_more(name):
+    model = shipped(name)
+    shape = untraced_shape(model)
+    plain, full, selective = (work_of_a_step(model, shape, recompute=each) for each in ("none", "full", "selective"))
+    blocks = [layer.layer for layer in unrolled(model) if layer.layer.block]
+    assert full[0] - plain[0] == sum(at(layer.recompute_flop, shape) for layer in blocks)
+    assert full[1] - plain[1] == sum(at(layer.recompute_bytes, shape) for layer in blocks)
+    assert full[2] - plain[2] == sum(layer.recompute_operations for layer in blocks)
+    assert selective[0] - plain[0] == sum(at(layer.selective_flop, shape) for layer in blocks) == 0
+    assert selective[1] - plain[1] == sum(at(layer.selective_bytes, shape) for layer in blocks)
+    assert selective[2] - plain[2] == sum(layer.selective_operations for layer in blocks)
+
+
+def test_kernel_scratch_alone_is_missing_from_the_replayed_peak_of_convolutions():
+    model = shipped("resnet-digits")
+    shape = untraced_shape(model)
+    module, batch, step = real_step(model, shape)
+    kept = [*module.parameters(), *module.buffers(), *batch]
+    tracker = _StorageTracker(kept)
+    before = tracker.alive_bytes
+    with tracker:
+        step().backward()
+    replayed = replayed_peak_bytes(model, shape)
+    assert replayed == pytest.approx(tracker.peak_bytes - before, rel=0.01)
+    assert replayed <= counted_peak_bytes(model, shape)  # by how much hangs on the processor's kernels
+
+
+@pytest.mark.parametrize("name", ["gpt-byte-1m", pytest.param("bert-byte-1m", marks=pytest.mark.slow), "resnet-digits"])
+def test_tracing_a_model_file_again_changes_no_byte_of_it(name, tmp_path):
+    path = MODELS / f"{name}.toml"
+    version = torch.__version__.partition("+")[0]
+    if f"torch {version}" not in load_model(path).source:
+        pytest.skip(f"the file was traced with another torch than {version}, whose kernels may save other things")
+    write_model(tmp_path / path.name, traced_model(request_for(str(path), image=None)))
+    assert (tmp_path / path.name).read_text() == path.read_text()
+
+
+# Any module ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_written_model_loads_to_the_same_model(tmp_path):
+    model = made("Shortcut", arguments=("width=12",))
+    write_model(tmp_path / "made.toml", model)
+    assert load_model(tmp_path / "made.toml") == model
+    assert model.module.arguments == {"width": 12}
+    assert isinstance(model.input, ImageInput)
+
+
+@pytest.mark.parametrize("factory", ["Shortcut", "Stages"])
+def test_a_module_of_the_users_own_is_traced_exactly(factory):
+    model = made(factory)
+    shape = untraced_shape(model)
+    layers = [layer.layer for layer in unrolled(model)]
+    module, _, _ = real_step(model, shape)
+    assert model.elements == sum(parameter.numel() for parameter in module.parameters())
+    assert sum(at(layer.forward_flop, shape) + at(layer.backward_flop, shape) for layer in layers) == flop_of(
+        model, shape
+    )
+
+
+def test_a_shortcut_keeps_what_it_skips_with():
+    """The first layer's output is freed in its own backward alone, for the head gives its gradient a part."""
+    model = made("Shortcut")
+    assert [layer.module for layer in unrolled(model)] == ["first", "steps.0", "steps.1", "steps.2", "head", "loss"]
+    assert [layer.layer.block for layer in unrolled(model)] == [False, True, True, True, False, False]
+    shape = (64, None)
+    assert replayed_peak_bytes(model, shape) == pytest.approx(counted_peak_bytes(model, shape), rel=5e-3)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("factory", ["Shortcut", "Perceptrons"])
+def test_the_replayed_peak_of_checkpointed_modules_of_the_users_own_is_the_counted_one(factory, recompute):
+    model, shape = made(factory), (640, None)
+    found = replayed_peak_bytes(model, shape, recompute=recompute)
+    assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
+
+
+def test_what_is_changed_in_place_after_a_matrix_product_cannot_be_kept():
+    """Torch would find that out in the first backward."""
+    kept, changed = (made("Perceptrons", arguments=(f"inplace={each}",)) for each in ("false", "true"))
+    assert [layer.layer.selective_positions is None for layer in unrolled(changed) if layer.layer.block] == [True] * 4
+    assert [layer.layer.selective_positions is None for layer in unrolled(kept) if layer.layer.block] == [False] * 4
+    _, _, step = real_step(kept, (2, None), recompute="selective")
+    step().backward()
+    _, _, step = real_step(changed, (2, None), recompute="selective")
+    with pytest.raises(RuntimeError, match="mutated"):
+        step().backward()
+
+
+def test_stages_of_blocks_are_opened_into_their_blocks():
+    model = made("Stages")
+    blocks = [layer.module for layer in unrolled(model) if layer.layer.block]
+    assert blocks == [f"stages.0.blocks.{i}" for i in range(2)] + [f"stages.1.blocks.{i}" for i in range(3)]
+    assert [layer.module for layer in unrolled(model) if not layer.layer.block] == ["stem", "head", "loss"]
+
+
+def test_buffers_are_counted_by_data_type():
+    """Batch norm keeps mean and variance of four channels in fp32, and a counter in int64."""
+    assert made("Normed").buffer_bytes == (2 * 4 * 4, 8)
+
+
+def test_any_hugging_face_config_is_traced():
+    """Its initialisation by a truncated normal distribution asks for values, which fake tensors lack."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config |= {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
+    arguments = tuple(f"{key}={value}" for key, value in config.items())
+    model = traced_model(request_for("hf:vit", arguments=arguments, auto_class="AutoModelForImageClassification"))
+    real = transformers.ViTForImageClassification(transformers.ViTConfig(**config))
+    assert model.elements == sum(parameter.numel() for parameter in real.parameters())
+    assert sum(layer.repeats for layer in model.layers if layer.block) == 2
+
+
+def test_a_length_of_its_own_restricts_the_model_to_it():
+    arguments = ("width=16", "heads=2", "layers=2", "vocabulary=32", "maximum_length=64")
+    changes = {"arguments": arguments, "vocabulary": 32, "image": None}
+    whole = traced_model(request_for("gsreal.models.gpt", **changes))
+    alone = traced_model(request_for("gsreal.models.gpt", sequence_length=24, **changes))
+    assert not alone.exact_sequence
+    assert alone.traced_sequence_lengths == (24,)
+    for everywhere, here in zip(unrolled(whole), unrolled(alone), strict=True):
+        assert at(everywhere.layer.saved_bytes, (7, 24)) == at(here.layer.saved_bytes, (7, 24))
+
+
+# What the user can mend ----------------------------------------------------------------------------------------------
+
+GPT = ("gsreal.models.gpt", "--argument", "width=16", "--argument", "heads=2", "--argument", "layers=1")
+IMAGE = ("--image", "1x8x8")
+FAULTS = {
+    "no-such-module": (("nowhere.at.all", *IMAGE), "module.factory = 'nowhere.at.all': cannot be imported: No module"),
+    "no-such-name": ((f"{__name__}.Nothing", *IMAGE), "cannot be imported: module 'test_trace' has no attribute"),
+    "no-dotted-path": (("nowhere", *IMAGE), "module.factory = 'nowhere': cannot be imported: Empty module name"),
+    "no-module-made": ((f"{__name__}.number", *IMAGE), "returns int, no nn.Module"),
+    "factory-fails": ((f"{__name__}.failing", *IMAGE), "module.arguments = {}: no such luck"),
+    "factory-refuses": (
+        ("gsreal.models.resnet", "--argument", "widths=[4]", "--argument", "blocks=1", *IMAGE),
+        "module.arguments = {'widths': [4], 'blocks': 1}: num_channels (4) must be divisible by num_groups (8)",
+    ),
+    "unknown-argument": ((f"{__name__}.Shortcut", "--argument", "depth=3", *IMAGE), "unexpected keyword argument"),
+    "argument-without-value": ((f"{__name__}.Shortcut", "--argument", "depth", *IMAGE), "must be NAME=VALUE"),
+    "forward-fails": ((f"{__name__}.Shortcut", "--image", "3x9x9"), "forward or loss fails on the stated input: "),
+    "loss-fails": (
+        ("torch.nn.Linear", "--argument", "in_features=8", "--argument", "out_features=3", *IMAGE),
+        "forward or loss fails on the stated input: Expected input batch_size (16) to match target batch_size (2)",
+    ),
+    "nothing-to-train": (("torch.nn.Flatten", *IMAGE), "the module has no parameters to train"),
+    "unused-parameter": ((f"{__name__}.Unused", *IMAGE), "the parameter 'spare.weight' gets no gradient"),
+    "runs-twice": ((f"{__name__}.Again", *IMAGE), "the module 'steps.0' runs more than once in a forward"),
+    "no-polynomial": ((f"{__name__}.Cubic", *IMAGE), "is no polynomial in batch size and sequence length"),
+    "no-input": ((f"{__name__}.Shortcut",), "exactly one of --vocabulary (tokens) and --image is needed"),
+    "no-image": ((f"{__name__}.Shortcut", "--image", "8x8"), "--image 8x8: must be CHANNELSxHEIGHTxWIDTH"),
+    "too-long": ((*GPT, "--vocabulary", "256", "--sequence-length", "257"), "must be at least 1 and at most 256"),
+    "no-length": ((*GPT, "--vocabulary", "256", "--sequence-length", "0"), "must be at least 1 and at most 256"),
+    "image-length": ((f"{__name__}.Shortcut", *IMAGE, "--sequence-length", "8"), "must be left out: the input is"),
+    "unknown-task": ((*GPT, "--vocabulary", "256", "--task", "guess"), "input.task = 'guess': "),
+    "no-such-file": (("nowhere.toml",), "nowhere.toml: no such file"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_one_line_and_nothing_is_written(fault, monkeypatch, capsys, tmp_path):
+    arguments, message = FAULTS[fault]
+    monkeypatch.setattr(sys, "argv", ["gsreal", "trace", *arguments, "--out", str(tmp_path / "made" / "model.toml")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    stdout, stderr = capsys.readouterr()
+    assert ended.value.code == 2, stderr
+    assert stdout == ""
+    assert stderr.startswith("gsreal: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+    assert len(stderr) < 500
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["hf:no-such-type", "hf:gpt2"])
+def test_a_fault_of_a_hugging_face_model_is_one_short_line(model):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    with pytest.raises(UserError, match=r"module\.hugging_face[:.]") as refused:
+        traced_model(request_for(model, auto_class="AutoNothing"))
+    assert len(str(refused.value)) < 500
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_is_not_changed_by_tracing_it():
+    model = shipped("resnet-digits")
+    assert isinstance(model, Model)
+    assert trace(model, where="here").module == model.module
+
+
+# What is streamed ----------------------------------------------------------------------------------------------------
+
+
+def test_what_hands_on_what_it_reads_moves_nothing():
+    aten = torch.ops.aten
+    whole = torch.zeros(4, 4)
+    assert _is_alias(aten._unsafe_view.default, [whole], [aten._unsafe_view.default(whole, [2, 8])])
+    assert not _is_alias(aten.clone.default, [whole], [aten.clone.default(whole)])
+    assert not _is_alias(aten.add_.Tensor, [whole, whole], [whole])  # it writes
+
+
+def test_bytes_are_streamed_by_all_operations_but_products_and_views():
+    """A map of 8 to 16, then GELU, both of 4-byte values: only the latter streams, 2 * 16 * 4 bytes a sample."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(8, 16, bias=False)
+
+        def forward(self, values):
+            return nn.functional.gelu(self.map(values))
+
+    record = Record(["block"], blocks=set())
+    with FakeTensorMode():
+        block, values = Block(), torch.empty(3, 5, 8)
+        with Recorder(record, set()):
+            block(values)
+    assert record.streamed[0, "f"] == 2 * 16 * 4 * 15
+    assert record.bytes_moved[0, "f"] == 4 * (8 * 15 + 8 * 16 + 16 * 15) + 2 * 2 * 16 * 4 * 15

@@ -1,0 +1,380 @@
+"""Published training runs: their models, how tables are read, and how far predictions may be off."""
+
+import csv
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from analysis.__main__ import main
+from analysis.literature.platforms import calibration_rows, cluster_of, platforms, servers_of
+from analysis.literature.predict import plan_of, predict, scenario_of
+from analysis.literature.runs import Run, Shape, SkippedError, Software
+from analysis.literature.score import SourceScore, agreement_of, baseline_step_s, score
+from analysis.literature.tables.tables import read_table
+from analysis.literature.transformer import layers_of
+from gssim.errors import UserError
+from gssim.plan import held_model
+from gssim.program import Task, lower
+from gssim.scenario import Loaded, Scenario, check
+from gssim.simulation import simulate
+from gssim.workload import Layer
+
+GPT = Shape(
+    kind="gpt", layers=4, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=1024, sequence_length=256
+)  # fmt: skip
+LLAMA_8B = Shape(
+    kind="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, sequence_length=8192
+)
+RUN = Run(
+    identity="made up",
+    source="test",
+    gpu="A100-SXM-80GB",
+    per_node=8,
+    shape=GPT,
+    software=Software(),
+    method="ddp",
+    dp=2,
+    micro_batch=2,
+    micro_batches=8,
+    recompute="full",
+    overlap=False,
+    step_s=1.0,
+)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "published"), [(LLAMA_8B, 8.03e9)])
+def test_parameters_are_the_published_ones(shape, published):
+    assert shape.parameters == pytest.approx(published, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA_8B])
+def test_layers_have_the_parameters_of_the_shape(shape):
+    layers = layers_of(shape, Software(), 1, tied=shape.kind == "gpt")
+    assert sum(layer.repeats * layer.elements for layer in layers) == shape.parameters
+
+
+def test_maps_have_two_flop_a_parameter_and_token_and_attention_four_a_score_and_width():
+    block = layers_of(GPT, Software(), 1, tied=True)[1]
+    b, s, h = 2, GPT.sequence_length, GPT.hidden
+    assert block.forward_flop.at(b=b, s=s) == 2 * 12 * h * h * b * s + 4 * b * s * s * h
+    assert block.backward_flop.at(b=b, s=s) == 2 * block.forward_flop.at(b=b, s=s)
+
+
+@pytest.mark.parametrize("software", [Software(), Software(flash_attention=True, sequence_parallel=True)])
+def test_ranks_that_cut_a_model_share_its_flop(software):
+    run = replace(RUN, tp=4, software=software)
+    model = scenario_of(run, 1).workload.model
+    held = held_model(model, (0.25,) * 4, 0)
+    assert held.elements < model.elements / 3
+    for whole, part in zip(model.layers, held.layers, strict=True):
+        assert 4 * part.forward_flop.at(b=1, s=256) == whole.forward_flop.at(b=1, s=256)
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+def test_stages_whose_blocks_are_cut_fold_to_what_all_ranks_do():
+    scenario = scenario_of(replace(RUN, tp=2, pp=2), 4)
+    check(scenario, file="test")
+    loaded = Loaded(file="test", scenario=scenario)
+    folded, unfolded = simulate(loaded).result, simulate(loaded, unfolded=True).result
+    assert folded.step_time_s == pytest.approx(unfolded.step_time_s, rel=1e-9)
+    assert folded.collectives == unfolded.collectives
+
+
+def test_every_rank_of_a_cut_stage_passes_on_to_its_like():
+    result = simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2), 4))).result
+    sends = {each.group: each for each in result.collectives if each.kind == "send"}
+    assert set(sends) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert {each.count for each in sends.values()} == {8}
+    assert {each.bytes for each in sends.values()} == {2 * 2 * GPT.sequence_length * GPT.hidden}
+
+
+def test_partitioned_activations_are_passed_on_in_parts():
+    whole, parts = (
+        simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2, software=software), 4))).result
+        for software in (Software(), Software(partitioned=True))
+    )
+    sent = [{each.bytes for each in result.collectives if each.kind == "send"} for result in (whole, parts)]
+    assert sent[0] == {2 * size for size in sent[1]}
+
+
+def test_cut_stages_sum_over_their_own_ranks():
+    result = simulate(Loaded(file="test", scenario=scenario_of(replace(RUN, tp=2, pp=2), 4))).result
+    pairs = Counter()
+    for each in result.collectives:
+        if each.kind == "all-reduce" and each.bytes == 2 * 2 * GPT.sequence_length * GPT.hidden:
+            pairs[each.group] += each.count
+    # a block sums twice in its forward, its second forward and its backward; ends of the model once each
+    per_stage = 2 * 3 * 2 + 1
+    assert dict(pairs) == {(rank, rank + 1): 4 * per_stage for rank in range(0, 8, 2)}
+
+
+@pytest.mark.parametrize("run", [RUN, replace(RUN, pp=2, method="ddp"), replace(RUN, pp=2, chunks=2, method="ddp")])
+def test_what_is_not_simulated_of_many_micro_batches_repeats_itself(run):
+    run = replace(run, micro_batches=16)
+    whole = simulate(Loaded(file="test", scenario=scenario_of(run, 16))).result
+    assert predict(run).step_s == pytest.approx(whole.step_time_s, rel=5e-3)
+
+
+def test_a_pipeline_has_the_blocks_evenly_and_the_ends_with_the_first_and_last():
+    assert plan_of(replace(RUN, pp=2), 4).stages == (3, 3)
+    assert plan_of(replace(RUN, pp=2, chunks=2), 4).stages == (2, 1, 1, 2)
+
+
+# Hosts ---------------------------------------------------------------------------------------------------------------
+
+CUT = replace(RUN, method="tensor", dp=1, tp=2, micro_batches=1)
+OPERATIONS, SUMS = {"forward": 33, "recompute": 33, "backward": 66}, 2
+"""Of a block's phases."""
+
+
+def issued_in(run: Run, overhead_s: float) -> Scenario:
+    scenario = scenario_of(run, run.micro_batches)
+    kinds = {
+        name: replace(device, operation_overhead_s=overhead_s) for name, device in scenario.cluster.device_types.items()
+    }
+    return replace(scenario, cluster=replace(scenario.cluster, device_types=kinds))
+
+
+def parts_of(tasks: Iterable[Task], phase: str) -> list[Task]:
+    name = f"{phase} blocks.1"
+    return [task for task in tasks if task.label == name or task.label.startswith(f"{name} part")]
+
+
+@pytest.mark.parametrize("phase", OPERATIONS)
+def test_a_host_issues_a_cut_block_and_its_sums_part_by_part(phase):
+    parts = parts_of(lower(issued_in(CUT, 1e-3)).tasks[0], phase)
+    issues = [part.issue for part in parts if part.issue]
+    assert [each.goes_on for each in issues] == [False, True, True]
+    assert sum(each.host_s for each in issues) == pytest.approx((OPERATIONS[phase] + SUMS) * 1e-3)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("phase", OPERATIONS)
+def test_sums_over_ranks_add_nothing_to_a_host_that_takes_longer(phase, stages):
+    run = replace(CUT, method="pipeline", pp=stages, micro_batches=stages) if stages > 1 else CUT
+    spans = simulate(Loaded(file="test", scenario=issued_in(run, 1e-3))).spans
+    own = [each for each in spans if each.stream == "compute" and f"{phase} blocks.1" in each.label]
+    own.sort(key=lambda each: each.start_s)
+    begins = next(place for place, each in enumerate(own) if each.label.startswith(phase) and "part" not in each.label)
+    whole = own[begins : begins + 2 * SUMS + 1]  # of one micro-batch: parts, and sums between them
+    assert sum(each.label.startswith("all-reduce") for each in whole) == SUMS
+    taken_s = whole[-1].end_s - whole[0].start_s
+    assert taken_s == pytest.approx((OPERATIONS[phase] + SUMS) * 1e-3, rel=1e-9)
+
+
+def test_where_the_device_takes_longer_its_host_counts_for_nothing():
+    scenario = issued_in(CUT, 0.0)
+    assert not any(task.issue for tasks in lower(scenario).tasks for task in tasks)
+    fast, slow = (simulate(Loaded(file="test", scenario=each)).result for each in (scenario, issued_in(CUT, 1e-9)))
+    assert slow.step_time_s == pytest.approx(fast.step_time_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pipeline_that_lets_nothing_overlap_reduces_gradients_behind_its_last_message(overlap):
+    run = replace(RUN, dp=2, pp=2, overlap=overlap)
+    labels = [task.label for task in lower(scenario_of(run, 4)).tasks[-1]]
+    sent = max(place for place, label in enumerate(labels) if label.startswith("send gradient"))
+    reduced = [place for place, label in enumerate(labels) if label.startswith("all-reduce bucket")]
+    assert reduced
+    assert min(reduced) > sent if not overlap else max(reduced) < sent
+
+
+def test_hosts_and_their_calibration_rows_are_told_once():
+    for gpu, overhead_s in (("T4", 23e-6), ("A100-SXM-80GB", 23e-6), ("GH-96", 28e-6)):
+        assert cluster_of(((gpu, 1),), "bf16").type_of(0).operation_overhead_s == overhead_s
+    assert "vtrain_ground_truth_single row 12" in calibration_rows()
+
+
+# Software ------------------------------------------------------------------------------------------------------------
+
+
+def test_attention_in_a_ring_merges_what_it_gets_of_the_others_in_float():
+    def block(ranks: int, compiled: bool) -> Layer:
+        software = Software(flash_attention=True, context_ranks=ranks, compiled=compiled)
+        return layers_of(GPT, software, 1, tied=True)[1]
+
+    own = 4 * 512 / 2 * 64 * 64  # a causal half; so are the other parts, of two halves each
+    for compiled in (False, True):
+        alone, pair, four = (block(ranks, compiled) for ranks in (1, 2, 4))
+        assert four.forward_flop.at(b=1, s=64) == alone.forward_flop.at(b=1, s=64) + 3 * own
+        for of in ("forward_streamed_bytes", "backward_streamed_bytes"):
+            one, two, all_four = (getattr(each, of).at(b=1, s=64) for each in (alone, pair, four))
+            assert all_four - one == pytest.approx(3 * (two - one))
+    # compiled: sums read and written in float, what is added in 16 bits, three quarters of it; keys and values copied,
+    # read, received
+    added = block(2, True).forward_streamed_bytes.at(b=1, s=64) - block(1, True).forward_streamed_bytes.at(b=1, s=64)
+    assert added == pytest.approx(64 * 512 * (2 * 4 + 0.75 * 2 + 4 * 2 * 2))
+
+
+def test_a_compiler_keeps_no_output_that_no_backward_needs():
+    shape = replace(GPT, kind="llama")
+    eager, compiled = (
+        layers_of(shape, Software(flash_attention=True, compiled=each), 1, tied=False)[1] for each in (False, True)
+    )
+    kept, needed = (set(each.selective_positions or ()) for each in (eager, compiled))
+    assert eager.recompute_positions is not None
+    assert needed < kept
+    # what is left over is behind all that a second forward makes
+    assert {place >= eager.recompute_positions for place in kept - needed} == {True}
+    assert eager.selective_flop == compiled.selective_flop
+
+
+@pytest.mark.parametrize("identity", ["a/b", "two\nlines", ""])
+def test_a_row_may_be_named_in_any_way(identity):
+    assert predict(replace(RUN, identity=identity)) == predict(RUN)
+
+
+def test_a_loss_in_place_holds_one_tensor_of_logits_in_float():
+    run = replace(RUN, shape=replace(GPT, vocabulary=50304, sequence_length=2048))
+    needed = [predict(replace(run, software=Software(in_place_loss=each))).allocated_bytes for each in (False, True)]
+    assert needed[0] - needed[1] >= 2 * 2048 * 50304 * 4
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+ROW = {
+    "id": "a",
+    "source": "here",
+    "gpu": "A100-SXM-80GB",
+    "n_gpus": "2",
+    "model": "GPT-tiny",
+    "layers": "4",
+    "hidden": "512",
+    "heads": "8",
+    "vocab": "1024",
+    "seq": "256",
+    "micro_batch": "2",
+    "global_batch": "32",
+    "dp": "2",
+    "tp": "1",
+    "pp": "1",
+    "precision": "fp16",
+    "recompute": "full",
+    "iter_time_s": "0.05",
+}
+
+
+def table(path: Path, *changes: dict[str, str]) -> Path:
+    rows = [ROW | change for change in changes]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(ROW))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu": "abacus"}, "a GPU that platforms.toml does not know"),
+        ({"layers": ""}, "the row does not say layers"),
+        ({"dp": "?"}, "the row does not say dp"),
+        ({"n_gpus": "3"}, "dp x tp x pp x cp are not the GPUs"),
+        ({"global_batch": "33"}, "samples do not divide evenly"),
+        ({"precision": "int4"}, "precision 'int4' is not modelled"),
+        ({"iter_time_s": ""}, "the row has neither a time nor a memory"),
+        ({"model": "ResNet-50"}, "neither a GPT, a Llama nor a BERT"),
+        ({"iter_time_s": "inf"}, "the row has neither a time nor a memory"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_says_why(tmp_path, change, reason):
+    ((identity, source, found),) = read_table(table(tmp_path / "t.csv", change))
+    assert (identity, source) == ("a", "here")
+    assert isinstance(found, SkippedError)
+    assert str(found) == reason
+
+
+def test_columns_that_are_missing_are_empty(tmp_path):
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", {}))
+    assert isinstance(found, Run)
+    assert (found.dp, found.micro_batches, found.memory_bytes) == (2, 8, None)
+
+
+@pytest.mark.parametrize(("text", "fault"), [("a,b\n1,2\n", "no table of runs"), (None, "no such file")])
+def test_tables_of_another_kind_are_refused(tmp_path, text, fault):
+    path = tmp_path / "t.csv"
+    if text:
+        path.write_text(text)
+    with pytest.raises(UserError, match=fault):
+        read_table(path)
+
+
+def test_the_command_prints_scores_reasons_and_json(tmp_path, capsys, monkeypatch):
+    path = table(tmp_path / "t.csv", {}, {"id": "b", "gpu": "abacus"}, {"id": "c", "micro_batch": "16"})
+    monkeypatch.setattr("sys.argv", ["analysis", "published", str(path), "--json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    (found,) = json.loads(capsys.readouterr().out)["sources"]
+    assert found["step_time"]["n"] == 2
+    assert found["skipped"] == {"a GPU that platforms.toml does not know": 1}
+    row = found["rows"][0]
+    error = abs(row["predicted_step_time_s"] / row["measured_step_time_s"] - 1)
+    assert found["step_time"]["maximum"] >= error
+
+
+def test_the_baseline_is_six_flop_a_parameter_and_token():
+    run = replace(RUN, dp=1, method="single")
+    expected = 6 * GPT.parameters * 8 * 2 * GPT.sequence_length / (312e12 * 0.4)
+    assert baseline_step_s(run) == pytest.approx(expected)
+
+
+def test_agreement_counts_pairs_of_plans_that_differ():
+    class Row:
+        def __init__(self, measured: float, predicted: float) -> None:
+            self.run = replace(RUN, step_s=measured)
+            self.prediction = type("P", (), {"step_s": predicted})
+
+    found = agreement_of([Row(1.0, 1.1), Row(2.0, 1.9), Row(2.01, 3.0)])
+    assert (found.pairs, found.agreeing) == (2, 2)
+
+
+def test_every_platform_makes_a_cluster_and_says_its_sources():
+    for platform in platforms().values():
+        cluster = cluster_of(servers_of(platform.names[0], 16, None), "bf16")
+        assert len(cluster.devices) == 16
+        assert cluster.device_types["gpu"].source
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+REFERENCE = Path(os.environ.get("GSSIM_REFERENCE", Path(__file__).resolve().parents[3] / "shared" / "reference"))
+
+
+@cache
+def scores(name: str, begin: str | tuple[str, ...] = "") -> tuple[SourceScore, ...]:
+    path = REFERENCE / "published" / name
+    if not path.exists():
+        pytest.skip(f"no reference figures ({path.name}): set GSSIM_REFERENCE")
+    return score([path], only=lambda identity: identity.startswith(begin)).sources
+
+
+BARS = [
+    ("sailor_validation.csv", "", "Sailor", {"step": 0.12, "device": 0.10}),
+    ("measured_master.csv", ("tt-T1", "tt-T2", "tt-T3", "tt-T4"), "llama3_h100", {"step": 0.12, "reserved": 0.12}),
+    pytest.param("measured_master.csv", "tt-T", "llama3_h100", {"step": 0.12}, marks=pytest.mark.slow),
+    pytest.param("measured_master.csv", "nar21", "Narayanan", {"step": 0.12}, marks=pytest.mark.slow),
+    pytest.param("vtrain_ground_truth_multi.csv", "", "several", {"step": 0.12}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "begin", "source", "bars"), BARS)
+def test_within_the_bars_and_better_than_the_baseline(name, begin, source, bars):
+    (found,) = (each for each in scores(name, begin) if source in each.source)
+    for metric, bar in bars.items():
+        errors = found.step if metric == "step" else found.memory[metric]
+        assert errors is not None
+        assert errors.n + len(found.calibration) == len(found.rows) >= 9
+        assert errors.median <= bar
+        assert errors.median < errors.baseline_median

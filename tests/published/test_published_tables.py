@@ -1,0 +1,394 @@
+"""Published tables: whatever a row says, the others stand; each row is a run or has a reason why it is none."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from analysis.literature import predict as outcomes_module
+from analysis.literature.predict import INTERRUPTED, Missing, Prediction, outcome_of, outcomes, predict
+from analysis.literature.runs import Run, SkippedError
+from analysis.literature.score import baseline_step_s, score
+from analysis.literature.tables.tables import KINDS, read_table
+from gssim.errors import UserError
+
+ROWS: dict[str, dict[str, str]] = {
+    "many": {
+        "id": "a",
+        "source": "here",
+        "system": "",
+        "gpu": "A100-SXM-80GB",
+        "n_gpus": "2",
+        "gpus_per_node": "8",
+        "model": "GPT-tiny",
+        "layers": "4",
+        "hidden": "512",
+        "heads": "8",
+        "kv_heads": "",
+        "ffn": "",
+        "vocab": "1024",
+        "seq": "128",
+        "micro_batch": "2",
+        "global_batch": "16",
+        "ga": "",
+        "dp": "2",
+        "tp": "1",
+        "pp": "1",
+        "vpp": "",
+        "cp": "",
+        "ep": "",
+        "sharding": "none (DDP)",
+        "precision": "fp16",
+        "recompute": "full",
+        "compile": "",
+        "extras": "",
+        "iter_time_s": "0.05",
+        "mem_gib": "3",
+        "mem_kind": "nvidia-smi",
+        "note": "",
+    },
+    "vtrain": {
+        "# GPUs": "8",
+        "global batch": "16",
+        "micro batch": "2",
+        "hidden size": "512",
+        "attention heads": "8",
+        "# layers": "4",
+        "sequence length": "128",
+        "tensor parallelism": "2",
+        "data parallelism": "2",
+        "pipeline parallelism": "2",
+        "iteration time (ms)": "20.5",
+    },
+    "sailor": {
+        "cluster": "c",
+        "model": "OPT-350",
+        "nodes": "2",
+        "pp": "2",
+        "dp": "1",
+        "layers_per_stage": "12/14",
+        "stages": "GH-96x4:tp4 ; GH-96x4:tp4",
+        "mbs": "1",
+        "gbs": "4",
+        "measured_iter_s": "0.6",
+        "measured_max_mem_bytes": "9e9",
+    },
+    "megatron": {
+        "family": "gpt",
+        "test_case": "gpt_small",
+        "platform": "dev_dgx_h100",
+        "nodes": "1",
+        "gpus_per_node": "8",
+        "n_gpus_source": "recipe",
+        "iter_time_median_s": "0.1",
+        "mem_max_allocated_bytes": "4.6e9",
+        "num-layers": "4",
+        "hidden-size": "256",
+        "num-attention-heads": "8",
+        "seq-length": "128",
+        "micro-batch-size": "4",
+        "global-batch-size": "32",
+        "tensor-model-parallel-size": "2",
+        "pipeline-model-parallel-size": "2",
+        "context-parallel-size": "",
+        "sequence-parallel": "True",
+        "use-distributed-optimizer": "True",
+        "bf16": "True",
+        "attention-backend": "unfused",
+        "vocab-size": "1000",
+    },
+    "amp": {
+        "experiment": "homogeneous",
+        "partition": "[0, 15, 30]",
+        "micro_batch": "2",
+        "tp": "1",
+        "dp": "8",
+        "pp": "2",
+        "measured_iter_s": "1.4",
+    },
+    "foundry": {
+        "Model": "125m",
+        "SeqLen (T)": "256",
+        "# GPUs": "8",
+        "GPU": "h100_80gb",
+        "MicroBatchSize": "2",
+        "GlobalBatchSize": "32",
+        "Throughput (T/s)": "1000000",
+        "Precision": "amp_bf16",
+        "Sharding Strategy": "FULL_SHARD",
+        "Activation Checkpointing": "False",
+        "Activation CPUOffload": "False",
+        "NumParams": "",
+    },
+}
+ODD = [
+    "",
+    "?",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "8",
+    "1e99",
+    "inf",
+    "nan",
+    "2.5",
+    "1,024",
+    "none",
+    "yes",
+    "\u00fc",
+    "[",
+    "0/0",
+]
+
+
+def table(path: Path, *rows: dict[str, str]) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_kind_of_table_is_read_and_predicted(tmp_path, name):
+    ((_, _, run),) = read_table(table(tmp_path / f"{name}.csv", ROWS[name]))
+    assert isinstance(run, Run), run
+    found = predict(run)
+    assert 0 < found.step_s < 60
+    assert 0 < found.allocated_bytes <= found.reserved_bytes <= found.device_bytes
+
+
+def test_every_kind_has_a_row_here():
+    assert len({kind.name for kind in KINDS}) == len(ROWS)
+    assert all(any(kind.columns <= set(row) for row in ROWS.values()) for kind in KINDS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_odd_values_make_no_table_unreadable(tmp_path, name, data):
+    row = dict(ROWS[name])
+    for key in data.draw(st.lists(st.sampled_from(sorted(row)), min_size=1, max_size=4, unique=True)):
+        row[key] = data.draw(st.sampled_from(ODD))
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", row))
+    assert isinstance(found, Run | SkippedError)
+    if isinstance(found, SkippedError):
+        assert str(found)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_end_early_or_lack_columns_are_skipped_with_a_reason(tmp_path, name):
+    (kind,) = [kind for kind in KINDS if kind.columns <= set(ROWS[name])]
+    path = tmp_path / "t.csv"
+    path.write_text(",".join(sorted(kind.columns)) + "\n" + "1\n" + "\n" + ",".join(["1"] * 99) + "\n")
+    for _, _, found in read_table(path):
+        assert isinstance(found, SkippedError)
+        assert str(found)
+
+
+def test_a_table_without_rows_has_no_scores(tmp_path):
+    path = table(tmp_path / "t.csv", ROWS["many"])
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert score([path]).sources == ()
+
+
+def test_a_byte_order_mark_and_spaces_in_the_header_change_nothing(tmp_path):
+    path = table(tmp_path / "t.csv", ROWS["vtrain"])
+    path.write_text("\ufeff" + path.read_text().replace(",", " ,"), encoding="utf-8")
+    ((_, _, run),) = read_table(path)
+    assert isinstance(run, Run)
+
+
+# Variants ------------------------------------------------------------------------------------------------------------
+
+VARIANTS = [
+    {"hidden": "1024", "heads": "16"},
+    {"layers": "7"},
+    {"n_gpus": "16", "dp": "4", "tp": "4"},
+    {"n_gpus": "16", "dp": "1", "tp": "2", "pp": "8", "layers": "8", "global_batch": "16"},
+    {"n_gpus": "8", "dp": "2", "pp": "4", "layers": "8", "vpp": "2"},
+    {"n_gpus": "1", "dp": "1"},
+    {"micro_batch": "8"},
+    {"micro_batch": "", "ga": ""},
+    {"recompute": "none"},
+    {"recompute": "selective-op"},
+    {"dp": "", "n_gpus": "8"},
+    {"sharding": "FSDP"},
+    {"sharding": "FSDP SHARD_GRAD_OP"},
+    {"sharding": "DDP+dist-opt", "source": "NVIDIA-NeMo/Megatron-Bridge", "recompute": ""},
+    {"sharding": "DDP+dist-opt", "n_gpus": "8", "pp": "2", "tp": "2"},
+    {"model": "llama3-tiny", "kv_heads": "2", "sharding": "FSDP", "source": "torchtitan", "compile": "yes"},
+    {"model": "llama3-tiny", "sharding": "FSDP", "source": "torchtitan", "n_gpus": "16", "tp": "8"},
+    {"model": "llama3-tiny", "sharding": "FSDP", "n_gpus": "8", "cp": "4", "precision": "bf16"},
+    {"model": "BERT-large", "precision": "TF32", "recompute": "none"},
+    {"gpu": "V100-SXM2-16GB"},
+    {"gpu": "V100-SXM3-32GB", "gpus_per_node": "16"},
+    {"gpu": "H100", "precision": "FP8-CS", "extras": "overlap-grad-reduce"},
+    {"gpu": "B200", "gpus_per_node": ""},
+    {"gpu": "GB200"},
+    {"gpu": "H200-SXM-141GB"},
+    {"gpu": "A100-40GB", "gpus_per_node": "1"},
+]
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=lambda change: " ".join(f"{k}={v}" for k, v in change.items()))
+def test_variants_of_a_row_are_predicted(tmp_path, change):
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
+    assert isinstance(run, Run), run
+    found = outcome_of(run)
+    assert isinstance(found, Prediction), found
+    assert 0 < found.step_s < 60
+
+
+def run_of(tmp_path: Path, **change: str) -> Run:
+    ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
+    assert isinstance(run, Run), run
+    return run
+
+
+def test_more_work_takes_longer_and_more_memory(tmp_path):
+    plain = predict(run_of(tmp_path))
+    for change in ({"layers": "8"}, {"hidden": "1024"}, {"seq": "512"}, {"micro_batch": "4", "global_batch": "32"}):
+        more = predict(run_of(tmp_path, **change))
+        assert more.step_s >= plain.step_s, change  # equal where the host bounds both
+        assert more.allocated_bytes > plain.allocated_bytes, change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n_gpus": "200000", "dp": "200000", "global_batch": "400000"}, "more GPUs or layers than any run has"),
+        ({"heads": "7"}, "heads do not divide evenly"),
+        ({"n_gpus": "16", "pp": "8"}, "more stages than layers"),
+        ({"n_gpus": "8", "pp": "4", "vpp": "1", "layers": "8", "sharding": "FSDP"}, "FSDP over the stages"),
+    ],
+)
+def test_what_there_cannot_have_been_or_is_not_modelled_says_so(tmp_path, change, reason):
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
+    text = str(found) if isinstance(found, SkippedError) else getattr(outcome_of(found), "reason", "")
+    assert text.startswith(reason)
+
+
+def sailor_run(tmp_path: Path, stages: str, pp: int) -> Run | SkippedError:
+    layers = {1: "26", 2: "12/14"}[pp]
+    change = {"stages": stages, "layers_per_stage": layers, "pp": str(pp), "gbs": "8"}
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["sailor"] | change))
+    return found
+
+
+def test_unlike_servers_are_as_slow_as_their_slower_stage_at_least(tmp_path):
+    fast, mixed, slow = (
+        sailor_run(tmp_path, f"{first}x4:tp2|{first}x4:tp2 ; {last}x4:tp2|{last}x4:tp2", 2)
+        for first, last in (("A100-40", "A100-40"), ("A100-40", "V100-16"), ("V100-16", "V100-16"))
+    )
+    assert isinstance(fast, Run)
+    assert isinstance(mixed, Run)
+    assert isinstance(slow, Run)
+    assert mixed.servers == (("A100-40", 4), ("V100-16", 4))
+    assert mixed.source == "Sailor validation, OPT-350 on A100-40 and V100-16"
+    times_s = [predict(each).step_s for each in (fast, mixed, slow)]
+    assert times_s == sorted(times_s)
+    assert baseline_step_s(fast) < baseline_step_s(mixed) < baseline_step_s(slow)
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ("GH-96x4:tp4 ; GH-96x4:tp2", "replicas that are cut among unequal numbers of devices"),
+        ("GH-96x4:tp4|GH-96x4:tp4 ; GH-96x4:tp4", "stages with unequal numbers of replicas"),
+        ("GH-96x4:tp4 ; GH-96x0:tp4", "stages that cannot be read"),
+    ],
+)
+def test_stages_that_are_not_cut_or_copied_alike_are_skipped(tmp_path, stages, reason):
+    assert str(sailor_run(tmp_path, stages, 2)) == reason
+
+
+def test_a_gpu_that_is_not_known_among_others_is_skipped(tmp_path):
+    run = sailor_run(tmp_path, "GH-96x4:tp4 ; abacusx4:tp4", 2)
+    assert isinstance(run, Run)
+    assert outcome_of(run) == Missing("a GPU that platforms.toml does not know")
+
+
+def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
+    change = {
+        "model": "llama3-tiny",
+        "source": "torchtitan",
+        "sharding": "FSDP",
+        "n_gpus": "8",
+        "dp": "2",
+        "pp": "4",
+        "layers": "8",
+        "micro_batch": "8",
+    }
+    run = run_of(tmp_path, **change)
+    assert (run.method, run.micro_batch, run.micro_batches) == ("zero1", 2, 4)
+    assert run.software.float_gradients
+    ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change | {"vpp": "?"}))
+    assert str(found) == "the row does not say vpp"
+
+
+# Many runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_that_differ_in_name_alone_are_predicted_once(tmp_path, monkeypatch):
+    asked = []
+
+    def counted(run: Run, _: object) -> Prediction:
+        asked.append(run)
+        return Prediction(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(outcomes_module, "predict", counted)
+    run = run_of(tmp_path)
+    told: list[int] = []
+    found = outcomes([run, replace(run, identity="b", step_s=9.0), replace(run, micro_batch=4)], told=told.append)
+    assert len(asked) == 2
+    assert found[0] is found[1]
+    assert sorted(told) == [0, 1, 2]
+
+
+def test_a_fault_of_ours_ends_its_row_alone_and_is_told(tmp_path, monkeypatch):
+    def failing(run: Run, _: object) -> Prediction:
+        if run.micro_batch == 2:
+            raise ZeroDivisionError("oh")
+        return Prediction(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(outcomes_module, "predict", failing)
+    rows = [ROWS["many"], ROWS["many"] | {"id": "b", "micro_batch": "4"}]
+    found = score([table(tmp_path / "t.csv", *rows)])
+    (source,) = found.sources
+    assert [row.identity for row in source.rows] == ["b"]
+    assert source.skipped == {"a fault of ours (ZeroDivisionError)": 1}
+    assert "oh" in found.faults[0]
+
+
+def test_an_interrupt_leaves_what_is_finished(tmp_path, monkeypatch):
+    def interrupted(run: Run, _: object) -> Prediction:
+        if run.micro_batch == 2:
+            raise KeyboardInterrupt
+        return Prediction(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(outcomes_module, "predict", interrupted)
+    run = run_of(tmp_path)
+    found = outcomes([replace(run, micro_batch=4), run, replace(run, micro_batch=8)])
+    assert isinstance(found[0], Prediction)
+    assert found[1:] == [Missing(INTERRUPTED)] * 2
+
+
+def test_processes_find_what_one_finds(tmp_path):
+    runs = [run_of(tmp_path), run_of(tmp_path, layers="2")]
+    assert outcomes(runs, jobs=2) == outcomes(runs, jobs=1)
+
+
+def test_files_that_cannot_be_read_are_told_beside_those_that_can(tmp_path):
+    good, other = table(tmp_path / "t.csv", ROWS["amp"] | {"measured_iter_s": "inf"}), tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    found = score([good, other])
+    assert found.sources[0].skipped == {"the row has no time (inf: it did not fit)": 1}
+    assert "no table of runs that is known" in found.refused[0]
+    with pytest.raises(UserError, match="no table of runs that is known"):
+        score([other])

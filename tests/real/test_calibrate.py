@@ -1,0 +1,128 @@
+"""Averaging of repeated layer measurements, and what the calibration's own arithmetic says of known data."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from timeit import timeit
+
+import pytest
+from real_runs import run_module
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+
+from gsreal.calibrate.cluster_file import averaged
+from gsreal.calibrate.communication import _line, _mean
+from gsreal.calibrate.profile import _jitter, _spread, _Step, _unobserved_ratio
+from gssim.cluster import CutBlockCost
+from gssim.errors import UserError
+from gssim.units import validated
+
+
+def curve(*values: float) -> dict:
+    return {"sizes": [4, 8], "values": list(values)}
+
+
+def cluster(*values: float) -> dict:
+    profile = {
+        "model": "m",
+        "precision": "fp32",
+        "layers": {"a": {"forward_s": curve(*values), "backward_s": curve(*values)}},
+    }
+    return {"device_types": {"cpu": {"profiles": [profile]}}}
+
+
+def again(*values: float, name: str = "cpu", model: str = "m") -> dict:
+    profiles = copy.deepcopy(cluster(*values)["device_types"]["cpu"]["profiles"])
+    profiles[0]["model"] = model
+    return {"name": name, "profiles": profiles}
+
+
+def test_the_mean_weighs_every_measurement_alike():
+    data = averaged(cluster(1.0, 2.0), again(3.0, 4.0), where="f")
+    data = averaged(data, again(5.0, 6.0), where="f")
+    profile = data["device_types"]["cpu"]["profiles"][0]
+    assert profile["layers"]["a"]["forward_s"]["values"] == pytest.approx([3.0, 4.0])
+    assert profile["measurements"] == 3
+
+
+def test_memory_is_as_it_was_counted_last():
+    before, new = cluster(1.0, 2.0), again(3.0, 4.0)
+    before["device_types"]["cpu"]["profiles"][0]["layers"]["a"]["forward_peak_bytes"] = curve(10.0, 20.0)
+    new["profiles"][0]["layers"]["a"]["scratch_bytes"] = {"whole": ["f0 4:10 8:20"]}
+    layer = averaged(before, new, where="f")["device_types"]["cpu"]["profiles"][0]["layers"]["a"]
+    assert layer["scratch_bytes"] == {"whole": ["f0 4:10 8:20"]}
+    assert "forward_peak_bytes" not in layer
+    assert averaged(before, again(5.0, 6.0), where="f")["device_types"]["cpu"]["profiles"][0]["layers"]["a"] == layer
+
+
+@pytest.mark.parametrize("other", [again(1.0, 1.0, name="gpu"), again(1.0, 1.0, model="other")])
+def test_a_file_of_another_device_or_model_is_refused(other: dict):
+    with pytest.raises(UserError, match="f: "):
+        averaged(cluster(1.0, 2.0), other, where="f")
+
+
+def test_another_precision_is_kept_beside_the_first():
+    other = again(3.0, 4.0) | {"peak_flop_per_s": {"bf16": 2e12}}
+    other["profiles"][0]["precision"] = "bf16"
+    before = cluster(1.0, 2.0)
+    before["device_types"]["cpu"]["peak_flop_per_s"] = {"fp32": 1e12}
+    device = averaged(before, other, where="f")["device_types"]["cpu"]
+    assert device["peak_flop_per_s"] == {"fp32": 1e12, "bf16": 2e12}
+    assert [(p["precision"], p["layers"]["a"]["forward_s"]["values"]) for p in device["profiles"]] == [
+        ("fp32", [1.0, 2.0]),
+        ("bf16", [3.0, 4.0]),
+    ]
+    other["peak_flop_per_s"] = {"fp32": 3e12}
+    assert averaged(before, other, where="f")["device_types"]["cpu"]["peak_flop_per_s"]["fp32"] == 1e12
+
+
+def test_another_choice_of_batch_sizes_is_refused():
+    other = again(1.0, 2.0)
+    other["profiles"][0]["layers"]["a"]["forward_s"]["sizes"] = [4, 16]
+    with pytest.raises(UserError, match="batch sizes"):
+        averaged(cluster(1.0, 2.0), other, where="f")
+
+
+def test_a_line_is_found_again():
+    sizes = [2**k for k in (12, 16, 20, 22)]
+    line = _line(sizes, [1e-3 + 2e-9 * size for size in sizes])
+    assert (line.fixed_s, line.byte_s) == pytest.approx((1e-3, 2e-9))
+
+
+def test_a_step_meets_both_kinds_of_times_but_not_the_outliers():
+    assert _mean([1.0, 4.0] * 9 + [0.0, 1000.0]) == pytest.approx(2.5, rel=0.1)
+
+
+def test_slow_drift_is_no_jitter():
+    drift = [1.0 + 0.01 * k for k in range(50)]
+    assert _spread(drift) < 0.01
+    assert _spread([1.0, 1.2] * 25) > 0.1
+
+
+def test_jitter_that_all_layers_share_is_told_from_their_own():
+    shared = [1.0, 1.1, 0.9, 1.05, 0.95, 1.1, 0.9, 1.0] * 6
+    steps = [_Step({(i, "f"): factor for i in range(10)}, {"f": 10 * factor}, 10 * factor) for factor in shared]
+    step_jitter, task_jitter = _jitter({8: steps}, None)
+    assert step_jitter == pytest.approx(_spread(shared), rel=0.05)
+    assert task_jitter < 0.1 * step_jitter
+    assert _jitter({8: steps}, 0.07)[0] == pytest.approx(0.07)  # how far ranks are apart says more than neighbours do
+
+
+def test_what_observation_costs_is_taken_out():
+    steps = [_Step({(0, "f"): 1.0, (0, "b"): 2.0}, {"f": 0.9, "b": 1.6}, 2.5)] * 5
+    assert _unobserved_ratio(steps, "f") == pytest.approx(0.9)
+    assert _unobserved_ratio(steps, "b") == pytest.approx(0.8)
+
+
+@pytest.mark.real
+def test_dtensor_takes_many_operations_time_for_a_pair_of_maps(tmp_path: Path):
+    """It dispatches over thirty operations for a pair, each through Python and the propagation of shardings."""
+    found = run_module("cut_ranks", [], tmp_path, ranks=2)
+    cost = validated(CutBlockCost, found, file="measured")
+    for kind in ("forward_pair_s", "backward_pair_s", "sum_s"):
+        assert getattr(cost, kind).sizes == (8 * 128 * 4.0, 16 * 8 * 128 * 4.0)
+        assert 1e-5 < cost.at(kind, 0.0) < 0.1
+    operation_s = timeit(partial(torch.ones(8).add_, 1.0), number=1000) / 1000
+    assert cost.at("forward_pair_s", 0.0) + cost.at("backward_pair_s", 0.0) > 30 * operation_s

@@ -1,0 +1,118 @@
+"""Real: what sketches of one training predict for the density of another, from other weights and other batches."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import forks
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+from real_runs import scenario_file
+
+from gsreal.statistics.collect import take_statistics
+from gsreal.statistics.training import Replica, one_thread
+from gssim.plan import Push
+from gssim.program import lower
+from gssim.scenario import Scenario, load_scenario
+
+pytestmark = pytest.mark.real
+
+
+def loaded(name: str, *overrides: str) -> Scenario:
+    """Return a scenario that ships, changed."""
+    return load_scenario(Path(scenario_file(name)), list(overrides), gradients_needed=False).scenario
+
+
+def realised(scenario: Scenario) -> list[float]:
+    """Return the push density of each step after the warm-up."""
+    replica, run, found = Replica(scenario, scenario.plan.push), scenario.run, []
+    with one_thread():
+        for step in range(run.warmup_steps + run.steps):
+            replica.step(step, lambda rank, gradients: None)
+            found.append(replica.sent_elements / replica.offered_elements)
+    return found[run.warmup_steps :]
+
+
+def errors(scenario: Scenario, pushes: list[Push], **how: int) -> tuple[float, float]:
+    """Return the geometric-mean error over all unsampled steps, and that of the worst run's average.
+
+    Statistics are from the scenario's seed; the runs, one under each policy, from the next one.
+    """
+    statistics = take_statistics(scenario, **how)
+    unsampled = [
+        step for step in range(scenario.run.warmup_steps, statistics.steps) if step not in statistics.sampled_steps
+    ]
+    logarithms, averages = [], []
+    for push in pushes:
+        run = replace(scenario.run, seed=scenario.run.seed + 1)
+        other = replace(scenario, plan=replace(scenario.plan, push=push), run=run)
+        found = realised(other)
+        real = [found[step - run.warmup_steps] for step in unsampled]
+        predicted = [lower(other, statistics, step=step).push_density or 0.0 for step in unsampled]
+        logarithms += [abs(math.log(a / b)) for a, b in zip(predicted, real, strict=True)]
+        averages.append(abs(fmean(predicted) / fmean(real) - 1))
+    return math.exp(fmean(logarithms)) - 1, max(averages)
+
+
+def pushes(*thresholds: float) -> list[Push]:
+    """Return the thresholds, each with and without error feedback."""
+    return [Push(threshold=each, error_feedback=feedback) for each in thresholds for feedback in (False, True)]
+
+
+def test_sketches_of_one_training_predict_the_density_of_another():
+    """Digits, of whose gradients a seventh is sent; two courses, to be quick."""
+    scenario = loaded("resnet-digits.toml", "run.steps=14", "run.warmup_steps=3")
+    error, worst = errors(scenario, pushes(0.01), courses=2)
+    assert error <= 0.15
+    assert worst <= 0.40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "thresholds"),
+    [
+        ("resnet-digits.toml", (0.004, 0.013, 0.03, 0.06)),
+        ("demo.toml", (3e-4, 1.3e-3, 4e-3, 1.3e-2)),
+        ("bert-byte.toml", (3e-4, 1.3e-3, 4e-3)),
+    ],
+)
+def test_densities_from_a_thousandth_to_a_third_are_predicted(name, thresholds):
+    error, worst = errors(loaded(name), pushes(*thresholds))
+    assert error <= 0.15
+    assert worst <= 0.40
+
+
+@pytest.mark.slow
+def test_densities_under_thresholds_that_move_are_predicted():
+    """Relative ones, which no scale decides, closely; an estimate is of one batch, and lasts."""
+    relative = [Push(kind="relative", threshold=2.0, error_feedback=feedback) for feedback in (False, True)]
+    estimated = [
+        Push(kind="target-density", threshold=0.03, error_feedback=feedback, reestimate_steps=32)
+        for feedback in (False, True)
+    ]
+    error, worst = errors(loaded("demo.toml"), relative + estimated)
+    assert error <= 0.15
+    assert worst <= 0.40
+
+
+def test_trained_here_as_many_elements_are_sent_as_by_real_ranks(tmp_path):
+    """On two ranks, whose contributions can be added in one order only."""
+    overrides = [
+        "plan.push.threshold=1e-3",
+        "plan.shares.batch=[0.75, 0.25]",
+        "plan.shares.shards=[0.3, 0.7]",
+        "workload.sequence_length=16",
+        "run.steps=4",
+        "run.warmup_steps=1",
+    ]
+    out = tmp_path / "measured.json"
+    forks.launch(
+        "gsreal.run.worker", [scenario_file("demo.toml"), json.dumps(overrides), str(out), "", "", "1"], ranks=2
+    )
+    measured = json.loads(out.read_text())
+    found = realised(loaded("demo.toml", *overrides))
+    assert measured["density"]["push"] == pytest.approx(fmean(found), rel=1e-12)

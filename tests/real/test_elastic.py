@@ -1,0 +1,471 @@
+"""Real: training saved by some ranks goes on with others, and after a rank was killed, as if nothing had happened."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from traceback import StackSummary
+
+import commands
+import forks
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+from real_runs import slow_where, star
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gsreal.measure import Timeline
+from gsreal.run import rank
+from gsreal.run.checkpoint import (
+    FORMAT,
+    LOCK,
+    Checkpoints,
+    _with_reasons,
+    check_checkpoints,
+    identity,
+    last_whole,
+    latest,
+    read_progress,
+    remove_unfinished,
+)
+from gsreal.run.feed import Feed
+from gsreal.run.worker import build
+from gssim.errors import RunFailedError, UserError
+from gssim.files import locked
+from gssim.result import read_result
+from gssim.scenario import load_scenario, single_device
+
+pytestmark = pytest.mark.real
+
+DEMO = Path(__file__).resolve().parents[2] / "scenarios" / "demo.toml"
+RESNET = DEMO.with_name("resnet-digits.toml")
+STEPS, SAVED = 8, 4
+OF_TEXT = ["workload.sequence_length=16"]
+COMMON = [
+    *OF_TEXT,
+    "workload.global_batch_size=12",
+    "workload.optimizer=adamw",
+    "workload.precision=fp64",
+    "workload.learning_rate=1e-3",
+    "run.warmup_steps=1",
+]
+BUCKETS = ["plan.bucket_bytes=300000", "plan.first_bucket_bytes=100000"]
+SHARES = {4: "[0.4,0.3,0.2,0.1]", 3: "[0.2,0.5,0.3]", 2: "[0.6,0.4]"}
+EXACT = 1e-9
+"""Of a loss, in fp64."""
+
+
+def overrides(ranks: int, steps: int, *changes: str) -> list[str]:
+    shards = (
+        [f"plan.shares.shards={SHARES[ranks]}", *BUCKETS]
+        if {"plan.method=gs", "plan.method=gs_z3"} & {*changes} and "plan.shares.shards=even" not in changes
+        else []
+    )
+    return [star(ranks), *COMMON, f"run.steps={steps - 1}", *changes, *shards]
+
+
+def train(
+    folder: Path, checkpoints: Path, ranks: int, steps: int, *changes: str, scenario: Path = DEMO
+) -> tuple[float, ...]:
+    """Train for `steps` steps in all, from the last checkpoint on; return the losses."""
+    made = folder / f"{ranks}-{steps}.json"
+    asked = json.dumps([each for each in overrides(ranks, steps, *changes) if scenario == DEMO or each not in OF_TEXT])
+    arguments = [str(scenario), asked, str(made), "", str(checkpoints), str(SAVED)]
+    forks.launch("gsreal.run.worker", arguments, ranks=ranks)
+    return read_result(made).loss
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    """Return the losses of the same training on one device, after the warm-up."""
+    scenario = single_device(load_scenario(DEMO, overrides(2, STEPS), gradients_needed=False).scenario)
+    torch.set_num_threads(1)
+    training = build(scenario, Timeline(0, torch.device("cpu")), torch.device("cpu"))
+    feed = Feed(scenario, 0, torch.device("cpu"))
+    losses = [float(training.step(*feed.at(step), 0)) for step in range(STEPS)]
+    return losses[1:]
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(tmp_path_factory) -> Path:
+    """Return a folder with what four ranks saved half way, and what a fifth attempt left unfinished."""
+    folder = tmp_path_factory.mktemp("four")
+    train(folder, folder / "saved", 4, SAVED, "plan.method=gs")
+    (folder / "saved" / f"step-{SAVED + 2:08d}.partial").mkdir()
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("ranks", [3, slow_where(2, slow=[2])])
+def test_what_four_ranks_saved_goes_on_with_fewer(saved_by_four: Path, undisturbed, tmp_path: Path, ranks: int):
+    shutil.copytree(saved_by_four, tmp_path / "saved")
+    losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, "plan.method=gs")
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+    assert losses[-1] < losses[0]
+    last = latest(tmp_path / "saved")
+    assert last is not None
+    progress = read_progress(last)
+    assert (progress.step, progress.ranks) == (STEPS, ranks)
+    assert progress.losses == pytest.approx(undisturbed, rel=EXACT)
+    assert not list((tmp_path / "saved").glob("*.partial"))
+
+
+SAMPLES_TWICE = ["plan.dp_replicate=1", "plan.dp_shard=2", "plan.tp=2"]
+UNEVEN = "plan.shares.shards=[0.75,0.25]"
+"""Of heads and columns, for slices of our own."""
+PLANS: dict[str, tuple[int, list[str]]] = {
+    "pipeline": (2, ["plan.method=pipeline", "plan.micro_batches=3"]),
+    "pipeline-of-three": (3, ["plan.method=pipeline", "plan.schedule=interleaved", "plan.micro_batches=3"]),
+    "pipelines": (4, ["plan.method=zero1", "plan.pp=2", "plan.dp_replicate=2", "plan.micro_batches=3"]),
+    "tensor": (2, ["plan.method=tensor"]),
+    "tensor-of-four": (4, ["plan.method=tensor"]),
+    "gs_tp": (2, ["plan.method=gs_tp", UNEVEN]),
+    "ddp-tp": (4, ["plan.method=ddp", "plan.dp_replicate=2", "plan.tp=2"]),
+    "zero2-tp": (4, ["plan.method=zero2", *SAMPLES_TWICE]),
+    "zero3-tp": (4, ["plan.method=zero3", *SAMPLES_TWICE]),
+    "hsdp-tp": (4, ["plan.method=hsdp", "plan.dp_replicate=2", "plan.dp_shard=1", "plan.tp=2"]),
+    "gs_wgrad": (2, ["plan.method=gs_wgrad"]),
+    "gs_wgrad-of-three": (3, ["plan.method=gs_wgrad"]),
+    "zero3": (3, ["plan.method=zero3"]),
+    "ddp": (2, ["plan.method=ddp"]),
+}
+"""How many ranks train, and how."""
+
+
+def test_a_model_cut_by_layers_goes_on_cut_inside_of_blocks(undisturbed, tmp_path: Path):
+    """What is saved is by the names and elements that the whole model has."""
+    go_on(tmp_path, ("pipeline", "gs_tp"), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("tensor", "tensor-of-four"),
+        ("tensor-of-four", "pipeline-of-three"),
+        ("pipelines", "tensor"),
+        ("pipeline", "pipelines"),
+        ("gs_tp", "ddp-tp"),
+        ("ddp-tp", "zero3-tp"),
+        ("zero3-tp", "gs_tp"),
+        ("zero2-tp", "zero2-tp"),
+        ("hsdp-tp", "zero3"),
+        ("gs_wgrad", "gs_wgrad-of-three"),
+        ("zero3", "gs_wgrad"),
+        ("ddp", "zero2-tp"),
+    ],
+    ids="-then-".join,
+)
+def test_what_is_saved_goes_on_however_it_is_divided_then(undisturbed, tmp_path: Path, names: tuple[str, str]):
+    go_on(tmp_path, names, undisturbed)
+
+
+def go_on(folder: Path, names: tuple[str, ...], expected: list[float]) -> None:
+    """Train to half under the first plan and to the end under the second; check all losses."""
+    for name, steps in zip(names, (SAVED, STEPS), strict=True):
+        ranks, plan = PLANS[name]
+        losses = train(folder, folder / "saved", ranks, steps, *plan)
+    assert losses == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "zero1", "gs_wgrad", "tensor", "pipeline", "zero3", "gs"])
+def test_with_a_master_copy_it_goes_on_as_if_nothing_had_happened(tmp_path: Path, method: str):
+    """In bf16 a step is not the same to rounding on other ranks; on the same ones it is the very same."""
+    plan = [f"plan.method={method}", "workload.precision=bf16", "workload.learning_rate=1e-2", "plan.micro_batches=2"]
+    expected = train(tmp_path, tmp_path / "whole", 2, STEPS, *plan)
+    train(tmp_path, tmp_path / "saved", 2, SAVED, *plan)
+    assert train(tmp_path, tmp_path / "saved", 2, STEPS, *plan) == expected
+
+
+@pytest.mark.slow
+def test_convolutions_that_are_cut_go_on_whole(tmp_path: Path):
+    """Of the residual network, whose norms are cut with them; then each rank has all."""
+    found = []
+    for number, method in enumerate(("ddp", "tensor", "ddp")):
+        folder, steps = tmp_path / ("saved" if number else "whole"), SAVED if number == 1 else STEPS
+        found.append(train(tmp_path, folder, 2, steps, f"plan.method={method}", scenario=RESNET))
+    assert found[2] == pytest.approx(found[0], rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "zero1", "zero2", "zero3", "hsdp", "gs_z3", "gs_hier"])
+def test_what_three_ranks_saved_goes_on_with_two_in_every_method(undisturbed, tmp_path: Path, method: str):
+    levels = method in ("hsdp", "gs_hier")
+    for ranks, steps in ((3, SAVED), (2, STEPS)):
+        mesh = [f"plan.dp_replicate={ranks}", "plan.dp_shard=1"] if levels else []
+        losses = train(tmp_path, tmp_path / "saved", ranks, steps, f"plan.method={method}", *mesh)
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+
+
+@pytest.mark.slow
+def test_four_ranks_then_three_then_two(saved_by_four: Path, undisturbed, tmp_path: Path):
+    """Every resumption from the one before, each with shares of its own."""
+    shutil.copytree(saved_by_four, tmp_path / "saved")
+    train(tmp_path, tmp_path / "saved", 3, SAVED + 2, "plan.method=gs")
+    losses = train(tmp_path, tmp_path / "saved", 2, STEPS, "plan.method=gs")
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+
+
+REPLAN = ["plan.shares.replan=true", "plan.shares.batch=[0.75,0.25]"]
+
+
+@pytest.mark.parametrize("ranks", [2, slow_where(3, slow=[3])])
+def test_shares_that_follow_the_ranks_paces_go_on_as_they_were(undisturbed, tmp_path: Path, ranks: int):
+    """As many ranks take them up, whatever the plan says to begin with; others begin with the plan's."""
+    train(tmp_path, tmp_path / "saved", 2, SAVED, "plan.method=gs", *REPLAN)
+    last = latest(tmp_path / "saved")
+    assert last is not None
+    path = last / "progress.json"
+    saved = json.loads(path.read_text())
+    assert sum(saved["samples"]) == 12
+    path.write_text(json.dumps(saved | {"samples": [5, 7], "shard_shares": [0.25, 0.75]}))  # as if paces had changed
+    losses = train(tmp_path, tmp_path / "saved", ranks, STEPS, "plan.method=gs", *REPLAN[: 4 - ranks])
+    assert losses == pytest.approx(undisturbed, rel=EXACT)
+    divisions = read_result(tmp_path / f"{ranks}-{STEPS}.json").divisions
+    if ranks == 2:
+        first = divisions[0]
+        assert (first.first_step, first.samples, first.shard_shares) == (SAVED - 1, (5, 7), (0.25, 0.75))
+    else:
+        assert all(each.first_step > SAVED - 1 for each in divisions)
+
+
+# A rank that is killed -----------------------------------------------------------------------------------------------
+
+USER_MODULE = """
+import os
+import signal
+from pathlib import Path
+
+from gsreal.models import gpt
+
+calls = []
+
+
+def dies_once(**settings):
+    module = gpt(**settings)
+    if os.environ.get("RANK") == "1":
+        module.register_forward_pre_hook(count)
+    return module
+
+
+def count(*_):
+    calls.append(1)
+    if len(calls) == 6 and not Path(os.environ["DIED"]).exists():
+        Path(os.environ["DIED"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def left_over(marker: str, patience_s: float = 10.0) -> list[str]:
+    """Return the processes that carry the marker in their environment, after those that are ending have ended."""
+    until = time.monotonic() + patience_s
+    while (found := list(marked(marker))) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def marked(marker: str):
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                yield process.name
+        except OSError:
+            continue  # ended meanwhile, or somebody else's
+
+
+def test_a_rank_that_is_killed_changes_nothing(undisturbed, tmp_path: Path):
+    """The second rank kills itself in the sixth step, once; both are started again from what they saved after four."""
+    (tmp_path / "module_of_a_user.py").write_text(USER_MODULE)
+    model = (DEMO.parent / "models" / "gpt-byte-1m.toml").read_text()
+    assert '"gsreal.models.gpt"' in model
+    (tmp_path / "model.toml").write_text(model.replace('"gsreal.models.gpt"', '"module_of_a_user.dies_once"'))
+    marker = f"gsreal-test-{uuid.uuid4().hex}"
+    paths = [str(tmp_path), str(DEMO.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"MARKER": marker, "DIED": str(tmp_path / "died")}
+    changes = [*overrides(2, STEPS, "plan.method=gs"), f"workload.model={tmp_path / 'model.toml'}"]
+    line = [sys.executable, "-c", "from gsreal.cli import main; main()", "run", str(DEMO), "--json"]
+    line += ["--trust-code", "--checkpoint", str(tmp_path / "saved"), "--every", str(SAVED), "--max-restarts", "1"]
+    line += [part for change in changes for part in ("--set", change)]
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "died").exists()
+    assert f"gsreal: resumed at step {SAVED}" in ended.stderr.splitlines()
+    assert json.loads(ended.stdout)["loss"] == pytest.approx(undisturbed, rel=EXACT)
+    if Path("/proc/self/environ").exists():
+        assert left_over(marker) == []
+
+
+# What can be mended --------------------------------------------------------------------------------------------------
+
+
+def refusal(*changes: str, folder: Path, every: int = 1, steps: int = STEPS) -> str:
+    scenario = load_scenario(DEMO, overrides(2, steps, *changes), gradients_needed=False).scenario
+    with pytest.raises(UserError) as found:
+        check_checkpoints(scenario, folder, every, where="scenario.toml")
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_what_cannot_be_saved_is_refused_before_ranks_start(tmp_path: Path):
+    cut = ["plan.method=gs", "plan.tp=2", "plan.shares.shards=even"]
+    assert "not saved yet" in refusal(*cut, folder=tmp_path)
+
+
+def written(folder: Path, scenario, step: int) -> Path:
+    """Write what is read of a checkpoint before ranks start."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "__1_0.distcp").write_bytes(b"abcdefgh")
+    files = {"__1_0.distcp": hashlib.sha256(b"abcdefgh").hexdigest()}
+    progress = {
+        "step": step,
+        "losses": [],
+        "ranks": 2,
+        "training": identity(scenario),
+        "format": FORMAT,
+        "files": files,
+    }
+    (path / "progress.json").write_text(json.dumps(progress))
+    return path
+
+
+def test_another_trainings_checkpoint_is_refused(tmp_path: Path):
+    scenario = load_scenario(DEMO, overrides(2, STEPS, "plan.method=gs"), gradients_needed=False).scenario
+    written(tmp_path, scenario, 4)
+    check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")  # its own is none
+    message = refusal("plan.method=gs", "workload.learning_rate=5e-3", folder=tmp_path)
+    assert "workload.learning_rate = 0.001 there, 0.005 in scenario.toml" in message
+    assert "form = 'gradient-sharding' there, 'torch'" in refusal("plan.method=ddp", folder=tmp_path)
+    assert "raise run.steps" in refusal("plan.method=gs", folder=tmp_path, steps=4)
+    assert "--every 0" in refusal("plan.method=gs", folder=tmp_path, every=0)
+
+
+def test_what_updates_a_master_copy_is_saved_with_it(tmp_path: Path):
+    bf16 = ["workload.precision=bf16"]
+    scenario = load_scenario(DEMO, overrides(2, STEPS, "plan.method=ddp", *bf16), gradients_needed=False).scenario
+    written(tmp_path, scenario, 4)
+    check_checkpoints(scenario, tmp_path, 1, where="scenario.toml")
+    message = refusal("plan.method=zero3", *bf16, folder=tmp_path)
+    assert "form = 'torch, master copies' there, 'torch' in scenario.toml" in message
+
+
+def test_a_broken_checkpoint_is_refused(tmp_path: Path):
+    (tmp_path / "step-00000004").mkdir()
+    assert "is no checkpoint of gsreal" in refusal("plan.method=gs", folder=tmp_path)
+
+
+PROGRESSES = {
+    "nothing": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "a number": "7",
+    "deep nesting": "[" * 100_000,
+    "an unknown key": '{"step": 8, "format": 3, "colour": 1}',
+    "a text for a number": '{"step": "eight", "format": 3}',
+    "a number for a list": '{"step": 8, "losses": 3, "format": 3}',
+    "another step": '{"step": 7, "format": 3}',
+    "no format": '{"step": 8}',
+    "another format": '{"step": 8, "format": 2}',
+    "bytes": "\x00",
+}
+
+
+@pytest.fixture(scope="module")
+def plain_scenario():
+    return load_scenario(DEMO, overrides(2, STEPS, "plan.method=gs"), gradients_needed=False).scenario
+
+
+@pytest.mark.parametrize("text", PROGRESSES.values(), ids=PROGRESSES)
+def test_a_malformed_progress_is_passed_over_for_the_checkpoint_before(tmp_path: Path, plain_scenario, text: str):
+    before, last = (written(tmp_path, plain_scenario, step) for step in (4, 8))
+    (last / "progress.json").write_text(text)
+    told: list[str] = []
+    found = last_whole(tmp_path, tell=told.append)
+    assert found is not None
+    assert found[0] == before
+    (line,) = told
+    assert line.startswith(f"{last}: ")
+    assert line.endswith("; passed over for the one before it")
+    assert "\n" not in line
+    (before / "progress.json").write_text(text)
+    assert "no checkpoint there is whole: remove them to begin anew" in refusal("plan.method=gs", folder=tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "one byte", "gone"])
+def test_a_checkpoint_whose_files_are_not_as_they_were_written_is_passed_over(tmp_path: Path, plain_scenario, damage):
+    before, last = (written(tmp_path, plain_scenario, step) for step in (4, 8))
+    file = last / "__1_0.distcp"
+    assert last_whole(tmp_path)[0] == last
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(b"abc" if damage == "cut off" else b"abcdefgH")
+    told: list[str] = []
+    assert last_whole(tmp_path, tell=told.append)[0] == before
+    assert f"{last}: is damaged: __1_0.distcp is " in told[0]
+
+
+def test_only_what_is_a_part_of_a_checkpoint_is_removed(tmp_path: Path, plain_scenario):
+    mine = tmp_path / "thesis.partial"
+    mine.mkdir()
+    (mine / "chapter.txt").touch()
+    left = written(tmp_path, plain_scenario, 4).rename(tmp_path / "step-00000004.partial")
+    mixed = tmp_path / "step-00000005.partial"
+    mixed.mkdir()
+    for name in ("rank-0.pt", "notes.txt"):
+        (mixed / name).touch()
+    (tmp_path / "step-00000006.partial").symlink_to(mine)
+    remove_unfinished(tmp_path)
+    assert not left.exists()
+    assert [path.name for path in mixed.iterdir()] == ["notes.txt"]
+    assert (mine / "chapter.txt").exists()
+    assert (tmp_path / "step-00000006.partial").is_symlink()
+
+
+def test_a_second_run_that_would_save_in_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path: Path):
+    changes = [part for change in overrides(2, STEPS, "plan.method=gs") for part in ("--set", change)]
+    with locked(tmp_path / "saved" / LOCK, place="x"):
+        ended = commands.run("gsreal", "run", DEMO, "--checkpoint", tmp_path / "saved", *changes)
+    assert ended.returncode == 2
+    assert f"saved: is in use by process {os.getpid()} on " in ended.stderr
+    assert not (tmp_path / "saved").exists()
+
+
+def test_what_torch_raises_of_a_checkpoint_is_told_though_it_is_no_exception(tmp_path: Path, monkeypatch):
+    fault = OSError(28, "No space left on device")
+    error = CheckpointException("save", {1: (fault, StackSummary())})
+    assert not isinstance(error, Exception)
+    told = r"step-4: cannot be saved: rank 1: OSError: .* No space left"
+    with pytest.raises(RunFailedError, match=told), _with_reasons(Path("step-4"), "saved"):
+        raise error
+
+    def ends(code):
+        raise SystemExit(code)
+
+    def fails():
+        raise error
+
+    monkeypatch.setattr(rank, "die_with_parent", lambda: None)
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setenv("GSREAL_REPORTS", str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        rank.run_on_rank(fails, [])
+    assert ended.value.code == 1
+    assert "No space left" in json.loads((tmp_path / "rank-1.json").read_text())["message"]
+
+
+def test_one_that_is_not_complete_is_never_taken(tmp_path: Path):
+    for name in ("step-00000004", "step-00000008.partial", "other"):
+        (tmp_path / name).mkdir()
+    assert latest(tmp_path) == tmp_path / "step-00000004"
+    assert latest(tmp_path, before=4) is None
+    assert [step for step in range(1, 9) if Checkpoints(tmp_path, 3).is_due(step, 8)] == [3, 6, 8]

@@ -1,0 +1,592 @@
+"""Real: `gsreal run` from the command line to the Result, and what is left when ranks die or the user interrupts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import commands
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+
+from gsreal import cli
+from gsreal.machine import device_name, usable_cores
+from gsreal.model_files.model_file import Request, traced_model, write_model
+from gsreal.run.launch import reason_of
+from gssim.result import PHASES, Result, process_of, read_result
+from gssim.scenario import load_model
+from gssim.workload import Module
+
+pytestmark = pytest.mark.real
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+DEVICE = device_name(torch.device("cpu"))
+PROGRAM = "from {0}.cli import main; main()"
+LIMIT_S = 120
+
+SCENARIO = """# Does a small GPT train on two ranks?
+cluster = "pair.toml"
+
+[workload]
+model = "model.toml"
+gradients = "gradients.json"
+global_batch_size = 12
+sequence_length = 16
+learning_rate = 3e-3
+
+[plan]
+method = "gs"
+push.threshold = 3e-3
+shares.batch = [0.75, 0.25]
+shares.shards = [0.6, 0.4]
+
+[run]
+steps = 3
+warmup_steps = 1
+"""
+CLUSTER = f"""name = "two ranks of this machine"
+backend = "gloo"
+source = "made by hand for the tests"
+device_types.{DEVICE} = {{ kind = "cpu", memory_bytes = "1 GiB", memory_bandwidth_bytes_per_s = "10 GB/s", \
+peak_flop_per_s = {{ fp32 = "10 GFLOP/s" }}, source = "assumed" }}
+devices = [
+  {{ name = "a", type = "{DEVICE}", host = "here" }},
+  {{ name = "b", type = "{DEVICE}", host = "here" }},
+]
+links = [{{ between = ["a", "b"], bandwidth_bytes_per_s = "1 GB/s", latency_s = "50 us", source = "assumed" }}]
+"""
+# What a user's own module may do; every factory makes the model of the scenario.
+USER_MODULE = """
+import os
+import signal
+import time
+from pathlib import Path
+
+from gsreal.models import gpt
+
+
+def with_hook(action, settings):
+    module = gpt(**settings)
+    if os.environ.get("RANK") == "1":
+        module.register_forward_pre_hook(lambda *_: action())
+    return module
+
+
+def fail():
+    raise ValueError("the second rank has had enough")
+
+
+def raises(**settings):
+    return with_hook(fail, settings)
+
+
+def dies(**settings):
+    return with_hook(lambda: os.kill(os.getpid(), signal.SIGKILL), settings)
+
+
+def lingers(**settings):
+    def wait():
+        Path(os.environ["STARTED"]).touch()
+        time.sleep(0.05)
+
+    return with_hook(wait, settings)
+
+
+def prints(**settings):
+    print("what a module of the user's prints")
+    return gpt(**settings)
+
+
+def stranger(**settings):
+    return gpt(**settings | {"layers": 3})
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return a folder with scenario, cluster, a model traced here, and its variants in a module of the user's."""
+    folder = tmp_path_factory.mktemp("scenario")
+    settings = ("width=32", "heads=2", "layers=2", "maximum_length=32")
+    model = traced_model(
+        Request(
+            model="gsreal.models.gpt",
+            arguments=settings,
+            name="tiny-gpt",
+            vocabulary=256,
+            maximum_sequence_length=32,
+            task="next-token",
+            image=None,
+            classes=10,
+            auto_class="",
+            sequence_length=None,
+        )
+    )
+    write_model(folder / "model.toml", model)
+    for factory in ("raises", "dies", "lingers", "prints", "stranger"):
+        module = Module(factory=f"module_of_a_user.{factory}", arguments=model.module.arguments)
+        write_model(folder / f"{factory}.toml", replace(model, module=module))
+    (folder / "module_of_a_user.py").write_text(USER_MODULE)
+    (folder / "pair.toml").write_text(CLUSTER)
+    (folder / "scenario.toml").write_text(SCENARIO)
+    return folder
+
+
+def command(files, program, *arguments):
+    """Return the command line, an environment that all its processes inherit, and the marker in it."""
+    marker = f"gsreal-test-{uuid.uuid4().hex}"
+    paths = [str(files), str(SCENARIOS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MARKER": marker}
+    return [sys.executable, "-c", PROGRAM.format(program), *map(str, arguments)], environment, marker
+
+
+def run(files, program, *arguments):
+    """Run a program of the project to its end; return it once nothing that it started is left."""
+    line, environment, marker = command(files, program, *arguments)
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert left_over(marker) == []
+    return ended
+
+
+def left_over(marker, patience_s=10.0):
+    """Return the processes that carry the marker in their environment, after those that are ending have ended."""
+    if not Path("/proc/self/environ").exists():
+        pytest.skip("processes can only be looked up where there is /proc")
+    until = time.monotonic() + patience_s
+    while (found := marked(marker)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def marked(marker):
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # ended meanwhile, or somebody else's
+    return found
+
+
+def without_progress(stderr):
+    return [line for line in stderr.splitlines() if not line.startswith("gsreal: step ")]
+
+
+# One Result ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(files):
+    """Return the Result that `gsreal run` prints, writes and traces, with the statistics taken before."""
+    scenario = files / "scenario.toml"
+    taken = commands.run(
+        "gsreal",
+        "gradients",
+        scenario,
+        "--out",
+        files / "gradients.json",
+        "--thresholds",
+        "0,3e-3",
+        "--every",
+        "1",
+        "--batches",
+        "1",
+    )
+    assert taken.returncode == 0, taken.stderr
+    out, trace = files / "results", files / "trace.json"
+    ended = commands.run("gsreal", "run", scenario, "--json", "--out", out, "--trace", trace)
+    assert ended.returncode == 0, ended.stderr
+    assert without_progress(ended.stderr) == []
+    (written,) = (files / "results").iterdir()
+    assert written.read_text() == ended.stdout
+    result = read_result(written)
+    assert written.name == f"scenario.{result.scenario_id}.measured.json"
+    return result
+
+
+@pytest.fixture(scope="module")
+def predicted(files, measured):
+    """Return the prediction for the same file."""
+    ended = commands.run("gssim", "run", files / "scenario.toml", "--json")
+    assert ended.returncode == 0, ended.stderr
+    (files / "predicted.json").write_text(ended.stdout)
+    return read_result(files / "predicted.json")
+
+
+def test_a_run_is_measured(measured: Result):
+    assert measured.source == "measured"
+    assert measured.fits
+    assert len(measured.step_times_s) == 3
+    assert measured.step_time_s == sorted(measured.step_times_s)[1]
+    assert 0 < measured.step_time_p10_s <= measured.step_time_s
+    assert measured.throughput_samples_per_s == pytest.approx(12 / measured.step_time_s)
+    assert measured.provenance["torch"] == torch.__version__
+    assert measured.provenance["backend"] == "gloo"
+    assert measured.provenance["seed"] == 0
+
+
+def test_phases_of_a_run_sum_to_its_step(measured: Result):
+    assert set(measured.phases_s) == set(PHASES)
+    assert sum(measured.phases_s.values()) == pytest.approx(measured.step_time_s, rel=1e-9)
+    for rank in measured.ranks:
+        assert min(rank.phases_s.values()) >= 0
+        for phase in ("forward", "backward", "compression", "optimizer", "exposed_communication"):
+            assert rank.phases_s[phase] > 0, phase
+
+
+def test_a_run_says_what_it_really_ran_on(measured: Result):
+    assert [rank.ranks for rank in measured.ranks] == [(0,), (1,)]
+    assert [rank.device for rank in measured.ranks] == [DEVICE] * 2
+    assert [rank.batch_share for rank in measured.ranks] == [0.75, 0.25]
+    assert [rank.shard_share for rank in measured.ranks] == pytest.approx([0.6, 0.4])
+    parameter_bytes = 4 * measured_elements(measured)
+    for rank in measured.ranks:
+        assert rank.peak_allocated_bytes > parameter_bytes
+
+
+def measured_elements(measured):
+    layers = measured.scenario["workload"]["model"]["layers"]
+    assert layers
+    return sum(
+        max(1, len(layer["modules"])) * elements(parameter) for layer in layers for parameter in layer["parameters"]
+    )
+
+
+def elements(parameter):
+    product = 1
+    for size in parameter.split()[1].split("x"):
+        product *= int(size)
+    return product
+
+
+def test_a_run_trains(measured: Result):
+    assert len(measured.loss) == 3
+    assert all(0 < loss < 6 for loss in measured.loss)  # log(256) = 5.5 at the start
+    assert measured.loss[-1] < measured.loss[0]
+
+
+def test_a_run_is_joined_to_its_prediction_by_the_scenarios_identity(measured: Result, predicted: Result):
+    assert predicted.scenario_id == measured.scenario_id
+    assert predicted.calibration_id != ""
+    assert {rank.device for rank in predicted.ranks} == {DEVICE}
+
+
+def test_the_collectives_of_a_run_are_the_predicted_ones(measured: Result, predicted: Result):
+    assert measured.collectives
+    assert sorted(entry.key for entry in measured.collectives) == sorted(entry.key for entry in predicted.collectives)
+
+
+def test_the_density_of_a_run_is_the_predicted_one(measured: Result, predicted: Result):
+    """The statistics were taken over the very same training, so that interpolation alone is between the two."""
+    assert 0.001 < measured.density.push < 0.999
+    assert predicted.density.push == pytest.approx(measured.density.push, rel=0.05)
+
+
+def test_a_trace_holds_one_step_of_every_rank(files, measured: Result):
+    events = json.loads((files / "trace.json").read_text())
+    spans = [e for e in (events["traceEvents"] if isinstance(events, dict) else events) if e.get("ph") == "X"]
+    assert {span["pid"] for span in spans} == {process_of(rank) for rank in (0, 1)}
+    assert {"forward", "backward", "optimizer"} <= {span["name"] for span in spans}
+
+
+def test_a_rank_without_samples_trains_along_and_a_module_may_print(files, measured: Result):
+    """The same training: all samples on one rank. stdout holds the Result alone, whatever the module prints."""
+    changes = ["workload.model=prints.toml", "plan.shares.batch=[1.0,0.0]", "plan.push.threshold=0"]
+    ended = run(files, "gsreal", "run", files / "scenario.toml", "--json", "--trust-code", *overrides(changes))
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert [rank["batch_share"] for rank in result["ranks"]] == [1.0, 0.0]
+    assert result["loss"] == pytest.approx(measured.loss, rel=0.05)
+
+
+def overrides(changes):
+    return [part for change in changes for part in ("--set", change)]
+
+
+def test_a_run_works_under_torchrun_too(files):
+    line, environment, marker = command(files, "gsreal", "run", files / "scenario.toml", "--json", *overrides(DENSE))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    ended = subprocess.run(
+        [*launcher, *line], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["source"] == "measured"
+    assert left_over(marker) == []
+
+
+DENSE = ("plan.method=ddp", "plan.push={}", "plan.shares={}")
+
+# Ranks that die ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("raises", "gsreal: rank 1 failed: ValueError: the second rank has had enough"),
+        ("dies", "gsreal: rank 1 died (SIGKILL)"),
+    ],
+)
+def test_a_rank_that_dies_is_named_in_one_line_and_nothing_is_written(files, tmp_path, factory, message):
+    changes = [f"workload.model={files / factory}.toml", *DENSE]
+    line = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--json", "--out", tmp_path / "out")
+    ended = run(files, *line, *overrides(changes))
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines() == [message]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fault_of_the_users_that_ranks_find_is_exit_2(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(files))  # where ranks find the module
+    changes = [f"workload.model={files / 'stranger'}.toml", *DENSE]
+    line = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--out", tmp_path / "out")
+    ended = commands.run(*line, *overrides(changes))
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("gsreal: workload.model: the file lists ")
+    assert not (tmp_path / "out").exists()
+
+
+ORPHAN = """
+import os, sys, time
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+from pathlib import Path
+import gsreal.run.rank
+Path(sys.argv[2], "adopted").write_text(str(os.getppid()))
+gsreal.run.rank.run_on_rank(Path(sys.argv[2], "worked").touch, [])
+"""
+
+
+def test_a_rank_whose_launcher_was_killed_before_it_had_begun_does_nothing(tmp_path):
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    line = f"{sys.executable} {tmp_path}/orphan.py $$ {tmp_path} & kill -9 $$"
+    subprocess.run(["sh", "-c", line], env={**os.environ, "GSREAL_LAUNCHER": str(os.getpid())}, check=False)
+    until = time.monotonic() + 60
+    while not (tmp_path / "adopted").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    if (tmp_path / "adopted").read_text() != "1":
+        pytest.skip("here another process than the first adopts orphans")
+    time.sleep(0.5)
+    assert not (tmp_path / "worked").exists()
+
+
+def test_a_run_listens_on_the_loopback_alone_and_an_interrupt_stops_every_rank(files, tmp_path):
+    changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=900000", *DENSE]
+    started = tmp_path / "started"
+    asked = ("gsreal", "run", files / "scenario.toml", "--trust-code", "--out", tmp_path / "out", *overrides(changes))
+    line, environment, marker = command(files, *asked)
+    (tmp_path / "temporary").mkdir()
+    environment |= {"STARTED": str(started), "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not started.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert started.exists()
+        assert len(marked(marker)) >= 3  # itself and two ranks
+        found = listening(marker)
+        assert found  # gloo's
+        assert set(found) <= LOOPBACK
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert stdout == ""
+    assert without_progress(stderr) == ["gsreal: interrupted; all ranks are stopped"]
+    assert left_over(marker) == []
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+def listening(marker):
+    """Return the addresses, as the kernel writes them, on which processes with the marker listen."""
+    inodes = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                inodes |= {os.readlink(handle) for handle in (process / "fd").iterdir()}
+        except OSError:
+            continue
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
+    return [words[1].rpartition(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in inodes]
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+STOPPED_AFTER_S = 30
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
+    """Of ranks that do not train, the same is shown in test_watch.py."""
+    (tmp_path / "temporary").mkdir()
+    changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=900000", *DENSE]
+    options = ("--timeout", STOPPED_AFTER_S, *overrides(changes))
+    line, environment, marker = command(files, "gsreal", "run", files / "scenario.toml", *options)
+    started = tmp_path / "started"
+    environment |= {"STARTED": str(started), "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not started.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        (second,) = (int(each.name) for each in Path("/proc").glob("[0-9]*") if is_rank(each, 1, marker))
+        os.kill(second, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1, stderr
+    assert time.monotonic() - stopped_s < STOPPED_AFTER_S + 10
+    (told,) = without_progress(stderr)
+    assert told.startswith(
+        f"gsreal: no rank has come any further for {STOPPED_AFTER_S} s (--timeout): rank 1 is stopped (step "
+    )
+    assert left_over(marker) == []
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def is_rank(process, rank, marker):
+    try:
+        environment = (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"RANK={rank}".encode() in environment and f"MARKER={marker}".encode() in environment
+
+
+# What the user can mend ----------------------------------------------------------------------------------------------
+
+WITHOUT_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "torch" else super().find_spec(name, path, target)
+
+
+sys.meta_path = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+from gsreal.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [("run", "s.toml"), ("trace", "m", "--out", "o"), ("calibrate", "--out", "o")])
+def test_without_torch_there_is_an_instruction(arguments, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(SCENARIOS.parent)}
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == "gsreal: torch is missing: pip install 'gssim[real]'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys, tmp_path):
+    """Return a function that runs a command that must be refused, and returns the line that says why."""
+
+    def refused(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gsreal", *map(str, arguments), "--out", str(tmp_path / "out")])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        stdout, stderr = capsys.readouterr()
+        assert ended.value.code == 2, stderr
+        assert stdout == ""
+        assert stderr.startswith("gsreal: ")
+        assert stderr.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+        return stderr.removeprefix("gsreal: ").rstrip("\n")
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--timeout", "0"), "--timeout 0: must be seconds, more than 0"),
+        (("--timeout", "nan"), "--timeout nan: must be seconds, more than 0"),
+        (("--interface", "nowhere0"), "--interface nowhere0: this machine has "),
+    ],
+)
+def test_bad_options_of_run(refusal, files, options, message):
+    assert refusal("run", files / "scenario.toml", *options).startswith(message)
+
+
+def test_more_ranks_than_devices(refusal, files):
+    scenario = files / "scenario.toml"
+    line = refusal("run", scenario, *overrides(["plan.method=ddp", "plan.dp_replicate=4", *DENSE[1:]]))
+    assert line == f"{scenario}: plan: needs 4 ranks, but the cluster has 2 devices"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_cluster_of_gpus_on_a_machine_without(refusal):
+    path = SCENARIOS / "gpt2-unequal-gpus.toml"
+    assert refusal("run", path).startswith(f"{path}: cluster: its devices are GPUs, but this machine has none; use")
+
+
+def test_data_that_the_model_cannot_read(refusal, files):
+    for command_name in ("run", "gradients"):
+        line = refusal(command_name, files / "scenario.toml", "--set", "workload.data=digits")
+        assert line.startswith(f"{files / 'scenario.toml'}: workload.data: a model of 256 tokens cannot read 'digits'")
+
+
+@pytest.mark.parametrize("thresholds", ["-1", "none", "", "0,0", "0,nan", "inf", "1e-3,"])
+def test_thresholds_that_are_none(refusal, files, thresholds):
+    line = refusal("gradients", files / "scenario.toml", "--thresholds", thresholds)
+    assert line == f"--thresholds {thresholds}: must be distinct numbers of at least 0, separated by commas"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--precision", "fp16"), "--precision fp16: allowed: fp32, bf16, fp64"),
+        (("--ranks", "0"), "--ranks 0: must be at least 1"),
+        (("--ranks", "-3"), "--ranks -3: must be at least 1"),
+        (("--batch-sizes", "some"), "--batch-sizes some: must be distinct numbers"),
+        (("--batch-sizes", "4,4"), "--batch-sizes 4,4: must be distinct numbers"),
+        (("--batch-sizes", "nan"), "--batch-sizes nan: must be distinct numbers"),
+        (("--batch-sizes", "0,4"), "must be whole numbers of at least 1"),
+        (("--batch-sizes", "1.5"), "must be whole numbers of at least 1"),
+        (("--sequence-length", "0"), "--sequence-length 0: must be at least 1"),
+        (("nowhere.toml",), "nowhere.toml: no such file"),
+    ],
+)
+def test_bad_options_of_calibrate(refusal, options, message):
+    assert message in refusal("calibrate", *options)
+
+
+def test_a_longer_sequence_than_the_model_takes_is_not_calibrated(refusal, files):
+    assert load_model(files / "model.toml").input.maximum_sequence_length == 32
+    line = refusal("calibrate", files / "model.toml", "--sequence-length", "33")
+    assert line == f"--sequence-length 33: {files / 'model.toml'} takes at most 32"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks may share a GPU")
+def test_more_ranks_than_cores_are_not_calibrated(refusal):
+    cores = len(usable_cores())
+    line = refusal("calibrate", "--ranks", cores + 1)
+    assert line == f"--ranks {cores + 1}: this machine has {cores} cores that may be used"
+
+
+@pytest.mark.parametrize(("code", "name"), [(-9, "SIGKILL"), (-36, "signal 36"), (3, "exit code 3")])
+def test_a_rank_that_died_of_any_signal_is_told(tmp_path, code, name):
+    assert reason_of(tmp_path, (1, code), "") == f"rank 1 died ({name})"

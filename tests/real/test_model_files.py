@@ -1,0 +1,192 @@
+"""Published: the standard models have as many parameters as are published; small siblings of each family are traced."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+
+import torch
+from test_trace import at, counted_peak_bytes, flop_of, real_step, replayed_peak_bytes, request_for
+from torch import nn
+
+import gsreal.model_files.trace as tracer
+from gsreal.model_files.model_file import traced_model
+from gsreal.model_files.repeated import KEPT, shortened
+from gssim.scenario import load_model
+from gssim.workload import Model, unrolled
+
+MODELS = Path(__file__).resolve().parents[2] / "scenarios" / "models"
+
+# Published counts ----------------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "resnet-50": (25_557_032, "25.6M"),  # torchvision, resnet50; He et al. 2016 state no count
+    "bert-base": (109_514_298, "110M"),  # released bert-base-uncased, BertForMaskedLM; Devlin et al. 2019, section 3
+    "bert-large": (335_174_458, "340M"),  # with pooler and the other head 336.2 million
+    "gpt2-124m": (124_439_808, "124M"),  # Radford et al. 2019 as released: the paper's own 117M was corrected
+    "gpt2-355m": (354_823_168, "355M"),
+    "gpt2-774m": (774_030_080, "774M"),
+    "gpt2-1.5b": (1_557_611_200, "1.6B"),  # table 2: 1542M
+    "gpt3-175b": (None, "174.6B"),  # Brown et al. 2020, table D.1: 174,600 million
+    "mt-nlg-530b": (None, "530B"),  # Smith et al. 2022
+    "llama2-7b": (6_738_415_616, "6.7B"),  # Touvron et al. 2023 a, table 2 (as LLaMA); released Llama-2-7b
+    "llama2-13b": (13_015_864_320, "13.0B"),
+    "llama2-70b": (68_976_648_192, "69.0B"),  # released Llama-2-70b; the paper rounds to 70B
+    "llama3-8b": (8_030_261_248, "8.0B"),  # released Meta-Llama-3-8B: 8.03B
+    "llama3-70b": (70_553_706_496, "70.6B"),  # released Meta-Llama-3-70B: 70.6B
+}
+"""Exact count where weights are released, and as published."""
+UNITS = {"M": 1e6, "B": 1e9}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_has_the_published_number_of_parameters(name):
+    exact, stated = PUBLISHED[name]
+    model = load_model(MODELS / f"{name}.toml")
+    number = stated[:-1]
+    digits = len(number.replace(".", "") if "." in number else number.rstrip("0"))
+    assert float(f"{model.elements:.{digits}g}") == pytest.approx(float(number) * UNITS[stated[-1]])
+    assert exact is None or model.elements == exact
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_file_is_small_for_equal_layers_are_written_once(name):
+    path = MODELS / f"{name}.toml"
+    assert path.stat().st_size < 50_000
+    assert len(load_model(path).layers) <= 13
+
+
+# Small siblings ------------------------------------------------------------------------------------------------------
+
+OFF = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": "false"}
+LLAMA = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48}
+SIBLINGS = {
+    "llama": ("hf:llama", {**LLAMA, "num_hidden_layers": 6, "vocab_size": 64, "use_cache": "false"}, "next-token"),
+    "gpt2": ("hf:gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 6, "vocab_size": 64, **OFF}, "next-token"),
+    "bert": (
+        "hf:bert",
+        {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 6, "intermediate_size": 64, "vocab_size": 64}
+        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "masked-token",
+    ),
+    "gpt": (
+        "gsreal.models.gpt",
+        {"width": 32, "heads": 4, "layers": 6, "vocabulary": 64, "tied": "true"},
+        "next-token",
+    ),
+    "resnet": ("hf:resnet", {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 3], "num_labels": 5}, None),
+}
+"""Kinds of the shipped models, with more blocks than are traced of equal ones."""
+
+
+LENGTH = 32
+"""Tokens that siblings are traced with; other lengths would take twice the time."""
+
+
+def sibling(family: str) -> Model:
+    model, arguments, task = SIBLINGS[family]
+    given = {"arguments": tuple(f"{key}={value}" for key, value in arguments.items()), "auto_class": None}
+    if task is None:
+        return traced_model(request_for(model, **given, image="3x32x32", classes=5))
+    return traced_model(request_for(model, **given, task=task, vocabulary=64, image=None, sequence_length=LENGTH))
+
+
+traced = cache(sibling)
+
+
+@pytest.mark.parametrize("family", SIBLINGS)
+def test_a_sibling_is_traced_exactly(family):
+    model = traced(family)
+    shape = (4, LENGTH if model.traced_sequence_lengths else None)
+    layers = [instance.layer for instance in unrolled(model)]
+    module, _, _ = real_step(model, shape)
+    assert model.elements == sum(parameter.numel() for parameter in module.parameters())
+    assert sum(at(layer.forward_flop, shape) + at(layer.backward_flop, shape) for layer in layers) == flop_of(
+        model, shape
+    )
+
+
+@pytest.mark.parametrize("family", [family for family in SIBLINGS if family != "resnet"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_siblings_replayed_peak_is_the_counted_one(family, recompute):
+    """Of whole sequences Hugging Face's models make no mask: one of b s^2 values in every block would be seen here."""
+    model = traced(family)
+    shape = (8, LENGTH)
+    found = replayed_peak_bytes(model, shape, recompute=recompute)
+    assert found == pytest.approx(counted_peak_bytes(model, shape, recompute=recompute), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gpt2", "bert"))]
+)
+def test_repeating_a_middle_block_says_what_tracing_all_blocks_says(family, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(tracer, "shortened", lambda _model, _where: None)
+        assert sibling(family) == traced(family)
+    assert shortened(traced(family), "here") is not None
+
+
+def test_siblings_of_transformers_tell_how_they_are_cut():
+    """Of Llama's heads two share each one of keys and values, which are its units."""
+    units = {f: {layer.units for layer in traced(f).sliced_layers if layer.block} for f in SIBLINGS}
+    assert units == {"llama": {4}, "gpt2": {4}, "bert": {4}, "gpt": {4}, "resnet": set()}
+
+
+def test_a_residual_block_is_a_layer_though_its_convolutions_are_a_stack():
+    blocks = [layer.module for layer in unrolled(traced("resnet")) if layer.layer.block]
+    assert blocks == [f"resnet.encoder.stages.{i}.layers.{j}" for i, depth in enumerate((2, 3)) for j in range(depth)]
+
+
+# What must not be repeated -------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, *, every: int, number: int):
+        super().__init__()
+        self.number, self.group = number, 4
+        self.twice = every > 0 and number % every == every - 1
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return x + (y * 2 if self.twice else y)
+
+
+class Stacked(nn.Module):
+    def __init__(self, *, blocks: int, every: int = 0, spare: int = 8, extra: bool = False):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block(every=every, number=i) for i in range(blocks))
+        self.gates = nn.Parameter(torch.ones(blocks)) if extra else None
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images):
+        x = self.first(images.flatten(1, 2)).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x if self.gates is None else x * self.gates.sum())
+
+
+def stacked(**arguments: object) -> Model:
+    given = tuple(f"{key}={str(value).lower()}" for key, value in arguments.items())
+    return traced_model(request_for(f"{__name__}.Stacked", arguments=given))
+
+
+def test_equal_blocks_are_found_by_the_argument_that_counts_them():
+    """Another argument may be the same number: a sibling made with that has as many blocks as before."""
+    model = stacked(spare=8, blocks=8)
+    short, stack = shortened(model, "here")
+    assert short.module.arguments == {"spare": 8, "blocks": KEPT}
+    assert (stack.path, stack.count) == ("blocks", 8)
+    assert [layer.module for layer in unrolled(model)] == ["first", *(f"blocks.{i}" for i in range(8)), "head", "loss"]
+
+
+@pytest.mark.parametrize("different", [{"every": 4}, {"extra": True}])
+def test_blocks_that_differ_and_models_that_are_no_siblings_are_traced_whole(different):
+    """In the first, every fourth block does more; in the second a parameter has an element for each block."""
+    model = stacked(blocks=9, **different)
+    assert shortened(model, "here") is None
+    assert sum(layer.repeats for layer in model.layers if layer.block) == 9

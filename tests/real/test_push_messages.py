@@ -1,0 +1,157 @@
+"""Finding, packing, keeping and adding what reaches a threshold, on one rank: laws and definitions."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+from gsreal.gradient_sharding.bucket import Bucket  # noqa: E402
+from gsreal.gradient_sharding.messages import Encoding, Scratch  # noqa: E402
+from gsreal.gradient_sharding.push import Accumulated, Residual  # noqa: E402
+from gsreal.gradient_sharding.thresholds import mark, mean_magnitudes, quantile, within  # noqa: E402
+from gssim.plan import (  # noqa: E402
+    CHUNK_ELEMENTS,
+    divide,
+    message_bytes,
+)
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+SIZES = (0, 1, 7, 8, 13, 1000, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS + 3)
+
+
+def values(size: int, dtype=torch.float32, seed: int = 0):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["coo", "bitmap", "dense", "auto"])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 3.0, 1e9])
+def test_what_is_packed_arrives_and_nothing_else(dtype, kind, threshold):
+    for size in SIZES:
+        scratch = Scratch(size, size, dtype, CPU)
+        encoding, part = Encoding(kind, dtype, scratch), values(size, dtype)
+        before, reached = part.clone(), part.to(scratch.magnitudes.dtype).abs() >= threshold
+        half = size // 2
+        flags = mark(part, within([(slice(0, half), threshold), (slice(half, size), threshold)], 0, size), scratch)
+        message, entries = encoding.pack(part, flags, clear=True)
+        assert entries == int(reached.sum())
+        written = encoding.of(entries, size)
+        assert message.nbytes == message_bytes(written, entries=entries, elements=size, value_bytes=dtype.itemsize)
+        assert torch.equal(part, torch.where(reached, 0, before))
+        gradient = torch.ones(size, dtype=scratch.magnitudes.dtype)
+        received = torch.zeros_like(gradient)
+        encoding.add(gradient, message, entries, 0.5, received)
+        sent = torch.where(reached, before, 0).to(gradient.dtype)
+        assert torch.equal(gradient, 1 + 0.5 * sent)
+        counted = reached if written != "dense" or entries == size else sent != 0
+        assert torch.equal(received, 0.5 * counted)
+
+
+def bucket_of(elements: int, shares, rank: int) -> Bucket:
+    parameters = [torch.nn.Parameter(torch.zeros(elements))]
+    bucket = Bucket(0, parameters, divide(elements, by_node=[[share] for share in shares]), node=rank)
+    bucket.take_shard()
+    return bucket
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(["coo", "bitmap", "dense", "auto"]),
+    st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=4, max_size=4),
+    st.sampled_from([0.0, 0.1, 1.0, 3.0]),
+    st.integers(0, 2),
+)
+def test_what_was_sent_and_what_is_kept_are_all_gradients_in_the_weight_that_they_count(
+    precision, kind, weights, threshold, rank
+):
+    """Conservation: sum of weight * sent, plus weight * kept, is the sum of weight * gradient, whatever the weights."""
+    bucket = bucket_of(300, [0.5, 0.3, 0.2], rank)
+    residual = Residual(bucket.elements, bucket.own, precision, CPU)
+    scratch = Scratch(300, 300, torch.float32, CPU)
+    encoding = Encoding(kind, torch.float32, scratch)
+    arrived, given_ = torch.zeros(300), torch.zeros(300)
+    for step, weight in enumerate(weights):
+        bucket.gradient = values(300, seed=step)
+        given_ += weight * bucket.gradient
+        residual.accumulate(bucket.gradient, weight, scratch)
+        accumulated = Accumulated(bucket, residual)
+        accumulated.release()
+        assert (bucket.gradient is None) == (precision == torch.float32)
+        for owner, (first, last) in enumerate(bucket.ranges):
+            if owner != rank:
+                part = accumulated.part(first, last)
+                flags = mark(part, [(slice(0, last - first), threshold)], scratch)
+                message, entries = encoding.pack(part, flags, clear=True)
+                encoding.add(arrived[first:last], message, entries, weight)
+        accumulated.finish()
+        assert bucket.gradient is None
+    rounding = 1e-6 if precision == torch.float32 else len(weights) * 4.0 * 2**-8
+    for first, last in residual.places:
+        kept = weights[-1] * residual.part(first, last).float()
+        assert torch.allclose(arrived[first:last] + kept, given_[first:last], atol=rounding)
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.25])
+def test_owners_that_change_lose_nothing_of_what_was_kept(weight):
+    residual = Residual(10, slice(2, 5), torch.float32, CPU)
+    residual.values.copy_(torch.arange(1.0, 8.0))
+    residual.weight = 0.5
+    residual.reshard(slice(4, 8))
+    residual.reshard(slice(6, 9))
+    gradient = torch.zeros(10)
+    residual.pay(gradient, weight)
+    residual.pay(gradient, weight)
+    kept = torch.zeros(10)
+    for first, last in residual.places:
+        kept[first:last] = residual.part(first, last)
+    assert (0.5 * kept + weight * gradient).tolist() == [0.5, 1, 0, 0, 0, 1.5, 2, 2.5, 3, 3.5]
+    assert gradient[6:9].count_nonzero() == 3 == gradient.count_nonzero()
+
+
+def test_what_is_no_number_is_sent_so_that_its_owner_sees_it_and_is_not_kept_for_ever():
+    part = torch.tensor([0.1, math.nan, 0.2, math.inf])
+    scratch = Scratch(4, 4, torch.float32, CPU)
+    flags = mark(part, [(slice(0, 4), 1.0)], scratch)
+    assert flags.tolist() == [False, True, False, True]
+    residual = Residual(4, slice(0, 1), torch.float32, CPU)
+    residual.values.copy_(torch.tensor([1.0, math.nan, -math.inf]))
+    residual.drop_broken()
+    assert residual.values.tolist() == [1, 0, 0]
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.floats(0.01, 0.99))
+def test_a_threshold_found_does_not_depend_on_where_a_tensor_is_cut(a, b, density):
+    tensor, scratch = values(100), Scratch(100, 100, torch.float32, CPU)
+    first, last = sorted((a, b))
+    pieces = [piece for piece in (tensor[:first], tensor[first:last], tensor[last:]) if piece.numel()]
+    found = quantile(pieces, density, scratch)
+    assert found == quantile([tensor], density, scratch)
+    assert int((tensor.abs() >= found).sum()) == max(1, round(100 * density))
+    assert mean_magnitudes([pieces])[0] == pytest.approx(float(tensor.abs().mean()))
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
+def test_of_a_large_tensor_a_sample_gives_the_threshold_to_its_standard_error(density):
+    tensor = values(20 * CHUNK_ELEMENTS + 5)
+    found = quantile([tensor[:77], tensor[77:]], density, Scratch(8, tensor.numel(), torch.float32, CPU))
+    realised = float((tensor.abs() >= found).float().mean())
+    standard_error = math.sqrt((1 - density) / density / CHUNK_ELEMENTS)
+    assert abs(realised / density - 1) < 4 * standard_error
+
+
+def test_a_tensor_of_which_nothing_is_here_has_no_mean_and_no_threshold():
+    assert mean_magnitudes([[], [torch.ones(2), -torch.ones(4)], []]) == [0, 1, 0]
+    assert mean_magnitudes([[]]) == [0]
+    assert quantile([], 0.5, Scratch(8, 8, torch.float32, CPU)) == math.inf
+
+
+def test_a_tensor_of_zeros_reaches_no_threshold_that_is_found():
+    scratch = Scratch(8, 8, torch.float32, CPU)
+    zeros = torch.zeros(8)
+    assert not mark(zeros, [(slice(0, 8), quantile([zeros], 0.5, scratch))], scratch).any()
+    assert quantile([zeros], 1.0, scratch) == 0

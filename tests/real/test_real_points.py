@@ -1,0 +1,165 @@
+"""Random scenario points on real ranks: what is predicted happens, and what one executor refuses the other does too.
+
+A point that fails is printed as a scenario file, with its seed; `gsreal run FILE` runs it.
+"""
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from points import random_real_point
+from real_runs import planted, predicted, predicted_peaks, run_cases
+
+from gssim.errors import RunFailedError, UserError
+from gssim.scenario import load_scenario
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+pytestmark = pytest.mark.real
+
+FEW = (2, range(1, 40), 6)
+"""Ranks, the first seeds, and how many points are run of those that are answered and have so many ranks."""
+MANY = [
+    pytest.param(ranks, range(first, first + 400), 20, id=f"{ranks}-ranks-from-{first}")
+    for ranks in (2, 3, 4)
+    for first in (1000, 2000, 3000)
+]
+"""The same in the slow test: 180 points."""
+EXACT = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2**-7}
+"""By how much of the largest one parameters may differ from one device's, by precision."""
+PEAK, PEAK_OF_CONVOLUTIONS = 0.02, 0.04
+"""By how much peaks may differ. Kernels of convolutions take scratch by shape and processor: between batches that were
+measured it is interpolated."""
+LONGEST_REFUSAL = 300
+
+Case = dict[str, Any]
+
+
+def refusal_of(path: Path) -> str | None:
+    """Return why gsreal refuses a scenario, before it starts a rank; None where it runs it."""
+    from gsreal.run.checks import check_real
+
+    try:
+        check_real(load_scenario(path, gradients_needed=False))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def cases_of(seeds: Sequence[int], folder: Path, *, ranks: int, wanted: int) -> tuple[dict[str, Case], Counter[str]]:
+    """Return the first points of so many ranks that both executors take, and how often why one was refused."""
+    cases: dict[str, Case] = {}
+    refused: Counter[str] = Counter()
+    for seed in seeds:
+        point = random_real_point(seed)
+        if point["cluster"]["topology"]["devices"][0]["count"] != ranks:
+            continue
+        path = folder / f"{seed}.toml"
+        path.write_text(tomli_w.dumps(point))
+        refusal = refusal_of(path)
+        if refusal is not None:
+            assert len(refusal.removeprefix(str(folder))) <= LONGEST_REFUSAL, refusal
+            assert "\n" not in refusal
+            refused[refusal.removeprefix(f"{path}: ")[:60]] += 1
+            continue
+        case: Case = {"scenario": str(path), "overrides": []}
+        scenario = load_scenario(path, gradients_needed=False).scenario
+        if scenario.policies.pp > 1:  # else peaks' profile of scratch, in which layers take no time, cuts others
+            layers = [sum(bool(each.layer.modules) for each in stage) for stage in scenario.stages]
+            case["overrides"] = [f"plan.stages={layers}"]
+        if scenario.push.selects:
+            statistics = planted(folder, str(path), [], 0.1, name=f"{seed}-gradients")
+            case["overrides"] += [f'workload.gradients="{statistics}"']
+        predicted(case)  # what runs can be predicted
+        cases[str(seed)] = case
+        if len(cases) == wanted:
+            break
+    return cases, refused
+
+
+def run_all(folder: Path, cases: dict[str, Case], *, ranks: int) -> dict[str, Any]:
+    """Return what each case showed, or the failure that it ends in: those of a launch that fails are halved."""
+    folder.mkdir(exist_ok=True)
+    try:
+        return dict(run_cases(folder, cases, ranks=ranks))
+    except (RunFailedError, UserError) as error:
+        if len(cases) == 1:
+            return dict.fromkeys(cases, str(error))
+    names = list(cases)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    found: dict[str, Any] = {}
+    for number, half in enumerate(halves):
+        found |= run_all(folder / str(number), {name: cases[name] for name in half}, ranks=ranks)
+    return found
+
+
+def differences(case: Case, seen: dict[str, Any]) -> Iterator[str]:
+    """Yield where a run is not what was predicted, or not the training of one device."""
+    scenario = load_scenario(Path(case["scenario"]), case["overrides"], gradients_needed=False).scenario
+    expected = json.loads(json.dumps(sorted([list(entry.key) for entry in predicted(case).collectives], key=str)))
+    if sorted(seen["collectives"], key=str) != expected:
+        yield f"collectives {sorted(seen['collectives'], key=str)}, predicted {expected}"
+    for rank, (peak, counted) in enumerate(zip(predicted_peaks(case), seen["peaks"], strict=True)):
+        if abs(peak / counted - 1) > (PEAK_OF_CONVOLUTIONS if scenario.workload.model.input.kind == "image" else PEAK):
+            yield f"rank {rank} holds {counted} bytes at most, predicted {peak} ({peak / counted - 1:+.1%})"
+    total, policies = scenario.workload.global_batch_size, scenario.policies
+    taken: dict[int, set[int]] = defaultdict(set)
+    for rank, samples in enumerate(seen["samples"]):
+        taken[policies.data_rank(rank)].add(samples)
+    if any(len(each) > 1 for each in taken.values()) or sum(map(max, taken.values())) != total:
+        yield f"ranks take {seen['samples']} samples of {total}"
+    if not all(map(math.isfinite, seen["losses"])):
+        yield f"losses {seen['losses']}"
+    if not seen["replicas_equal"]:
+        yield "replicas differ"
+    yield from _differences_of_training(scenario, seen)
+
+
+def _differences_of_training(scenario: Any, seen: dict[str, Any]) -> Iterator[str]:
+    """Compare with one device where equality can hold: nothing stays under a threshold, and Adam's steps of gradients
+    that are all rounding have digits enough.
+    """
+    workload = scenario.workload
+    if scenario.push.selects or (workload.optimizer.startswith("adam") and workload.precision != "fp64"):
+        return
+    tolerance = EXACT[workload.precision]
+    if workload.model.name == "resnet-digits" and workload.precision == "fp32":
+        tolerance = 1e-4  # a sum is rounded another way, and a ReLU turns: see `tolerance_of`
+    if seen["difference"] > tolerance * seen["largest_parameter"]:
+        yield f"parameters differ from one device's by {seen['difference']}, the largest is {seen['largest_parameter']}"
+    if seen["losses"] != pytest.approx(seen["losses_alone"], rel=max(tolerance, 1e-6)):
+        yield f"losses {seen['losses']}, on one device {seen['losses_alone']}"
+
+
+def assert_runs_are_as_predicted(folder: Path, ranks: int, seeds: Sequence[int], wanted: int) -> None:
+    cases, refused = cases_of(seeds, folder, ranks=ranks, wanted=wanted)
+    assert len(cases) == wanted
+    assert len(cases) >= 2 * sum(refused.values())
+    found = run_all(folder / "runs", cases, ranks=ranks)
+    failures = []
+    for name, case in cases.items():
+        seen = found[name]
+        wrong = [seen] if isinstance(seen, str) else list(differences(case, seen))
+        if wrong:
+            listed = "\n".join(f"    {line}" for line in wrong)
+            failures.append(f"seed {name}:\n{listed}\n{Path(case['scenario']).read_text()}")
+    print(f"{ranks} ranks, seeds {', '.join(cases)}; refused: {dict(refused.most_common())}")
+    assert not failures, "\n\n".join([f"{len(failures)} of {len(cases)} points", *failures])
+
+
+def test_random_points_run_as_they_are_predicted(tmp_path: Path) -> None:
+    ranks, seeds, wanted = FEW
+    assert_runs_are_as_predicted(tmp_path, ranks, seeds, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "seeds", "wanted"), MANY)
+def test_many_random_points_run_as_they_are_predicted(
+    tmp_path: Path, ranks: int, seeds: Sequence[int], wanted: int
+) -> None:
+    assert_runs_are_as_predicted(tmp_path, ranks, seeds, wanted)

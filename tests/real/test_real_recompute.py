@@ -1,0 +1,92 @@
+"""Real: selective checkpointing on real ranks trains the same, and rungs (a) and (b) of its prediction hold."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import predicted, predicted_peaks, run_cases, scenario_file, star, tolerance_of
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+
+import torch
+
+from gsreal.measure import MemoryCounter, Timeline
+from gsreal.run.feed import Feed
+from gsreal.run.worker import build
+from gssim.scenario import load_scenario
+
+pytestmark = pytest.mark.real
+
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+MANY = ["workload.sequence_length=64", "workload.global_batch_size=12", *SGD]
+"""Enough samples that activations, not gradients, make the peak."""
+FEW = ["workload.sequence_length=24", "workload.global_batch_size=12", *SGD]
+DIGITS = ["workload.global_batch_size=12", "workload.precision=fp64", *SGD]
+BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
+RANKS = 2
+
+
+def case_of(name: str, *, ranks: int = RANKS) -> dict[str, object]:
+    """Return the case `METHOD-MODEL-RECOMPUTE`; an upper-case model takes few samples."""
+    method, model, recompute = name.split("-")
+    shape = DIGITS if model == "resnet" else FEW if model.isupper() else MANY
+    changes = [star(ranks), *shape, f"plan.method={method}", f"plan.recompute={recompute}"]
+    return {"scenario": scenario_file(BASE[model.lower()]), "overrides": changes, "plant": False}
+
+
+NAMES = [
+    f"{name}-selective"
+    for name in ("ddp-gpt", "zero3-bert", "gs-gpt", "gs-bert", "zero1-GPT", "zero2-GPT", "gs-resnet")
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return run_cases(tmp_path_factory.mktemp("ranks"), {name: case_of(name) for name in NAMES}, ranks=RANKS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_selective_checkpointing_trains_as_one_device_does_with_the_predicted_collectives(found, name) -> None:
+    seen = found[name]
+    assert seen["largest_parameter"] > 0.05
+    assert seen["difference"] <= tolerance_of(name, "sgd") * seen["largest_parameter"]
+    assert seen["replicas_equal"]
+    entries = sorted([list(entry.key) for entry in predicted(case_of(name)).collectives], key=str)
+    assert json.loads(json.dumps(entries)) == sorted(seen["collectives"], key=str)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_predicted_peak_of_selective_checkpointing_is_the_counted_one(found, name) -> None:
+    assert predicted_peaks(case_of(name)) == pytest.approx(found[name]["peaks"], rel=0.01)
+
+
+def trained_alone(recompute: str, model: str) -> tuple[float, list]:
+    """Return the peak of a step on one device, and the parameters after three."""
+    case = case_of(f"single-{model}-{recompute}", ranks=1)
+    scenario = load_scenario(Path(scenario_file(BASE[model])), case["overrides"], gradients_needed=False).scenario
+    device = torch.device("cpu")
+    counter = MemoryCounter(device)
+    if counter.method != "allocator":
+        pytest.skip("no C++ compiler here: peaks are not counted exactly")
+    gc.collect()
+    counter._base += counter.alive()
+    training = build(scenario, Timeline(0, device), device)
+    feed = Feed(scenario, 0, device)
+    peaks = []
+    for step in range(3):
+        inputs, targets, weights = feed.at(step)
+        peaks.append(counter.peak_of(lambda: training.step(inputs, targets, weights, 0), [])[0])  # noqa: B023
+        gc.collect()  # torch's first checkpoint leaves a cycle
+    return peaks[-1], [parameter.detach() for parameter in training.module.parameters()]
+
+
+@pytest.mark.parametrize("model", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
+def test_one_device_learns_the_very_same_and_needs_less_memory_as_predicted(model) -> None:
+    peaks, parameters = zip(*(trained_alone(each, model) for each in ("none", "selective", "full")), strict=True)
+    assert peaks[0] > peaks[1] > peaks[2]
+    for again in parameters[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(parameters[0], again, strict=True))
+    for recompute, measured in zip(("none", "selective", "full"), peaks, strict=True):
+        (entry,) = predicted(case_of(f"single-{model}-{recompute}", ranks=1)).ranks
+        assert entry.peak_allocated_bytes == pytest.approx(measured, rel=0.01)

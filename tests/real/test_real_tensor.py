@@ -1,0 +1,124 @@
+"""Real: blocks cut among ranks, natively and by slices of our own, equal single-device training; rungs (a) and (b)."""
+
+import json
+from pathlib import Path
+
+import pytest
+from real_runs import predicted, predicted_peaks, run_cases, scenario_file, slow_where, star, tolerance_of
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'gssim[models]'")
+
+from gssim.plan import native_tensors
+from gssim.scenario import load_scenario
+from gssim.workload import unrolled
+
+pytestmark = pytest.mark.real
+
+GPT = ["workload.sequence_length=24", "workload.global_batch_size=12"]
+IMAGES = ["workload.precision=fp64", "workload.global_batch_size=12"]
+SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
+ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]
+BASE = {"gpt": "demo.toml", "bert": "bert-byte.toml", "resnet": "resnet-digits.toml"}
+UNEVEN = ["plan.method=gs_tp", "plan.shares.shards=[0.7,0.3]"]
+SLOWED = "run.slowdowns=[{rank=1, first_step=0, compute_ratio=2}]"
+
+
+TINY = {
+    "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 256, "use_cache": "false"}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "llama": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    | {"intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 64, "use_cache": "false"},
+}
+"""Configs of Hugging Face's; of Llama's two heads share each one of keys and values."""
+
+
+def tiny(kind: str, folder: Path) -> Path:
+    """Return the file of a small model of Hugging Face's, traced at one sequence length."""
+    from gsreal.model_files.model_file import Request, traced_model, write_model
+
+    request = Request(
+        model=f"hf:{kind}",
+        arguments=tuple(f"{key}={value}" for key, value in TINY[kind].items()),
+        name=f"tiny-{kind}",
+        vocabulary=256,
+        maximum_sequence_length=64,
+        task="next-token",
+        image=None,
+        classes=0,
+        auto_class="AutoModelForCausalLM",
+        sequence_length=24,
+    )
+    write_model(folder / f"tiny-{kind}.toml", traced_model(request))
+    return folder / f"tiny-{kind}.toml"
+
+
+def cases_for(ranks: int, folder: Path) -> dict[str, dict[str, object]]:
+    found = on_two_ranks(folder) if ranks == 2 else on_four_ranks()
+    return {
+        name: {"scenario": scenario_file(BASE[name.split("-")[0]]), "overrides": [star(ranks), *overrides]}
+        for name, overrides in found.items()
+    }
+
+
+def on_two_ranks(folder: Path) -> dict[str, list[str]]:
+    tensor = ["plan.method=tensor"]
+    gpt2, llama = (f"workload.model={tiny(kind, folder)}" for kind in ("gpt2", "llama"))
+    return {
+        "gpt-even-sgd": [*GPT, *SGD, *tensor],
+        "gpt-even-recompute-sgd": [*GPT, *SGD, *tensor, "plan.recompute=full"],
+        "gpt-uneven-adamw": [*GPT, *ADAMW64, *UNEVEN],
+        "bert-even-adamw": [*GPT, *ADAMW64, *tensor],
+        "bert-uneven-selective-sgd": [*GPT, *SGD, *UNEVEN, "plan.recompute=selective"],
+        "resnet-even-sgd": [*IMAGES, *SGD, *tensor],
+        "gpt-even-slowed-sgd": [*GPT, *SGD, *tensor, SLOWED],
+        "gpt-uneven-slowed-sgd": [*GPT, *SGD, *UNEVEN, SLOWED],
+        "gpt-hugging-face-adamw": [gpt2, *GPT, *ADAMW64, *UNEVEN],
+        "gpt-llama-sgd": [llama, *GPT, *SGD, *tensor],  # it norms in fp32 whatever the precision
+    }
+
+
+def on_four_ranks() -> dict[str, list[str]]:
+    replicas, shards = ["plan.tp=2", "plan.dp_replicate=2"], ["plan.tp=2", "plan.dp_shard=2"]
+    return {
+        "resnet-uneven-sgd": [*IMAGES, *SGD, "plan.method=gs_tp", "plan.shares.shards=[0.4,0.3,0.2,0.1]"],
+        "gpt-ddp-sgd": [*GPT, *SGD, "plan.method=ddp", *replicas, "plan.shares.batch=[0.75,0.25]"],
+        "gpt-zero3-adamw": [*GPT, *ADAMW64, "plan.method=zero3", *shards],
+        "gpt-gs-sgd": [*GPT, *SGD, "plan.method=gs", *shards, "plan.shares.shards=[0.7,0.3]"],
+        "gpt-gs-slowed-sgd": [*GPT, *SGD, "plan.method=gs", "plan.tp=2", "plan.shares.shards=[0.7,0.3]", SLOWED],
+    }
+
+
+@pytest.fixture(scope="module", params=[2, slow_where(4, slow=[4])])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    """Run all cases of one number of ranks in one launch; return (cases, what they showed)."""
+    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+    cases = cases_for(request.param, folder)
+    return cases, run_cases(folder, cases, ranks=request.param)
+
+
+def test_parameters_after_five_steps_equal_those_of_one_device(world: tuple[dict, dict]) -> None:
+    for name, seen in world[1].items():
+        assert seen["largest_parameter"] > 0.05
+        assert seen["difference"] <= tolerance_of(name, name.split("-")[-1]) * seen["largest_parameter"], name
+        assert seen["replicas_equal"], name
+
+
+def test_the_predicted_collectives_are_the_ones_that_the_process_group_saw(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        entries = sorted([list(entry.key) for entry in predicted(case).collectives], key=str)
+        assert json.loads(json.dumps(entries)) == sorted(world[1][name]["collectives"], key=str), name
+
+
+def test_what_is_predicted_to_be_dtensors_is(world: tuple[dict, dict]) -> None:
+    """They cost the host more. Where FSDP2 shards what is cut, all are."""
+    for name, case in world[0].items():
+        scenario = load_scenario(Path(case["scenario"]), case["overrides"]).scenario
+        expected = native_tensors(scenario.workload.model) if scenario.policies.cuts_natively else 0
+        whole = sum(len(layer.parameter_names) for layer in unrolled(scenario.workload.model))
+        assert world[1][name]["dtensors"] == (whole if "zero3" in name else expected), name
+
+
+def test_the_predicted_peak_of_every_rank_is_the_counted_one(world: tuple[dict, dict]) -> None:
+    for name, case in world[0].items():
+        assert predicted_peaks(case) == pytest.approx(world[1][name]["peaks"], rel=0.01), name
