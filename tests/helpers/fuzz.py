@@ -1,7 +1,7 @@
 # ruff: noqa: E501  a command line or a value and what it is for are one line
 """Runs command lines on mutated inputs, each in a process of its own with limits of memory and processor time.
 
-    python tests/fuzz.py FOLDER --first 0 --cases 500 --programs gssim,analysis
+    python tests/helpers/fuzz.py FOLDER --first 0 --cases 500 --programs gssim,analysis
 
 One process imports the programs, and forks a child for each case, which mutates its copy of the inputs, limits itself,
 and runs the command line. A failure is printed with its case's number, its command line and what was said; its folder

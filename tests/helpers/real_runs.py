@@ -27,12 +27,14 @@ from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.workload import unrolled
 
-TESTS = Path(__file__).resolve().parent
+HELPERS = Path(__file__).resolve().parent
+"""Where the modules are that ranks run."""
+SCENARIOS = HELPERS.parents[1] / "scenarios"
 
 
 def scenario_file(name: str) -> str:
     """Return the path of a scenario that ships."""
-    return str(TESTS.parent / "scenarios" / name)
+    return str(SCENARIOS / name)
 
 
 def slow_where(ranks: int, *values: Any, slow: Sequence[int]) -> Any:

@@ -1,6 +1,6 @@
 """Damaged files and command lines: an answer of finite numbers, or one line that says what is wrong; nothing else.
 
-A failure is printed with its case's number: `python tests/fuzz.py FOLDER --first NUMBER --cases 1` makes it again.
+A failure is printed with its case's number: `python tests/helpers/fuzz.py FOLDER --first NUMBER --cases 1` makes it again.
 """
 
 import re
@@ -13,7 +13,7 @@ import pytest
 
 def fuzz(folder, *, first, cases, programs):
     """Run cases; return how many were answered, and how many refused."""
-    script = Path(__file__).with_name("fuzz.py")
+    script = Path(__file__).resolve().parents[1] / "helpers" / "fuzz.py"
     words = [folder, "--first", first, "--cases", cases, "--programs", programs]
     ended = subprocess.run([sys.executable, script, *map(str, words)], capture_output=True, text=True)
     print(ended.stdout)

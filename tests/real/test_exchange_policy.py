@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_runs import TESTS, predicted, run_cases, run_module, scenario_file
+from real_runs import SCENARIOS, predicted, run_cases, run_module, scenario_file
 from real_runs import star as star_toml
 from strategies import communication_time_s, loaded_of, scenario_of, star
 
@@ -23,7 +23,7 @@ from gssim.scenario import Scenario
 from gssim.simulation import simulate
 from gssim.units import validated
 
-MEASURED = TESTS.parent / "scenarios" / "measured"
+MEASURED = SCENARIOS / "measured"
 WAYS = ("point-to-point", "backend")
 
 

@@ -4,13 +4,13 @@ import json
 import os
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import simpy
 from hypothesis import given
 from hypothesis import strategies as st
+from real_runs import HELPERS, SCENARIOS
 from strategies import cluster_of, communication_time_s, device_type, loaded_of, scenario_of, star
 
 from gssim import collectives
@@ -21,8 +21,6 @@ from gssim.result import Result
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 
-TESTS = Path(__file__).resolve().parent
-SCENARIOS = TESTS.parent / "scenarios"
 COST = BackendCost(
     overhead_s={"default": 2e-5},
     posting_s=1e-5,
@@ -275,7 +273,7 @@ def test_a_calibration_of_messages_says_all_that_a_cluster_file_needs(tmp_path):
 
     out = tmp_path / "found.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in (str(TESTS), os.environ.get("PYTHONPATH")) if p))
+        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in (str(HELPERS), os.environ.get("PYTHONPATH")) if p))
         launch("posting_ranks", [str(out)], ranks=2)
     found = json.loads(out.read_text(encoding="utf-8"))
     rate, latency_s = found.pop("bandwidth_bytes_per_s"), found.pop("latency_s")

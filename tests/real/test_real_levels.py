@@ -15,7 +15,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 pytestmark = pytest.mark.real
 
-TESTS = Path(__file__).resolve().parent
 GPT = ["workload.sequence_length=12", "workload.global_batch_size=20"]
 SGD = ["workload.optimizer=sgd-momentum", "workload.learning_rate=0.05", "workload.weight_decay=0.01"]
 ADAMW64 = ["workload.optimizer=adamw", "workload.precision=fp64", "workload.learning_rate=1e-3"]

@@ -2,9 +2,9 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
+from real_runs import HELPERS
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[real]'")
 
@@ -37,7 +37,7 @@ def measured(tmp_path_factory):
     network = network_of(CLUSTER, f"n{os.getpid() % 10**5}")
     places = tuple(Place(device.name, rank % (os.cpu_count() or 1), 1.0, "") for rank, device in enumerate(DEVICES))
     with pytest.MonkeyPatch.context() as patch, built(network) as lab:
-        path = os.pathsep.join(p for p in (str(Path(__file__).parent), os.environ.get("PYTHONPATH")) if p)
+        path = os.pathsep.join(p for p in (str(HELPERS), os.environ.get("PYTHONPATH")) if p)
         patch.setenv("PYTHONPATH", path)
         run_ranks(network, places, "notice_ranks", [str(out), str(SIZE)], check=lab.check)
     return json.loads(out.read_text(encoding="utf-8"))
