@@ -1,6 +1,7 @@
 """Golden: every shipped scenario gives the result that is kept in tests/golden, which changes on purpose only.
 
-`GSSIM_UPDATE_GOLDEN=1 python -m pytest tests/golden/test_golden.py` rewrites them; the difference in review is the discussion.
+`GSSIM_UPDATE_GOLDEN=1 python -m pytest tests/golden/test_golden.py` rewrites them; the difference in review
+is the discussion.
 """
 
 import json

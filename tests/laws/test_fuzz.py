@@ -1,6 +1,7 @@
 """Damaged files and command lines: an answer of finite numbers, or one line that says what is wrong; nothing else.
 
-A failure is printed with its case's number: `python tests/helpers/fuzz.py FOLDER --first NUMBER --cases 1` makes it again.
+A failure is printed with its case's number: `python tests/helpers/fuzz.py FOLDER --first NUMBER --cases 1` makes it
+again.
 """
 
 import re

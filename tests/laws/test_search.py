@@ -19,7 +19,7 @@ from strategies import (
     write_files,
 )
 
-from gssim.cli import print_found
+from gssim.cli.search_report import print_found
 from gssim.errors import UserError
 from gssim.planner import FRONT_RATIO, UNEVEN, Batches, Search, candidates
 from gssim.planner.bounds import Bounds
