@@ -6,28 +6,29 @@
         optimizer.step()
         optimizer.zero_grad()
 
-As soon as a bucket of gradients is complete in the backward, each rank sends to the owner of every element its mean
-gradient, where its magnitude reaches the threshold (push). Owners add what they receive, weighted by each rank's part
-of the batch, to their own gradient, which is never thresholded, and update. The updated parameters go back to
-everybody (publish). At threshold 0 this is the same training as on a single device.
+Push: as soon as the backward has completed a bucket of gradients, each rank sends the elements of its mean gradient
+whose magnitude reaches the threshold to their owners. An owner adds what it receives, weighted by each sender's
+fraction of the batch, to its own gradient, which is never thresholded, and updates its shard. Publish: the updated
+parameters are sent to all ranks. At threshold 0 this is the same training as on a single device.
 
-Parameters in bf16 or fp16 are replicas: owners keep an fp32 master copy of their shard, add up gradients in fp32, and
-update and publish from it.
+Parameters in bf16 or fp16 are replicas: owners keep an fp32 master copy of their shard, accumulate gradients in fp32,
+and update and publish from the master copy.
 
-What is published can be thresholded too (`Publish`): owners then send parameters only once they are far enough from
-what was last published of them, keep a master copy in any precision, and everybody trains on what was published.
-Parameters are up to date when `step` returns, unless `publish_overlaps` asks for the next forward to begin while they
-are under way: then each module waits for its own, and whatever else reads them must call `finish` first.
+Publishing can be thresholded too (`Publish`): an owner then sends a parameter only once it differs from its last
+published value by at least the threshold, keeps a master copy in any precision, and all ranks, the owner included,
+train on the published values. Parameters are up to date when `step` returns, unless `publish_overlaps` lets the next
+forward start while they are in flight: then each module waits for its own parameters, and any other code that reads
+parameters must call `finish` first.
 
-Where ranks are devices of several nodes (a mesh of two axes), gradients are added up inside the node first, densely,
-and the mean over the node's samples is thresholded and pushed across. With `parameters="sharded"` the model is sharded
-too: a rank keeps its shard of each unit, which is gathered just before its use and freed behind it; nothing is
+If the ranks are devices of several nodes (a mesh of two axes), gradients are reduced densely inside the node first,
+and the mean over the node's samples is thresholded and pushed across nodes. With `parameters="sharded"` the model is
+sharded too: a rank keeps its shard of each unit, which is gathered just before its use and freed after it; nothing is
 published.
 
-Memory beside the model, per rank: optimizer state and one gradient for the own shard, and at most two buckets. Bytes
-sent per step and rank, n parameters, own share s: (1-s)*n values densely, or (value + 4) bytes for each element over
-the threshold, and (ranks-1)/ranks*n values published (even shares). Where parameters are sharded, a rank holds s*n of
-them, and while it computes the root and one unit (beside the compute: two) as well; twice what would be published is
+Memory in addition to the model, per rank: optimizer state and one gradient for the own shard, and at most two buckets.
+Bytes sent per step and rank, with n parameters and own share s: (1-s)*n values densely, or (value + 4) bytes for each
+element over the threshold, and (ranks-1)/ranks*n values published (even shares). If parameters are sharded, a rank
+holds s*n of them, and during compute also the root and one unit (with overlap: two); twice the published volume is
 gathered.
 """
 

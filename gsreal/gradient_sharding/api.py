@@ -1,37 +1,37 @@
-"""`shard_gradients`: takes a model and makes the optimizer of its shards."""
+"""Entry point of the library: `shard_gradients` takes a model and returns the optimizer of its shards."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gsreal.gradient_sharding.bucket import Bucket, Partition
-from gsreal.gradient_sharding.bucketing import trained_parameters, travelling_together
-from gsreal.gradient_sharding.guards import OptimizerFactory, check_factory, check_holds
-from gsreal.gradient_sharding.hierarchy import InNode, Levels, levels_of
+from gsreal.gradient_sharding.bucketing import BucketPlan, plan_buckets, trained_parameters
+from gsreal.gradient_sharding.guards import OptimizerFactory, check_factory, check_optimizer_tensors
+from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer, hierarchy_of
 from gsreal.gradient_sharding.options import (
     Parameters,
+    assign_param_groups,
     check_callable,
     check_model,
     check_options,
+    check_shares,
     check_sizes,
     check_types,
-    checked_shares,
-    described_model,
-    described_optimizer,
-    find_groups,
-    shards_in_groups,
-    unowned,
+    describe_model,
+    describe_optimizer,
+    shards_by_group,
+    unsharded_tensors,
 )
 from gsreal.gradient_sharding.point_to_point import backend_of, runs_on_device
-from gsreal.gradient_sharding.publish import ForwardWaits, Publisher
+from gsreal.gradient_sharding.publish import Publisher, WaitBeforeForward
 from gsreal.gradient_sharding.push import Pusher
-from gsreal.gradient_sharding.sharded_parameters import gather_just_in_time, make_units
-from gsreal.gradient_sharding.sharding import GradientSharding, optimizers_of
-from gsreal.gradient_sharding.side_stream import Observer, unobserved
+from gsreal.gradient_sharding.sharded_parameters import make_units, register_gather_hooks
+from gsreal.gradient_sharding.sharding import GradientSharding, find_optimizers
+from gsreal.gradient_sharding.side_stream import Observer, no_observer
 from gssim.plan import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Publish, Push, resolved_push
 
 
@@ -56,47 +56,49 @@ def shard_gradients(
     parameter_order: Sequence[str] | None = None,
     publish_overlaps: bool = False,
     overlap: bool | None = None,
-    observe: Observer = unobserved,
+    observe: Observer = no_observer,
 ) -> GradientSharding:
-    """Shard the gradients and the optimizer state of `model`, and return what to call `step` on.
+    """Shard the gradients and optimizer state of `model`, and return the optimizer to call `step` on.
 
-    Parameters are moved into flat buckets (they stay views of them) and made equal to the first rank's, and so are
-    buffers, once: as each rank trains, its BatchNorm statistics become its own. `optimizer_factory` gets this rank's
-    shards and must return an elementwise optimizer of exactly these: it is tried on small tensors first. Assumes that
-    the loss is the mean over the rank's own samples; set `.weights` where ranks have unequal batches. Parameters that
-    no rank's backward reaches are passed over, as on one device (with a threshold: those that neither their owner
-    reached, nor anything was sent of).
+    Parameters are moved into flat buckets (they remain views of them). Parameters and buffers are set to the first
+    rank's values once; during training, each rank keeps its own BatchNorm statistics. `optimizer_factory` gets this
+    rank's shards and must return an elementwise optimizer of exactly these: it is tried on small tensors first. Assumes
+    that the loss is the mean over the rank's own samples; set `.weights` if ranks have unequal batches. Parameters that
+    no rank's backward reaches are skipped, as on one device (with a threshold: those that neither their owner reached,
+    nor any rank sent elements of).
 
     `mesh`, `group`: the ranks, all by default. On a mesh of two axes, (nodes, devices of a node), gradients are
-    reduce-scattered inside the node first, and pushed across nodes.
-    `parameters`: `sharded`: nothing is published, but every rank keeps its shard of the parameters alone, and those of
-    each of `units` (modules, in the order in which they run: a transformer's blocks) are gathered just before its
-    forward, freed, and gathered again for its backward. `gathered`: they stay from forward to backward. What no unit
-    has stays all the while. Between steps, parameters have no values; `model.state_dict()`, on all ranks, has them.
+    reduce-scattered inside the node first, and pushed across nodes. `parameters`: `sharded`: nothing is published;
+    every rank keeps only its shard of the parameters, and those of each of `units` (modules in execution order, such as
+    a transformer's blocks) are gathered just before the unit's forward, freed, and gathered again for its backward.
+    `gathered`: they stay from forward to backward. Parameters outside all units stay gathered throughout. Between steps
+    parameters have no values; `model.state_dict()`, called on all ranks, has them.
 
-    `shard_shares`: each rank's fraction of every bucket (even by default). `push`: what is sent, and how; by default
-    all, densely. `publish`: the same for updated parameters; with a threshold, owners keep a master copy of their shard
-    in any case. `point_to_point`: exchange by point-to-point messages; else by the backend's all_to_all_single and
-    broadcasts.
+    `shard_shares`: each rank's fraction of every bucket (even by default). `push`: which gradient elements are sent,
+    and in which encoding; by default all, densely. `publish`: the same for updated parameters; with a threshold, owners
+    keep a master copy of their shard in any case. `point_to_point`: exchange by point-to-point messages; else by the
+    backend's all_to_all_single and broadcasts.
 
     `param_groups`: dicts with the model's parameters (or their names) under `params` and options of their own, as
-    torch's optimizers take them; the factory then gets the same with shards in their place.
-    `scaler`: the GradScaler that scales the loss. Gradients travel scaled, and thresholds count for them unscaled;
-    then `unscale_`, `step` and `update` as usual. Costs a scalar all-reduce a backward, so that all skip alike.
+    torch's optimizers take them; the factory then gets the same with shards in their place. `scaler`: the GradScaler
+    that scales the loss. Gradients are sent scaled, and thresholds apply to the unscaled values; call `unscale_`,
+    `step` and `update` as usual. Costs a scalar all-reduce per backward, so that all ranks skip alike.
     `skip_nonfinite`: without a scaler, skip steps with NaN or infinite gradients (`skipped_steps` counts them); costs a
-    scalar all-reduce a step, or nothing where `clip_grad_norm_` is called.
+    scalar all-reduce per step, or nothing if `clip_grad_norm_` is called.
 
-    `whole_tensors`: every parameter has one owner, as near to the shares as can be, who updates it in its shape: for
-    optimizers that look at whole matrices or norms of layers (Muon, Adafactor, LAMB). Such shards never change owners.
+    `whole_tensors`: every parameter has one owner, chosen to match the shares as nearly as possible, who updates it in
+    its shape: for optimizers that use whole matrices or norms of layers (Muon, Adafactor, LAMB). Such shards never
+    migrate.
 
-    `bucket_bytes`, `first_bucket_bytes`: when a bucket closes; units are buckets of their own. `parameter_order`: the
-    order in which gradients become ready (reversed registration by default). `overlap`: whether gathers and reductions
-    inside nodes begin early, to go on beside the compute: by default where they can (nccl). False: pushes, too, are
-    waited for where they begin. `publish_overlaps`: let the next forward begin while published parameters are under
-    way, each module waiting for its own. Whatever else reads parameters between `step` and the forward (a moving
-    average, a norm, `torch.save`) must then call `optimizer.finish()` first, or it finds old values.
+    `bucket_bytes`, `first_bucket_bytes`: sizes at which a bucket is closed; units are buckets of their own.
+    `parameter_order`: the order in which gradients become ready (reversed registration by default). `overlap`: whether
+    gathers and intra-node reductions start early and overlap compute; by default if the backend supports it (nccl).
+    False: pushes, too, are awaited as soon as they are started. `publish_overlaps`: let the next forward start while
+    published parameters are in flight, each module waiting for its own. Any other code that reads parameters between
+    `step` and the forward (a moving average, a norm, `torch.save`) must then call `optimizer.finish()` first, or it
+    reads old values.
 
-    Raises ValueError where parameters, units and options do not fit one another, or differ between ranks.
+    Raises ValueError if parameters, units and options do not fit together, or differ between ranks.
     """
     check_types(
         model=(model, nn.Module),
@@ -110,36 +112,34 @@ def shard_gradients(
     check_callable(optimizer_factory=optimizer_factory, observe=observe)
     check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
     units, param_groups = tuple(units), param_groups if param_groups is None else tuple(param_groups)
-    levels = levels_of(mesh, group)
+    hierarchy = hierarchy_of(mesh, group)
     publish = publish or Publish()
     check_options(parameters, units, publish, param_groups)
-    shares = checked_shares(shard_shares, len(levels.ranks), scaler)
+    shares = check_shares(shard_shares, len(hierarchy.ranks), scaler)
     if parameters != "replicated":
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
     trained = trained_parameters(model, parameter_order)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
-    formers = _formers(trained)
+    previous_optimizers = _previous_optimizers(trained)
     check_model(model, trained, thresholded=thresholded)
     for parameter in trained.values():
-        backend_of(levels.across, parameter.device)
+        backend_of(hierarchy.inter_node, parameter.device)
     check_factory(optimizer_factory, param_groups, like=next(iter(trained.values())), whole_tensors=whole_tensors)
-    for former in formers:
-        former.retire()
-    partition = levels.partition(shares, whole_tensors=whole_tensors)
+    for previous in previous_optimizers:
+        previous.release_model()
+    partition = hierarchy.partition(shares, whole_tensors=whole_tensors)
     buckets: Sequence[Bucket]
     if parameters == "replicated":
-        found = travelling_together(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
-        buckets = [_bucket(i, each.parameters, levels, partition) for i, each in enumerate(found)]
-        for bucket, each in zip(buckets, found, strict=True):
-            bucket.group_index = each.group
+        plans = plan_buckets(trained, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
+        buckets = [_make_bucket(i, plan, hierarchy, partition) for i, plan in enumerate(plans)]
     else:
-        buckets = make_units(model, units, list(trained.values()), levels, partition, observe=observe)
+        buckets = make_units(model, units, list(trained.values()), hierarchy, partition, observe=observe)
     if partition.idle_owners:
         raise ValueError("whole_tensors: some ranks would own no parameter; take fewer ranks, or other shard_shares")
     names = {parameter: name for name, parameter in trained.items()}
     device = buckets[0].flat.device
-    asked = {
-        "ranks": levels.ranks,
+    settings = {
+        "ranks": hierarchy.ranks,
         "parameters": parameters,
         "shard_shares": shares,
         "push": push or Push(),
@@ -151,56 +151,54 @@ def shard_gradients(
         "publish_overlaps": publish_overlaps,
         "whole_tensors": whole_tensors,
     }
-    said = {name: repr(value) for name, value in asked.items()}
-    levels.check_alike(said | described_model(model, buckets, names), device)
-    _take_shards(buckets, levels, unowned(model, trained), master=publish.threshold is not None)
-    beside = runs_on_device(levels.across, device) if overlap is None else overlap
-    gather_just_in_time(model, kept=parameters == "gathered", prefetch=beside)
+    descriptions = {name: repr(value) for name, value in settings.items()}
+    hierarchy.check_equal_on_all_ranks(descriptions | describe_model(model, buckets, names), device)
+    hierarchy.broadcast_from_first([*(bucket.whole for bucket in buckets), *unsharded_tensors(model, trained)])
+    for bucket in buckets:
+        bucket.create_shard(master=publish.threshold is not None)
+    overlaps_compute = runs_on_device(hierarchy.inter_node, device) if overlap is None else overlap
+    register_gather_hooks(model, kept=parameters == "gathered", prefetch=overlaps_compute)
     if whole_tensors:
         for bucket in buckets:
-            bucket.cut_by_parameter()
-    shards = shards_in_groups(buckets, param_groups)
+            bucket.split_by_parameter()
+    shards = shards_by_group(buckets, param_groups)
     optimizer = optimizer_factory(shards)
-    check_holds(optimizer, shards)
-    find_groups(buckets, optimizer)
-    levels.check_alike(described_optimizer(optimizer), device)
+    check_optimizer_tensors(optimizer, shards)
+    assign_param_groups(buckets, optimizer)
+    hierarchy.check_equal_on_all_ranks(describe_optimizer(optimizer), device)
     rules = resolved_push(push or Push(), sgd=isinstance(optimizer, torch.optim.SGD))
-    waits = overlap is False
+
     pusher = Pusher(
         rules,
-        levels.across,
+        hierarchy.inter_node,
         buckets,
-        protocol=levels.protocol,
+        protocol=hierarchy.protocol,
         point_to_point=point_to_point,
         observe=observe,
-        overlaps=not waits,
+        overlaps=overlap is not False,
     )
-    publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, inside=levels.inside)
+    publisher = Publisher(publish, pusher, buckets, overlaps=publish_overlaps, intra_node=hierarchy.intra_node)
     if publish_overlaps and parameters == "replicated":
-        ForwardWaits(model, list(buckets), publisher)
-    in_node = InNode(levels, device, overlap=beside, observe=observe)
-    parts = (buckets, optimizer, pusher, publisher, levels, in_node)
+        WaitBeforeForward(model, list(buckets), publisher)
+    reducer = IntraNodeReducer(hierarchy, device, overlap=overlaps_compute, observe=observe)
+    parts = (buckets, optimizer, pusher, publisher, hierarchy, reducer)
     return GradientSharding(*parts, model=model, names=names, scaler=scaler, skip_nonfinite=skip_nonfinite)
 
 
-def _formers(trained: Mapping[str, nn.Parameter]) -> list[GradientSharding]:
-    """Return the optimizers that own parameters already; raise ValueError where these have no values."""
-    found = optimizers_of(trained.values())
-    if any(not bucket.holds_values for former in found for bucket in former.buckets):
+def _make_bucket(index: int, plan: BucketPlan, hierarchy: Hierarchy, partition: Partition) -> Bucket:
+    """Move a plan's parameters into a bucket, divided among the owners."""
+    division = partition.divide([parameter.numel() for parameter in plan.parameters])
+    bucket = Bucket(index, plan.parameters, division, node=hierarchy.node, place=hierarchy.place)
+    bucket.group_index = plan.group
+    return bucket
+
+
+def _previous_optimizers(trained: Mapping[str, nn.Parameter]) -> list[GradientSharding]:
+    """Return earlier optimizers of the parameters; raise ValueError if they have sharded them, leaving no values."""
+    optimizers = find_optimizers(trained.values())
+    if any(not bucket.has_values_between_steps for optimizer in optimizers for bucket in optimizer.buckets):
         raise ValueError(
             "an earlier shard_gradients has sharded the model's parameters: load model.state_dict() into another "
             "model, and give it that"
         )
-    return found
-
-
-def _bucket(index: int, parameters: list[nn.Parameter], levels: Levels, partition: Partition) -> Bucket:
-    division = partition.divide([parameter.numel() for parameter in parameters])
-    return Bucket(index, parameters, division, node=levels.node, place=levels.place)
-
-
-def _take_shards(buckets: Sequence[Bucket], levels: Levels, others: Sequence[Tensor], *, master: bool) -> None:
-    """Begin with the first rank's values everywhere, those that nobody owns included, and take the own shards."""
-    levels.make_equal([*(bucket.whole for bucket in buckets), *others])
-    for bucket in buckets:
-        bucket.take_shard(master=master)
+    return optimizers

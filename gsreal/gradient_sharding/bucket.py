@@ -1,15 +1,15 @@
-"""Parameters that travel together, and what their owners hold of them.
+"""Buckets: parameters in one flat replica, its partition among owners, and the owners' shards of them.
 
-A parameter that no backward reached on a rank is absent there, as `None` is on one device: its place in the bucket is
-filled with negative zeros. Sums keep them only where all ranks are absent, and gradients that exist are stored without
-them, so that owners see in what comes anyway whether a parameter has a gradient at all.
+[Absent gradients] A parameter that no backward reached on a rank has an absent gradient there, like `None` on one
+device: its slot in the bucket is filled with negative zeros. A sum stays a negative zero only if all ranks are absent,
+and existing gradients are stored without negative zeros, so that owners can tell from the received values whether a
+parameter has a gradient at all.
 
-Divides buckets among owners: by elements, or at the edges of parameters.
+`Partition` divides buckets among owners: by elements, or at parameter boundaries.
 
-Shards cut into pieces where the parameters in them have different histories: those that got no gradient in a step.
-
-torch's optimizers pass over a parameter without a gradient: no decay, no momentum, no step counted. A shard is updated
-as one tensor, so it is cut, once and for good, where such a parameter begins and ends; values and state stay in place.
+Shards are split into pieces at parameters that got no gradient in a step. torch's optimizers skip a parameter without
+a gradient: no decay, no momentum, no step counted. A shard is updated as one tensor, so it is split permanently where
+such a parameter begins and ends; values and state stay in place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ from gsreal.gradient_sharding.pushed_gradient import PushedGradient
 from gssim.plan import Division, divide
 
 ABSENT = -0.0
-"""In place of every element of a gradient that does not exist."""
+"""Fills the slot of a gradient that does not exist."""
 CHUNK_ELEMENTS = 1 << 20
-"""Looked at together, so that a search for absent gradients takes little memory."""
+"""Elements examined at once, which bounds the memory of a search for absent gradients."""
 
 
 @dataclass(eq=False)
@@ -35,74 +35,76 @@ class Piece:
     """A range of an owner's shard that the optimizer updates as one tensor."""
 
     tensor: nn.Parameter
-    """What the optimizer has: the shard itself, or a view of a range of it."""
+    """The parameter that the optimizer holds: the shard itself, or a view of a range of it."""
     place: slice
-    """Where it is in the shard."""
+    """Its range of the shard."""
 
 
 class Bucket:
-    """Parameters that travel together: one flat replica, cut by place in the node, and of each place by owner.
+    """Parameters in one flat replica, partitioned by rank within the node.
 
-    What is pushed and published across nodes is this rank's place: all of it where nodes are ranks.
+    And each of those parts by owner across nodes.
+
+    Pushing and publishing across nodes handle this rank's part: the whole bucket if every node is a single rank.
     """
 
     is_replica = True
-    """Whether every rank keeps all of it, so that what owners update must be published."""
+    """Whether every rank keeps the whole bucket, so that updates must be published."""
 
     def __init__(
         self, index: int, parameters: list[nn.Parameter], division: Division, *, node: int, place: int = 0
     ) -> None:
         self.index, self.parameters = index, parameters
         self.group_index = 0
-        """Which of the optimizer's groups has its pieces."""
+        """Index of the optimizer's group that has its pieces."""
         size = sum(parameter.numel() for parameter in parameters)
         self.whole = torch.empty(size, dtype=parameters[0].dtype, device=parameters[0].device)
-        """The replica of all places."""
+        """The replica of the whole bucket."""
         self.node_ranges = division.place_ranges
-        """Every place's half-open range of it."""
+        """Half-open range of `whole` for every rank within the node."""
         self.slots = _moved(parameters, self.whole)
-        """Where each parameter is in it."""
+        """Range of `whole` for each parameter."""
         first, end = self.node_ranges[place]
         self._first = first
         self.flat, self.elements = self.whole[first:end], end - first
-        """The replica of this rank's place, and its size."""
+        """This rank's part of the replica, and its size."""
         self.ranges = [(start - first, stop - first) for start, stop in division.ranges(place)]
-        """Every owner's half-open range of the place."""
+        """Every owner's half-open range of `flat`."""
         self.own = slice(*self.ranges[node])
         self.places = {parameter: _clipped(slot, first, end) for parameter, slot in self.slots.items()}
-        """Where each parameter is in the place, as far as it is there."""
+        """Range of `flat` for each parameter, clipped to it."""
         self.shard: nn.Parameter
         self.pieces: list[Piece] = []
-        """What the optimizer has of the shard: usually all of it in one piece."""
+        """The optimizer's tensors of the shard: usually the whole shard in one piece."""
         self.reached: set[nn.Parameter] = set()
         """Parameters that a backward of this step reached on this rank."""
         self.updated: set[nn.Parameter] = set()
         """Parameters that got a gradient in the last step."""
         self.zeroed: set[nn.Parameter] = set()
-        """Parameters whose gradients were set to zero, not to None: they have one in the next step."""
+        """Parameters whose gradients were set to zero, not to None: they have a gradient in the next step."""
         self.has_master = False
-        """Whether the shard has values that the model's parameters do not have: finer ones, or unpublished ones."""
+        """Whether the shard has values that the model's parameters lack: of higher precision, or unpublished."""
         self.weight = 1.0
-        """What gradients are multiplied by as they are collected: this rank's part of its node's loss terms."""
+        """Factor for collected gradients: this rank's fraction of its node's loss terms."""
         self.gradient: Tensor | None = None
-        """Of all places; once it is reduced in the node, of this rank's."""
-        self.missing = set(parameters)
+        """Of the whole bucket; after the reduction inside the node, of this rank's part."""
+        self.pending_parameters = set(parameters)
         self._addresses = [(p.data_ptr(), p.shape) for p in parameters]
-        self._stand_ins: dict[nn.Parameter, PushedGradient] = {}
-        """What takes the place of each parameter's gradient once it has been pushed."""
+        self._placeholders: dict[nn.Parameter, PushedGradient] = {}
+        """Takes the place of each parameter's gradient after the push."""
 
-    def take_shard(self, *, master: bool = False) -> None:
-        """Make what the owner updates: its range of the replica, or a master copy of it where that is below fp32.
+    def create_shard(self, *, master: bool = False) -> None:
+        """Create the shard that the owner updates: its range of the replica, or a master copy if that is below fp32.
 
         `master`: a copy in any case.
         """
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=master))
         self.has_master = master or self.shard.dtype != own.dtype
-        self.join()
+        self.merge_pieces()
 
-    def join(self) -> None:
-        """Let the optimizer have the shard in one piece."""
+    def merge_pieces(self) -> None:
+        """Give the optimizer the shard in one piece."""
         self.pieces = [Piece(self.shard, slice(0, self.shard.numel()))]
 
     @property
@@ -110,62 +112,65 @@ class Bucket:
         """Whether the optimizer has the shard itself."""
         return len(self.pieces) == 1 and self.pieces[0].tensor is self.shard
 
-    def cut_by_parameter(self) -> None:
-        """Let the optimizer have every parameter of the shard for itself, in its shape."""
+    def split_by_parameter(self) -> None:
+        """Give the optimizer a separate piece for every parameter of the shard, in the parameter's shape."""
         values = self.shard.detach()
         parts = [(parameter.shape or (1,), self.owned(parameter)[1]) for parameter in self.parameters]
         self.pieces = [
             Piece(nn.Parameter(values[part].view(shape)), part) for shape, part in parts if part.stop > part.start
         ]
 
-    def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
-        """Take a parameter's gradient out of the backward, unless it stays there to add up."""
-        if leaves:
-            self.collect(parameter)
-            self.missing.discard(parameter)
+    def on_gradient(self, parameter: nn.Parameter, *, pushes: bool) -> None:
+        """Collect a parameter's gradient from the backward, unless it accumulates locally (`pushes` is False)."""
+        if pushes:
+            self.collect_gradient(parameter)
+            self.pending_parameters.discard(parameter)
 
-    def collect(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's gradient into the bucket; where it has none, note that."""
+    def collect_gradient(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient into the bucket, or mark it as absent."""
         if isinstance(parameter.grad, PushedGradient):
             parameter.grad = parameter.grad.added()
             if parameter.grad is not None:
-                del self._stand_ins[parameter]  # what was added is in it
+                del self._placeholders[parameter]  # what was added is in it
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
         if parameter.grad is not None:
             self.reached.add(parameter)
         _copy_gradient(parameter, self.gradient[self.slots[parameter]], self.weight)
-        parameter.grad = self._stand_in(parameter) if parameter in self.reached else None
+        parameter.grad = self._placeholder(parameter) if parameter in self.reached else None
 
-    def _stand_in(self, parameter: nn.Parameter) -> PushedGradient:
-        """Return what takes the place of a gradient."""
-        found = self._stand_ins.get(parameter)
-        if found is None:
-            found = self._stand_ins[parameter] = PushedGradient.of(parameter)
-        found.is_zeroed = False
-        return found
+    def _placeholder(self, parameter: nn.Parameter) -> PushedGradient:
+        """Return the placeholder for a pushed gradient."""
+        placeholder = self._placeholders.get(parameter)
+        if placeholder is None:
+            placeholder = self._placeholders[parameter] = PushedGradient.of(parameter)
+        placeholder.is_zeroed = False
+        return placeholder
 
-    def clear_stand_ins(self) -> None:
-        """Leave parameters whose gradients were pushed without any, so that autograd has nothing to add the next to."""
+    def clear_placeholders(self) -> None:
+        """Set gradients that were pushed to None, so that autograd does not accumulate into the placeholders."""
         for parameter in self.reached:
             if isinstance(parameter.grad, PushedGradient):
                 parameter.grad = None
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter has its gradient that will get one: frozen ones do not."""
-        return not any(parameter.requires_grad for parameter in self.missing)
+        """Whether every parameter that requires a gradient has one."""
+        return not any(parameter.requires_grad for parameter in self.pending_parameters)
 
-    def end_backward(self, *, leaves: bool) -> None:
-        """Complete what leaves by what earlier backwards left of parameters that this one did not reach."""
-        if leaves:
+    def end_backward(self, *, pushes: bool) -> None:
+        """Collect the gradients that earlier backwards left on parameters which this one did not reach."""
+        if pushes:
             for parameter in self.parameters:
-                if parameter in self.missing:
-                    self.collect(parameter)
-            self.missing.clear()
+                if parameter in self.pending_parameters:
+                    self.collect_gradient(parameter)
+            self.pending_parameters.clear()
 
     def owned(self, parameter: nn.Parameter) -> tuple[int, slice]:
-        """Return where this rank's part of a parameter begins in it, and which part of the shard that is."""
+        """Return the offset in a parameter of this rank's part of it.
+
+        And the range of the shard that holds this part.
+        """
         slot, begin = self.slots[parameter], self._first + self.own.start
         first, end = max(slot.start, begin), min(slot.stop, self._first + self.own.stop)
         if first >= end:
@@ -173,9 +178,11 @@ class Bucket:
         return first - slot.start, slice(first - begin, end - begin)
 
     def piece_of(self, parameter: nn.Parameter) -> tuple[Piece, int, slice] | None:
-        """Return the piece that has what this rank owns of a parameter, where that begins in it, and its place there.
+        """Return the piece with this rank's part of a parameter, the part's offset in the parameter.
 
-        None where it owns nothing of it.
+        And its range of the piece.
+
+        None if this rank owns nothing of it.
         """
         start, part = self.owned(parameter)
         for piece in self.pieces:
@@ -183,15 +190,15 @@ class Bucket:
                 return piece, start, slice(part.start - piece.place.start, part.stop - piece.place.start)
         return None
 
-    def show_gradients(self) -> None:
-        """Let every piece see its part of the shard's gradient."""
+    def assign_piece_gradients(self) -> None:
+        """Give every piece its view of the shard's gradient."""
         if self.shard.grad is not None and not self.is_one_piece:
             for piece in self.pieces:
                 piece.tensor.grad = self.shard.grad[piece.place].view(piece.tensor.shape)
 
-    def forget_gradients(self, *, set_to_none: bool) -> None:
-        """Forget the gradients of the shard; `set_to_none`: else they are zero where there were any."""
-        self.clear_stand_ins()
+    def clear_gradients(self, *, set_to_none: bool) -> None:
+        """Clear the gradients of the shard; unless `set_to_none`, existing ones are set to zero."""
+        self.clear_placeholders()
         self.reached.clear()
         if set_to_none or self.shard.grad is None:
             self.shard.grad = None
@@ -200,11 +207,11 @@ class Bucket:
         else:
             self.shard.grad.zero_()
 
-    def absent(self) -> set[nn.Parameter]:
-        """Return which parameters of the shard got a gradient on no rank.
+    def parameters_without_gradient(self) -> set[nn.Parameter]:
+        """Return the parameters of the shard that got a gradient on no rank.
 
-        Only those are looked for that this rank did not reach either: a device is waited for in steps without them
-        in no case.
+        Only those that this rank did not reach either are examined: steps without such parameters never synchronise
+        with the device.
         """
         owned = [(p, self.owned(p)[1]) for p in self.parameters if p not in self.reached and p not in self.zeroed]
         owned = [(parameter, part) for parameter, part in owned if part.stop > part.start]
@@ -213,28 +220,35 @@ class Bucket:
             return set()
         firsts = torch.stack([gradient[part.start] for _, part in owned])
         candidates = [each for each, is_absent in zip(owned, _are_absent(firsts).tolist(), strict=True) if is_absent]
-        return {parameter for parameter, part in candidates if _all_absent(gradient[part])}
+        return {
+            parameter
+            for parameter, part in candidates
+            if all(bool(_are_absent(chunk).all()) for chunk in gradient[part].split(CHUNK_ELEMENTS))
+        }
 
-    def keep(self, gradient: Tensor, weight: float) -> None:
-        """Keep the own range's gradient, which is never thresholded; later pushes of a step add to the first."""
+    def add_own_gradient(self, gradient: Tensor, weight: float) -> None:
+        """Add the own range's gradient, which is never thresholded, to the shard's.
+
+        The first push of a step creates it.
+        """
         if self.shard.grad is None:
             self.shard.grad = gradient.to(self.shard.dtype, copy=True).mul_(weight)
         else:
             self.shard.grad.add_(gradient.to(self.shard.dtype), alpha=weight)
 
     @property
-    def holds_values(self) -> bool:
+    def has_values_between_steps(self) -> bool:
         """Whether parameters have their values between steps."""
         return True
 
     def addresses(self) -> list[tuple[int, torch.Size]]:
-        """Return where the values of every parameter must be, and in which shape."""
+        """Return the expected data pointer and shape of every parameter."""
         return self._addresses
 
-    def adopt(self, part: slice, *, rounded: bool = True) -> None:
-        """Make a part of the replica the master copy's, after it was written to from outside.
+    def update_master(self, part: slice, *, rounded: bool = True) -> None:
+        """Copy a part of the replica into the master copy, after it was written to from outside.
 
-        `rounded`: the replica has what the master has, but in its own precision; where that is so still, it is kept.
+        `rounded`: the replica is the master rounded to its precision; where that still holds, the master's value stays.
         """
         master, replica = self.shard.detach()[part], self.flat[self.own][part]
         if rounded:
@@ -242,25 +256,21 @@ class Bucket:
         master.copy_(replica)
 
     def write_back(self) -> None:
-        """Bring what was updated to the replica."""
+        """Copy the updated shard to the replica."""
         if self.shard.dtype != self.flat.dtype:
             self.flat[self.own].copy_(self.shard.detach())
 
 
 def _are_absent(values: Tensor) -> Tensor:
-    """Return for every value whether it is the negative zero of a gradient that does not exist."""
+    """Return a mask of the values that are the negative zero of an absent gradient."""
     values = values.real if values.is_complex() else values
     return values.signbit().logical_and_(values == 0)
 
 
-def _all_absent(gradient: Tensor) -> bool:
-    return all(bool(_are_absent(part).all()) for part in gradient.split(CHUNK_ELEMENTS))
-
-
 def _copy_gradient(parameter: nn.Parameter, slot: Tensor, weight: float) -> None:
-    """Write a parameter's gradient times `weight`, dense or sparse, into its flat place, or that it has none.
+    """Write a parameter's gradient times `weight`, dense or sparse, into its slot, or fill the slot as absent.
 
-    To add it to zero turns negative zeros into positive ones, in as many passes as to copy it.
+    Adding it to zero turns negative zeros into positive ones, in as many passes as a copy.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -272,7 +282,7 @@ def _copy_gradient(parameter: nn.Parameter, slot: Tensor, weight: float) -> None
 
 
 def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, slice]:
-    """Make parameters views of a flat tensor, one after another; return where they are."""
+    """Make parameters consecutive views of a flat tensor; return their ranges."""
     slots, start = {}, 0
     for parameter in parameters:
         slots[parameter] = slot = slice(start, start + parameter.numel())
@@ -283,15 +293,17 @@ def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, s
 
 
 def _clipped(slot: slice, first: int, end: int) -> slice:
-    """Return what of a slice is in [first, end), counted from there."""
+    """Return the intersection of a slice with [first, end), relative to `first`."""
     return slice(*(min(max(edge, first), end) - first for edge in (slot.start, slot.stop)))
 
 
 class Partition:
-    """Divides the buckets of a model one after another, by the shares of the ranks: node by node, in each by place.
+    """Divides the buckets of a model one after another by the ranks' shares.
 
-    With `whole_tensors` every parameter has one owner: a bucket is cut at the edges nearest to what each owner lacks of
-    its share of all buckets so far, so that what one bucket cannot give is made up for in the next.
+    By node, and within it by rank of the node.
+
+    With `whole_tensors` every parameter has one owner: a bucket is divided at the parameter boundaries nearest to each
+    owner's deficit against its share of all buckets so far, so that one bucket's deviation is compensated in the next.
     """
 
     def __init__(self, by_node: Sequence[Sequence[float]], *, whole_tensors: bool) -> None:
@@ -300,7 +312,7 @@ class Partition:
         self._owned = [0] * len(self._shares)
 
     def divide(self, sizes: Sequence[int]) -> Division:
-        """Return how the next bucket is divided, of parameters with as many elements.
+        """Return the division of the next bucket, given the elements of its parameters.
 
         >>> partition = Partition([[0.5], [0.5]], whole_tensors=True)
         >>> partition.divide([6, 3]).owned, partition.divide([1, 5]).owned
@@ -321,45 +333,45 @@ class Partition:
 
     @property
     def idle_owners(self) -> bool:
-        """Whether an owner got nothing of any bucket so far that is cut at the edges of parameters."""
+        """Whether an owner got no parameter of any bucket so far, with `whole_tensors`."""
         return self.whole_tensors and not all(self._owned)
 
 
-def pass_over_absent(bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer pass over the parameters of a bucket that got a gradient on no rank in this step."""
-    absent = bucket.absent()
+def skip_parameters_without_gradient(bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer skip the parameters of a bucket that got a gradient on no rank in this step."""
+    absent = bucket.parameters_without_gradient()
     bucket.updated = {parameter for parameter in bucket.parameters if parameter not in absent}
     if not absent:
         return
-    cut_where(bucket, optimizer, lambda parameter: parameter in absent)
+    split_pieces(bucket, optimizer, lambda parameter: parameter in absent)
     for parameter in absent:
-        found = bucket.piece_of(parameter)
-        assert found is not None
-        found[0].tensor.grad = None
+        owned_piece = bucket.piece_of(parameter)
+        assert owned_piece is not None
+        owned_piece[0].tensor.grad = None
 
 
-def cut_where(bucket: Bucket, optimizer: torch.optim.Optimizer, kind: Callable[[nn.Parameter], Any]) -> None:
-    """Cut a shard's pieces wherever the parameters on both sides are of different kinds."""
-    found: list[Piece] = []
+def split_pieces(bucket: Bucket, optimizer: torch.optim.Optimizer, kind: Callable[[nn.Parameter], Any]) -> None:
+    """Split a shard's pieces wherever adjacent parameters differ in `kind`."""
+    pieces: list[Piece] = []
     for piece in bucket.pieces:
         runs: list[slice] = []
         last: Any = None
         for parameter in bucket.parameters:
-            held, part = bucket.piece_of(parameter), bucket.owned(parameter)[1]
-            if held is None or held[0] is not piece:
+            owned_piece, part = bucket.piece_of(parameter), bucket.owned(parameter)[1]
+            if owned_piece is None or owned_piece[0] is not piece:
                 continue
             if runs and kind(parameter) == last:
                 runs[-1] = slice(runs[-1].start, part.stop)
             else:
                 runs.append(part)
             last = kind(parameter)
-        found += [piece] if len(runs) < 2 else _cut(bucket, piece, runs, optimizer)
-    bucket.pieces = found
-    bucket.show_gradients()
+        pieces += [piece] if len(runs) < 2 else _cut(bucket, piece, runs, optimizer)
+    bucket.pieces = pieces
+    bucket.assign_piece_gradients()
 
 
 def _cut(bucket: Bucket, piece: Piece, places: list[slice], optimizer: torch.optim.Optimizer) -> list[Piece]:
-    """Give the optimizer several pieces in the place of one, with their parts of its state."""
+    """Replace a piece of the optimizer by several, and split its state among them."""
     values = bucket.shard.detach()
     pieces = [Piece(nn.Parameter(values[place]), place) for place in places]
     members = next(g["params"] for g in optimizer.param_groups if any(p is piece.tensor for p in g["params"]))
@@ -370,15 +382,14 @@ def _cut(bucket: Bucket, piece: Piece, places: list[slice], optimizer: torch.opt
         first = each.place.start - piece.place.start
         part = slice(first, first + each.tensor.numel())
         flat = elementwise(state, piece)
-        optimizer.state[each.tensor] = {key: flat[key][part] if key in flat else _copy(state[key]) for key in state}
+        optimizer.state[each.tensor] = {
+            key: flat[key][part] if key in flat else value.clone() if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
     return pieces
 
 
 def elementwise(state: Mapping[str, Any], piece: Piece) -> dict[str, Tensor]:
-    """Return those of an optimizer's states that have a value for every element of a piece, as flat views."""
+    """Return those states of an optimizer that have a value for every element of a piece, as flat views."""
     shape = piece.tensor.shape  # of at least one dimension, unlike numbers of steps
     return {key: value.view(-1) for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

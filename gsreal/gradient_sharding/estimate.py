@@ -1,4 +1,4 @@
-"""What training with Gradient Sharding needs, said before it runs: bytes of memory and bytes sent, by closed forms."""
+"""Estimate of the memory and traffic of training with Gradient Sharding before it runs, by closed forms."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.bucket import Partition
-from gsreal.gradient_sharding.bucketing import Togetherness, trained_parameters, travelling_together
+from gsreal.gradient_sharding.bucketing import BucketPlan, plan_buckets, trained_parameters
 from gsreal.gradient_sharding.master import master_type
-from gsreal.gradient_sharding.options import check_sizes, checked_shares
+from gsreal.gradient_sharding.options import check_shares, check_sizes
 from gsreal.gradient_sharding.push import PRECISIONS
 from gssim.plan import (
     DDP_BUCKET_BYTES,
@@ -25,44 +25,47 @@ from gssim.plan import (
 )
 
 COUNT_BYTES = 8
-"""A count of entries, told to every owner for each bucket."""
+"""A count of entries, sent to every owner for each bucket."""
 SHAPE = torch.Size((32, 32))
 PROBE_ELEMENTS = SHAPE.numel()
-"""Of the parameter on which an optimizer is tried to see how much state it makes."""
+"""Of the parameter on which an optimizer is tried to measure the size of its state."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What one rank needs beside activations: what it holds from step to step, what a backward adds, what it sends."""
+    """Memory and traffic of one rank, without activations: persistent bytes, bytes of a backward, bytes sent."""
 
     parameters_bytes: int
-    """The whole model: every rank has a replica, frozen parameters and buffers too."""
+    """The whole model: every rank has a replica, including frozen parameters and buffers."""
     master_bytes: int
-    """The own shard in fp32, where parameters have a lower precision."""
+    """The own shard in fp32, if parameters have a lower precision."""
     optimizer_state_bytes: int
     """Of the own shard."""
     threshold_bytes: int
-    """What a threshold needs all the time: memory to find entries in, and what error feedback has kept."""
+    """Persistent memory of thresholding: scratch to find entries in, and the residuals of error feedback."""
     gradient_bytes: int
-    """Of the own shard, in the precision of its update: held from the pushes to the step."""
+    """Of the own shard, in the precision of its update: allocated from the pushes to the step."""
     backward_bytes: int
-    """The most that gradients take at once in a backward: of the own shard so far, the bucket that is filled and the
-    parameter that it is filled from, the bucket that is under way before it, and what the others send for that."""
+    """Peak of gradients in a backward.
+
+    Of the own shard so far, the bucket being filled and the parameter that it is filled
+    from, the bucket in flight before it, and the messages received for that.
+    """
     push_bytes: float
-    """Sent to owners in one step, at the density asked for."""
+    """Sent to owners in one step, at the given density."""
     publish_bytes: int
-    """Sent round the ring in one step: every part of each bucket but the next rank's."""
+    """Sent around the ring in one step: every part of each bucket but the next rank's."""
 
     @property
     def held_bytes(self) -> int:
-        """What is held from step to step."""
+        """Persistent memory from step to step."""
         return self.parameters_bytes + self.master_bytes + self.optimizer_state_bytes + self.threshold_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held in a backward, activations and what kernels take for themselves left out.
+        """Peak memory of a backward, without activations and kernel workspaces.
 
-        For dense pushes: thresholded ones have less under way, as long as few elements reach the threshold.
+        For dense pushes: thresholded ones have less in flight, as long as few elements reach the threshold.
         """
         return self.held_bytes + self.backward_bytes
 
@@ -72,7 +75,7 @@ class Needs:
         return self.push_bytes + self.publish_bytes
 
     def __str__(self) -> str:
-        """Return it in two lines of MiB."""
+        """Return a summary in two lines, in MiB."""
         mib = {name: value / 2**20 for name, value in self.__dict__.items()}
         return (
             f"memory: {self.held_bytes / 2**20:.2f} MiB (parameters {mib['parameters_bytes']:.2f}, "
@@ -99,9 +102,9 @@ def memory_and_traffic(
     parameter_order: Sequence[str] | None = None,
     whole_tensors: bool = False,
 ) -> Needs:
-    """Return what `shard_gradients` with the same arguments will need on `rank`; the model may be on `meta`.
+    """Return the memory and traffic of `shard_gradients` with the same arguments on `rank`; the model may be on `meta`.
 
-    `density`: the part of off-shard elements that reaches the threshold, which no formula knows; 1: all of them.
+    `density`: the fraction of off-shard elements that reaches the threshold, which depends on the data; 1: all of them.
     With n elements, own share s and value bytes v, by gradient-sharding's accounts:
 
         memory  = n * v + s * n * (master + optimizer state);  in the backward + s * n * gradient + two buckets
@@ -109,16 +112,16 @@ def memory_and_traffic(
                   (1 - s) * n * density * (v + 4)   and   (1 - s) * n * (density * v + 1/8)
         publish = (1 - s of the next rank) * n * v
 
-    `optimizer_factory` is tried on a parameter of its own, with zero gradients, to see what state it makes.
+    `optimizer_factory` is tried on a parameter of its own, with zero gradients, to measure its state.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be one of {ranks} from 0 on, not {rank}")
     if not 0 <= density <= 1:
         raise ValueError(f"density must be a fraction from 0 to 1, not {density}")
     check_sizes(bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
-    shares = checked_shares(shard_shares, ranks, None)
+    shares = check_shares(shard_shares, ranks, None)
     parameters = trained_parameters(model, parameter_order)
-    buckets = travelling_together(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
+    buckets = plan_buckets(parameters, param_groups, first_bytes=first_bucket_bytes, cap_bytes=bucket_bytes)
     partition = Partition([[share] for share in shares], whole_tensors=whole_tensors)
     sizes = [_Size.of(bucket, partition, rank) for bucket in buckets]
     flat, scalars, sgd = _state_bytes(optimizer_factory, param_groups, {size.dtype for size in sizes})
@@ -133,7 +136,7 @@ def memory_and_traffic(
         optimizer_state_bytes=state_bytes,
         threshold_bytes=_threshold_bytes(sizes, rules),
         gradient_bytes=sum(size.shard_bytes for size in sizes),
-        backward_bytes=_most_gradient_bytes(sizes, ranks),
+        backward_bytes=_peak_gradient_bytes(sizes, ranks),
         push_bytes=sum(_pushed_bytes(size, rules, density, rank) for size in sizes),
         publish_bytes=sum((size.elements - size.parts[(rank + 1) % ranks]) * size.value_bytes for size in sizes),
     )
@@ -141,7 +144,7 @@ def memory_and_traffic(
 
 @dataclass(frozen=True)
 class _Size:
-    """A bucket's elements, and how many each rank owns."""
+    """A bucket's elements, and the number that each rank owns."""
 
     dtype: torch.dtype
     parts: tuple[int, ...]
@@ -151,7 +154,7 @@ class _Size:
     device: torch.device
 
     @staticmethod
-    def of(bucket: Togetherness, partition: Partition, rank: int) -> "_Size":
+    def of(bucket: BucketPlan, partition: Partition, rank: int) -> "_Size":
         elements = [parameter.numel() for parameter in bucket.parameters]
         parts = partition.divide(elements).owned[0]
         return _Size(bucket.parameters[0].dtype, parts, parts[rank], max(elements), bucket.parameters[0].device)
@@ -160,8 +163,11 @@ class _Size:
     def elements(self) -> int:
         return sum(self.parts)
 
-    def owned(self, bucket: Togetherness, rank: int) -> list[tuple[torch.Size, torch.dtype]]:
-        """Return shape and type of the parameters of which a rank owns the first element: where they are whole, all."""
+    def owned(self, bucket: BucketPlan, rank: int) -> list[tuple[torch.Size, torch.dtype]]:
+        """Return shape and type of the parameters whose first element a rank owns (with whole tensors.
+
+        All its parameters).
+        """
         first, last = sum(self.parts[:rank]), sum(self.parts[: rank + 1])
         starts = accumulate((p.numel() for p in bucket.parameters), initial=0)
         placed = zip(bucket.parameters, starts, strict=False)
@@ -173,7 +179,7 @@ class _Size:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is updated in another precision than it has."""
+        """Whether it is updated in a higher precision than its own."""
         return master_type(self.dtype) != self.dtype
 
     @property
@@ -182,21 +188,21 @@ class _Size:
         return self.own * master_type(self.dtype).itemsize
 
 
-def _most_gradient_bytes(sizes: Sequence[_Size], ranks: int) -> int:
-    """Return the most that gradients take at once: while a bucket is filled, is under way, or is added by its owner.
+def _peak_gradient_bytes(sizes: Sequence[_Size], ranks: int) -> int:
+    """Return the peak memory of gradients: while a bucket is filled, is in flight, or is added by its owner.
 
-    What is in a lower precision than the owner's is cast as it is added, one message after another.
+    Messages in a lower precision than the owner's are cast as they are added, one after another.
     """
-    most = kept = under_way = 0
+    peak = shards = in_flight = 0
     for size in sizes:
         filled = size.value_bytes * (size.elements + size.largest)
-        most = max(most, kept + under_way + filled)
-        kept += size.shard_bytes
-        come = (ranks - 1) * size.own * size.value_bytes
-        cast = size.shard_bytes if size.is_cast and come else 0
-        under_way = size.value_bytes * size.elements + come
-        most = max(most, kept + under_way, kept + come + cast)
-    return most
+        peak = max(peak, shards + in_flight + filled)
+        shards += size.shard_bytes
+        received = (ranks - 1) * size.own * size.value_bytes
+        cast = size.shard_bytes if size.is_cast and received else 0
+        in_flight = size.value_bytes * size.elements + received
+        peak = max(peak, shards + in_flight, shards + received + cast)
+    return peak
 
 
 def _pushed_bytes(size: _Size, push: Push, density: float, rank: int) -> float:
@@ -204,16 +210,17 @@ def _pushed_bytes(size: _Size, push: Push, density: float, rank: int) -> float:
     if push.threshold is None:
         return float((size.elements - size.own) * size.value_bytes)
     others = [part for owner, part in enumerate(size.parts) if owner != rank]
-    return sum(COUNT_BYTES + _message_bytes(push, density * part, part, size.value_bytes) for part in others)
-
-
-def _message_bytes(push: Push, entries: float, elements: int, value_bytes: int) -> float:
-    encoding = chosen(push.encoding, entries=entries, elements=elements, value_bytes=value_bytes)
-    return message_bytes(encoding, entries=entries, elements=elements, value_bytes=value_bytes)
+    total = 0.0
+    for elements in others:
+        entries = density * elements
+        encoding = chosen(push.encoding, entries=entries, elements=elements, value_bytes=size.value_bytes)
+        message = message_bytes(encoding, entries=entries, elements=elements, value_bytes=size.value_bytes)
+        total += COUNT_BYTES + message
+    return total
 
 
 def _threshold_bytes(sizes: Sequence[_Size], push: Push) -> int:
-    """Return the scratch memory of each type of parameters, and what is kept of the other owners' elements."""
+    """Return the bytes of the scratch memory of each data type, and of the residuals of the other owners' elements."""
     if push.threshold is None:
         return 0
     total = 0
@@ -223,8 +230,8 @@ def _threshold_bytes(sizes: Sequence[_Size], push: Push) -> int:
         flags, magnitudes = scratch_elements(part, largest, chunked=alike[0].device.type == "cpu")
         total += flags + magnitudes * master_type(dtype).itemsize
     if push.error_feedback:
-        kept = sum(size.elements - size.own for size in sizes)
-        total += kept * PRECISIONS[push.error_feedback_precision].itemsize
+        residual_elements = sum(size.elements - size.own for size in sizes)
+        total += residual_elements * PRECISIONS[push.error_feedback_precision].itemsize
     return total
 
 
@@ -233,20 +240,20 @@ def _state_bytes(
     groups: Sequence[Mapping[str, Any]] | None,
     dtypes: set[torch.dtype],
 ) -> tuple[dict[torch.dtype, float], dict[torch.dtype, int], bool]:
-    """Return the optimizer's bytes for each element, and for each shard, by type; and whether it is SGD."""
+    """Return the optimizer's bytes per element, and per shard, by data type; and whether it is SGD."""
     sgd = False
     flat: dict[torch.dtype, float] = {}
     scalars: dict[torch.dtype, int] = {}
     for dtype in dtypes:
-        probe, optimizer = _tried(factory, groups, SHAPE, dtype)
+        probe, optimizer = _probe_optimizer(factory, groups, SHAPE, dtype)
         sgd = isinstance(optimizer, torch.optim.SGD)
-        made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
-        flat[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape == probe.shape) / PROBE_ELEMENTS
-        scalars[dtype] = sum(v.numel() * v.element_size() for v in made if v.shape != probe.shape)
+        tensors = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+        flat[dtype] = sum(v.numel() * v.element_size() for v in tensors if v.shape == probe.shape) / PROBE_ELEMENTS
+        scalars[dtype] = sum(v.numel() * v.element_size() for v in tensors if v.shape != probe.shape)
     return flat, scalars, sgd
 
 
-def _tried(
+def _probe_optimizer(
     factory: Callable[[list[Any]], torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]] | None,
     shape: torch.Size,
@@ -266,8 +273,8 @@ def _tensor_state_bytes(
     groups: Sequence[Mapping[str, Any]] | None,
     owned: Mapping[tuple[torch.Size, torch.dtype], int],
 ) -> Iterator[int]:
-    """Give the optimizer's bytes for parameters that it has whole, by shape, type and number."""
+    """Give the optimizer's bytes for whole parameters, by shape, type and number."""
     for (shape, dtype), count in owned.items():
-        probe, optimizer = _tried(factory, groups, shape, dtype)
-        made = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
-        yield count * sum(value.numel() * value.element_size() for value in made)
+        probe, optimizer = _probe_optimizer(factory, groups, shape, dtype)
+        tensors = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+        yield count * sum(value.numel() * value.element_size() for value in tensors)

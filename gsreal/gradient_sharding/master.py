@@ -1,12 +1,13 @@
-"""Parameters in low precision with a master copy of higher precision, which the optimizer updates.
+"""Optimizer with fp32 master copies of low-precision parameters.
 
     optimizer = MasterCopy(model.bfloat16().parameters(), torch.optim.AdamW, lr=1e-3)
 
-Then used like any other optimizer. The reason is in Micikevicius et al. 2018, "Mixed precision training", section 3.1:
-an update that is small beside its parameter is lost in bf16, whose significand has 8 bits, but adds up in the master
-copy. Memory beside the parameters: 4 bytes an element for the master copy, the inner optimizer's state in
-fp32, and while it updates, the gradients cast to fp32. What is written into parameters in place (loaded, clamped) goes
-into the copies with the next step, unless it is written through `.data`, which torch does not count.
+Used like any other optimizer from then on. The reason is in Micikevicius et al. 2018, "Mixed precision training",
+section 3.1: an update that is small relative to its parameter is lost in bf16, whose significand has 8 bits, but
+accumulates in the master copy. Memory in addition to the parameters: 4 bytes an element for the master copy, the inner
+optimizer's state in fp32, and during the update the gradients cast to fp32. Values written to parameters in place
+(loaded, clamped) are copied into the master copies by the next step, unless written through `.data`, which torch does
+not count.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ def master_type(dtype: torch.dtype) -> torch.dtype:
 
 
 class MasterCopy(torch.optim.Optimizer):
-    """An optimizer of type `kind` over copies of the parameters in fp32; after each step they are cast back."""
+    """An optimizer of type `kind` over fp32 copies of the parameters; after each step they are cast back."""
 
     def __init__(
         self,
@@ -47,19 +48,19 @@ class MasterCopy(torch.optim.Optimizer):
             yield from zip(group["params"], copies["params"], strict=True)
 
     def _now(self) -> list[tuple[int, int]]:
-        """Return what changes when parameters are written to, or get other tensors."""
+        """Return the parameters' versions and addresses, which change on a write or a replacement."""
         return [(parameter._version, parameter.data_ptr()) for parameter, _ in self.pairs()]
 
     def _adopt_writes(self) -> None:
-        """Take what was written into parameters since they were last updated, where it is not the copy's rounding."""
+        """Copy values written to parameters since the last update, except where they equal the rounded master copy."""
         for (parameter, master), seen, now in zip(self.pairs(), self._seen, self._now(), strict=True):
             if now != seen:
-                kept = master.to(parameter.dtype) == parameter
-                master.copy_(torch.where(kept, master, parameter.to(master.dtype)))
+                unchanged = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(unchanged, master, parameter.to(master.dtype)))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the master copies by the parameters' gradients, and the parameters by them; takes no closure."""
+        """Update the master copies by the parameters' gradients, then the parameters from them; takes no closure."""
         assert closure is None, "a master copy is updated without a closure"
         for group, copies in zip(self.param_groups, self.inner.param_groups, strict=True):
             copies.update({key: value for key, value in group.items() if key != "params"})  # a scheduler's changes

@@ -1,10 +1,10 @@
-"""A thresholded message: the values that go to an owner and their places in its range, as bytes.
+"""Encodings of thresholded messages: values for an owner and their indices in its range, as bytes.
 
-Densely, it is the owner's whole range with zeros where nothing is sent. Else it is values and int32 indices (COO), the
-wider of them first, so that both are aligned; or values, then a bit for every element of the range (bitmap). Both ends
-decide alike from the number of entries: see `gssim.plan.encodings`.
+Dense: the owner's whole range with zeros for elements that are not sent. COO: values and int32 indices, the wider of
+them first, so that both are aligned. Bitmap: values, then a bit for every element of the range. Both ends derive the
+encoding from the number of entries: see `gssim.plan.encodings`.
 
-Memory that entries are found in: taken once, and used by every push.
+`Scratch` is the memory in which entries are searched: allocated once, and shared by all pushes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,16 @@ class Scratch:
         self.magnitudes = torch.empty(magnitudes, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def chunks(self, elements: int, first: int = 0) -> Iterator[tuple[int, int]]:
-        """Give the half-open ranges in which [first, elements) is gone through."""
+        """Give the half-open chunks in which [first, elements) is processed."""
         size = self.magnitudes.numel()
         for start in range(first, elements, max(1, size)):
             yield start, min(elements, start + size)
 
     def cast_to(self, dtype: torch.dtype, part: Tensor) -> Tensor:
-        """Return a chunk in a type: as it is where it has it, else in the place of the magnitudes, whose type it is."""
+        """Return a chunk in a type.
+
+        Itself if it has it, else a copy in the buffer of the magnitudes, which has that type.
+        """
         return part if part.dtype == dtype else self.magnitudes[: part.numel()].copy_(part)
 
     def add(self, target: Tensor, source: Tensor, factor: float = 1.0) -> None:
@@ -47,32 +50,32 @@ class Scratch:
             target[first:last].add_(self.cast_to(target.dtype, source[first:last]), alpha=factor)
 
 
-def scratches(buckets: Sequence[Bucket]) -> dict[torch.dtype, Scratch]:
-    """Return what it takes to find and pack messages of these buckets, for each of their types."""
-    found = {}
+def scratch_by_dtype(buckets: Sequence[Bucket]) -> dict[torch.dtype, Scratch]:
+    """Return the scratch memory to find and pack messages of these buckets, for each of their data types."""
+    scratch_of = {}
     for dtype in dict.fromkeys(bucket.flat.dtype for bucket in buckets):
         alike = [bucket for bucket in buckets if bucket.flat.dtype == dtype]
         part = max(last - first for bucket in alike for first, last in bucket.ranges)
         largest = max(bucket.elements for bucket in alike)
-        found[dtype] = Scratch(part, largest, dtype, alike[0].flat.device)
-    return found
+        scratch_of[dtype] = Scratch(part, largest, dtype, alike[0].flat.device)
+    return scratch_of
 
 
 def count(flags: Tensor) -> int:
-    """Return how many flags are set; on a CPU by numpy, which is several times as fast."""
+    """Return the number of set flags; on a CPU by numpy, which is several times as fast."""
     return int(np.count_nonzero(flags.numpy())) if is_on_host(flags) else int(flags.count_nonzero())
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Return whether numpy can look at a tensor."""
+    """Return whether numpy can view a tensor."""
     return tensor.device.type == "cpu"
 
 
-def listed(flags: Tensor, entries: int | None = None) -> Tensor:
-    """Return the places of the flags that are set, as int64; numpy's list takes a chunk's worth of the host's memory.
+def flagged_indices(flags: Tensor, entries: int | None = None) -> Tensor:
+    """Return the indices of the set flags, as int64; numpy's list takes a chunk's worth of host memory.
 
-    torch's goes by a branch for each element, which costs several times as much where many are set. `entries`: how many
-    are set, where that is known: then a device need not be waited for.
+    torch's branches on each element, which costs several times as much if many are set. `entries`: number of set flags,
+    if known: then no synchronisation with the device is needed.
     """
     if is_on_host(flags):
         return torch.from_numpy(np.flatnonzero(flags.numpy()))
@@ -80,24 +83,24 @@ def listed(flags: Tensor, entries: int | None = None) -> Tensor:
 
 
 GATHER_BITS = 0x0102040810204080
-"""Times a word of eight flags, a byte each: a word whose highest byte is these eight as bits, the first the lowest."""
+"""Multiplier of a word of eight byte flags: the product's highest byte is these flags as bits, the first the lowest."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How messages are written: `coo`, `bitmap`, `dense`, or `auto`, whichever of them has fewest bytes."""
+    """Encoding of messages: `coo`, `bitmap`, `dense`, or `auto`, whichever of them takes the fewest bytes."""
 
     kind: str
     dtype: torch.dtype
     scratch: Scratch
 
-    def of(self, entries: int, elements: int) -> str:
+    def choose(self, entries: int, elements: int) -> str:
         """Return the encoding of a message of `entries` out of `elements`."""
         return encodings.chosen(self.kind, entries=entries, elements=elements, value_bytes=self.dtype.itemsize)
 
     def empty(self, entries: int, elements: int, device: torch.device) -> Tensor:
         """Return a buffer for a message of `entries` out of `elements`."""
-        kind = self.of(entries, elements)
+        kind = self.choose(entries, elements)
         if kind == "dense":
             return torch.empty(elements, dtype=self.dtype, device=device)
         size = encodings.message_bytes(kind, entries=entries, elements=elements, value_bytes=self.dtype.itemsize)
@@ -108,22 +111,21 @@ class Encoding:
     def pack(
         self, part: Tensor, flags: Tensor, *, entries: int | None = None, clear: bool = False
     ) -> tuple[Tensor, int]:
-        """Return the message of the elements of `part` where `flags` are set, and their number.
+        """Return the message of the elements of `part` whose `flags` are set, and their number.
 
-        `entries`: that number, where it is known. `clear`: leave nothing (negative zeros) in `part` where they were.
-        The flags are used up.
+        `entries`: that number, if known. `clear`: set these elements of `part` to negative zeros. Overwrites the flags.
         """
         entries = count(flags) if entries is None else entries
         message = self.empty(entries, part.numel(), part.device)
-        kind = self.of(entries, part.numel())
+        kind = self.choose(entries, part.numel())
         if kind == "dense":
             self._fill_dense(message, part, flags, clear)
             return message, entries
         values, places = self._views(message, entries, kind)
         taken = 0
         for first, last in self.scratch.chunks(part.numel()):
-            here = listed(flags[first:last], entries if last - first == part.numel() else None)
-            self._take(part[first:last], here, values[taken : taken + here.numel()], clear)
+            here = flagged_indices(flags[first:last], entries if last - first == part.numel() else None)
+            self._copy_values(part[first:last], here, values[taken : taken + here.numel()], clear)
             if kind == "coo":
                 places[taken : taken + here.numel()].copy_(here.add_(first))
             else:
@@ -140,7 +142,7 @@ class Encoding:
                 rest = part[first:last].sub_(sent if part.dtype == sent.dtype else message[first:last])
                 rest.masked_fill_(torch.eq(rest, 0, out=flags[first:last]), ABSENT)
 
-    def _take(self, part: Tensor, places: Tensor, values: Tensor, clear: bool) -> None:
+    def _copy_values(self, part: Tensor, places: Tensor, values: Tensor, clear: bool) -> None:
         """Copy the elements at `places`."""
         if part.dtype == values.dtype:
             torch.index_select(part, 0, places, out=values)
@@ -156,10 +158,10 @@ class Encoding:
     ) -> None:
         """Add a message's values, times `weight`, to an owner's gradient in the owner's precision.
 
-        `received`: to which `weight` is added, wherever a value has come.
+        `received`: accumulates `weight` for every element that has a value in the message.
         """
         elements = gradient.numel()
-        if self.of(entries, elements) == "dense":
+        if self.choose(entries, elements) == "dense":
             self.scratch.add(gradient, message, weight)
             if received is not None:
                 self._note_values(message, entries, weight, received)
@@ -170,13 +172,13 @@ class Encoding:
                 one = received.new_ones(()).expand(places.numel())
                 received[first:last].index_add_(0, places, one, alpha=weight)
 
-    def put(self, values: Tensor, message: Tensor, entries: int) -> None:
-        """Overwrite those of `values` that a sparse message holds (a dense one is received in their place)."""
+    def overwrite(self, values: Tensor, message: Tensor, entries: int) -> None:
+        """Overwrite the elements of `values` that a sparse message holds (a dense one is received in place)."""
         for places, new, first, last in self._entries(message, entries, values.numel()):
             values[first:last].index_copy_(0, places.long(), new)
 
     def _note_values(self, message: Tensor, entries: int, weight: float, received: Tensor) -> None:
-        """Add `weight` where a dense message holds a value: unless all were sent, a zero stands for what was not."""
+        """Add `weight` for each value of a dense message: unless all were sent, a zero stands for an unsent element."""
         if entries == message.numel():
             received.add_(weight)
             return
@@ -186,7 +188,7 @@ class Encoding:
 
     def _entries(self, message: Tensor, entries: int, elements: int) -> Iterator[tuple[Tensor, Tensor, int, int]]:
         """Give (places, values) of a sparse message, and the range that the places are relative to, chunk by chunk."""
-        kind = self.of(entries, elements)
+        kind = self.choose(entries, elements)
         values, places = self._views(message, entries, kind)
         if kind == "coo":
             for first, last in self.scratch.chunks(entries):
@@ -195,7 +197,7 @@ class Encoding:
         taken = 0
         for first, last in self.scratch.chunks(elements):
             flags = self._read_bits(places[first // 8 : -(-last // 8)])[: last - first]
-            here = listed(flags, entries if last - first == elements else None)
+            here = flagged_indices(flags, entries if last - first == elements else None)
             yield here, values[taken : taken + here.numel()], first, last
             taken += here.numel()
 
@@ -207,7 +209,7 @@ class Encoding:
         return flags
 
     def _views(self, message: Tensor, entries: int, kind: str) -> tuple[Tensor, Tensor]:
-        """Return the values of a sparse message, and their indices or bits."""
+        """Return the values of a sparse message, and its indices or bits."""
         values = self.dtype.itemsize * entries
         if kind == "bitmap":
             return message[:values].view(self.dtype), message[values:]
@@ -218,7 +220,7 @@ class Encoding:
 
 
 def _write_bits(bits: Tensor, flags: Tensor) -> None:
-    """Write flags as bits, the first the lowest of a byte; the flags are used up."""
+    """Write flags as bits, the first the lowest of a byte; overwrites the flags."""
     whole = flags.numel() // 8
     words = flags[: 8 * whole].view(torch.int64)
     bits[:whole].copy_(words.mul_(GATHER_BITS).bitwise_right_shift_(56))  # a byte keeps the lowest bits of a word
@@ -228,6 +230,6 @@ def _write_bits(bits: Tensor, flags: Tensor) -> None:
 
 @cache
 def _flags_of_bytes(device: torch.device) -> Tensor:
-    """Return the eight flags of each byte's bits, a byte each, as one word."""
+    """Return the lookup table from a byte to its eight bits, as byte flags in one word."""
     words = [sum((code >> bit & 1) << 8 * bit for bit in range(8)) for code in range(256)]
     return torch.tensor(words, device=device)

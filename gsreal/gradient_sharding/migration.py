@@ -1,15 +1,15 @@
-"""Shards that change their owners between two steps: the optimizer's state goes where the parameters go.
+"""Migration of shards to other owners between two steps, with their optimizer state.
 
-Replicas are whole on every rank, so that parameters never travel: only what an owner alone has does, which is the
-master copy, where there is one, and every elementwise tensor of the optimizer's state. Values are moved, not made
-again, so that training goes on exactly as it would have done.
+Replicas are whole on every rank, so parameters are never sent: only tensors that exist on the owner alone are, which
+are the master copy, if there is one, and every elementwise tensor of the optimizer's state. Values are moved, not
+recomputed, so that training continues exactly as without the migration.
 """
 
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsreal.gradient_sharding.bucket import Bucket
 from gsreal.gradient_sharding.point_to_point import all_to_all_v
@@ -28,9 +28,9 @@ def migrate(
 ) -> int:
     """Give every rank of `group` its share of each bucket; return the bytes that this rank sent (a collective).
 
-    To be called by all ranks between `step` and the next backward, with equal shares: gradients that wait to be used
-    would be lost. Assumes that what has a shard's shape in the optimizer's state is elementwise. Raises RuntimeError
-    where a shard is in pieces: its parameters have had unequal numbers of updates, which new owners would not know.
+    To be called by all ranks between `step` and the next backward, with equal shares: pending gradients would be lost.
+    Assumes that tensors with a shard's shape in the optimizer's state are elementwise. Raises RuntimeError if a shard
+    is in pieces: its parameters have had unequal numbers of updates, which new owners could not reproduce.
     """
     if not all(bucket.is_one_piece for bucket in buckets):
         raise RuntimeError(
@@ -46,7 +46,11 @@ def migrate(
         if bucket.shard.grad is not None:
             raise RuntimeError("gradients of this step wait to be used; shards change their owners after `step` only")
         state = optimizer.state.get(bucket.shard, {})
-        moving = {name: value for name, value in sorted(state.items()) if _is_elementwise(value, bucket.shard)}
+        moving = {
+            name: value
+            for name, value in sorted(state.items())
+            if isinstance(value, Tensor) and value.shape == bucket.shard.shape
+        }
         is_view = bucket.shard.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
         if not is_view:
             moving["master copy"] = bucket.shard.detach()
@@ -60,33 +64,31 @@ def migrate(
                 state[name] = moved
         if is_view:
             bucket.shard.data = bucket.flat[bucket.own]
-        bucket.join()
+        bucket.merge_pieces()
     return sent
-
-
-def _is_elementwise(value: object, shard: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.shape == shard.shape
 
 
 def _moved(
     values: Tensor, before: Sequence[Range], after: Sequence[Range], group: dist.ProcessGroup, *, point_to_point: bool
 ) -> tuple[Tensor, int]:
-    """Return the values of the range that this rank owns now, out of those that each owned; and the bytes sent."""
+    """Return the values of this rank's new range, exchanged with the previous owners, and the bytes sent."""
     rank = dist.get_rank(group)
     mine, new = before[rank], after[rank]
-    found = values.new_empty(new[1] - new[0])
+    received = values.new_empty(new[1] - new[0])
     sends = [_part(values, mine, _common(mine, theirs)) for theirs in after]
-    receives = [_part(found, new, _common(new, theirs)) for theirs in before]
+    receives = [_part(received, new, _common(new, theirs)) for theirs in before]
     receives[rank].copy_(sends[rank])
     size = sum(part.numel() * part.element_size() for other, part in enumerate(sends) if other != rank)
-    others_s: list[Tensor | None] = [None if other == rank else part for other, part in enumerate(sends)]
-    others_r: list[Tensor | None] = [None if other == rank else part for other, part in enumerate(receives)]
-    all_to_all_v(others_s, others_r, group=group, declared_bytes=size, point_to_point=point_to_point).wait()
-    return found, size
+    sends_to_others: list[Tensor | None] = [None if other == rank else part for other, part in enumerate(sends)]
+    receives_from_others: list[Tensor | None] = [None if other == rank else part for other, part in enumerate(receives)]
+    all_to_all_v(
+        sends_to_others, receives_from_others, group=group, declared_bytes=size, point_to_point=point_to_point
+    ).wait()
+    return received, size
 
 
 def _common(a: Range, b: Range) -> Range:
-    """Return what two half-open ranges have in common, empty where they are apart."""
+    """Return the intersection of two half-open ranges, empty if they are disjoint."""
     first = max(a[0], b[0])
     return first, max(first, min(a[1], b[1]))
 

@@ -1,4 +1,4 @@
-"""What may be asked of `shard_gradients`, and what it makes of that: shares, groups of shards, what nobody owns."""
+"""Checks of the arguments of `shard_gradients`, and the shares, parameter groups and descriptions derived from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from gsreal.gradient_sharding.bucket import Bucket
 from gssim.plan import Publish, splitting
 
 Parameters = Literal["replicated", "gathered", "sharded"]
-"""What a rank keeps of the parameters."""
+"""Placement of the parameters on a rank."""
 
 
 def check_types(**given: tuple[Any, type | tuple[type, ...]]) -> None:
-    """Raise ValueError where an option that is not None is no instance of its type; `given`: values and types."""
+    """Raise ValueError if an option that is not None is not an instance of its type; `given`: values and types."""
     for name, (value, kind) in given.items():
         if value is not None and not isinstance(value, kind):
             kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
@@ -27,14 +27,14 @@ def check_types(**given: tuple[Any, type | tuple[type, ...]]) -> None:
 
 
 def check_callable(**given: Any) -> None:
-    """Raise ValueError where an option cannot be called."""
+    """Raise ValueError if an option is not callable."""
     for name, value in given.items():
         if not callable(value):
             raise ValueError(f"{name} must be a function or class, not {value!r:.80}")
 
 
 def check_sizes(**bytes_of: float) -> None:
-    """Raise ValueError where a number of bytes is none."""
+    """Raise ValueError if a size in bytes is not a positive number."""
     for name, size in bytes_of.items():
         if isinstance(size, bool) or not isinstance(size, Real) or not float(size) > 0:
             raise ValueError(f"{name} must be a number of bytes above 0, not {size!r}")
@@ -46,7 +46,7 @@ def check_options(
     publish: Publish,
     groups: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    """Raise ValueError where options exclude one another."""
+    """Raise ValueError if options exclude one another."""
     if parameters not in get_args(Parameters):
         raise ValueError(f"parameters must be one of {', '.join(get_args(Parameters))}, not {parameters!r}")
     for unit in units:
@@ -61,10 +61,10 @@ def check_options(
 
 
 def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, thresholded: bool) -> None:
-    """Raise ValueError where a model could not be trained by owners of parts of flat buckets.
+    """Raise ValueError if the model cannot be trained by owners of ranges of flat buckets.
 
-    Its parameters have no values yet, or no order by which they could be thresholded, or share memory; it is
-    distributed already, or writes into parameters in its forward, where every rank has other rows to write.
+    Cases: parameters without values (meta), without an order for thresholds (complex) or in shared memory; a model that
+    is distributed already, or that writes to parameters in its forward, where every rank would write other rows.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -87,7 +87,7 @@ def check_model(model: Any, parameters: Mapping[str, nn.Parameter], *, threshold
 
 
 def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError where parameters share elements, which would be apart in their buckets."""
+    """Raise ValueError if parameters share elements, which buckets would separate."""
     in_storage: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in parameters.items():
         if parameter.is_meta or isinstance(parameter, DTensor | UninitializedParameter) or not parameter.numel():
@@ -108,7 +108,7 @@ def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two views of one storage have an element in common."""
+    """Return whether two views of one storage share an element."""
     if one.dtype != other.dtype:
         return True
     size = one.untyped_storage().nbytes() // one.element_size()
@@ -117,10 +117,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def checked_shares(
-    shares: Sequence[float] | None, ranks: int, scaler: torch.amp.GradScaler | None
-) -> tuple[float, ...]:
-    """Return every rank's share, even where none are given; raise ValueError where they are none."""
+def check_shares(shares: Sequence[float] | None, ranks: int, scaler: torch.amp.GradScaler | None) -> tuple[float, ...]:
+    """Return every rank's share (even if none are given); raise ValueError if they are not valid fractions."""
     if shares is None:
         return splitting.even(ranks)
     shares = _fractions("shard_shares", shares, ranks)
@@ -130,60 +128,67 @@ def checked_shares(
 
 
 def _fractions(name: str, values: Any, ranks: int) -> tuple[float, ...]:
-    """Return one fraction for each rank; raise ValueError where that is not what `values` are."""
+    """Return one fraction for each rank; raise ValueError if `values` are not that."""
     try:
-        found = () if isinstance(values, str | Mapping) else tuple(float(value) for value in values)
+        fractions = () if isinstance(values, str | Mapping) else tuple(float(value) for value in values)
     except (TypeError, ValueError):
-        found = ()
-    if len(found) != ranks or not all(each >= 0 for each in found) or not math.isclose(sum(found), 1, abs_tol=1e-6):
+        fractions = ()
+    if (
+        len(fractions) != ranks
+        or not all(each >= 0 for each in fractions)
+        or not math.isclose(sum(fractions), 1, abs_tol=1e-6)
+    ):
         raise ValueError(f"{name} must be {ranks} fractions that sum to 1, one for each rank, not {values!r:.80}")
-    return found
+    return fractions
 
 
-def described_model(model: nn.Module, buckets: Sequence[Bucket], names: Mapping[nn.Parameter, str]) -> dict[str, str]:
-    """Return what of a model and its buckets must be equal on all ranks, in words, by name."""
-    said = {}
+def describe_model(model: nn.Module, buckets: Sequence[Bucket], names: Mapping[nn.Parameter, str]) -> dict[str, str]:
+    """Return a text for each property of a model and its buckets that must be equal on all ranks, by name."""
+    descriptions = {}
     for bucket in buckets:
         for parameter in bucket.parameters:
-            said[f"parameter '{names[parameter]}'"] = (
+            descriptions[f"parameter '{names[parameter]}'"] = (
                 f"{_type_of(parameter)} in bucket {bucket.index} of group {bucket.group_index}"
             )
-    said |= {f"frozen parameter '{n}'": _type_of(p) for n, p in model.named_parameters() if p not in names}
-    return said | {f"buffer '{name}'": _type_of(buffer) for name, buffer in model.named_buffers()}
+    descriptions |= {f"frozen parameter '{n}'": _type_of(p) for n, p in model.named_parameters() if p not in names}
+    return descriptions | {f"buffer '{name}'": _type_of(buffer) for name, buffer in model.named_buffers()}
 
 
 def _type_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def described_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return what of an optimizer must be equal on all ranks: its class, and the options of its groups."""
-    said = {"optimizer": type(optimizer).__name__, "param_groups": str(len(optimizer.param_groups))}
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return a text for each property of an optimizer that must be equal on all ranks.
+
+    Class and options of its groups.
+    """
+    descriptions = {"optimizer": type(optimizer).__name__, "param_groups": str(len(optimizer.param_groups))}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if isinstance(value, int | float | str | None) or (isinstance(value, Tensor) and value.numel() == 1):
-                said[f"{key} of group {number}"] = repr(value.item() if isinstance(value, Tensor) else value)
-    return said
+                descriptions[f"{key} of group {number}"] = repr(value.item() if isinstance(value, Tensor) else value)
+    return descriptions
 
 
-def unowned(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """Return what every rank keeps for itself: buffers and frozen parameters."""
+def unsharded_tensors(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """Return the tensors of which every rank keeps its own copy: buffers and frozen parameters."""
     trained = set(parameters.values())
     return [*(p.detach() for p in model.parameters() if p not in trained), *model.buffers()]
 
 
-def find_groups(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:
-    """Note in which of the optimizer's groups each bucket's pieces are; raise ValueError where they are in several."""
+def assign_param_groups(buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:
+    """Set each bucket's index of the optimizer's group that has its pieces; raise ValueError if there are several."""
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for bucket in buckets:
-        found = {group_of[id(piece.tensor)] for piece in bucket.pieces}
-        if len(found) > 1:
+        numbers = {group_of[id(piece.tensor)] for piece in bucket.pieces}
+        if len(numbers) > 1:
             raise ValueError("optimizer_factory makes groups of its own: give them to shard_gradients as param_groups")
-        bucket.group_index = next(iter(found), bucket.group_index)
+        bucket.group_index = next(iter(numbers), bucket.group_index)
 
 
-def shards_in_groups(buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]] | None) -> list[Any]:
-    """Return what the optimizer is made of: this rank's shards, in groups where the user has groups."""
+def shards_by_group(buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]] | None) -> list[Any]:
+    """Return the optimizer's input: this rank's shards, in groups if the user gave param_groups."""
     if groups is None:
         return [piece.tensor for bucket in buckets for piece in bucket.pieces]
     return [

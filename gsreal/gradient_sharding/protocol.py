@@ -1,11 +1,11 @@
-"""The order of exchanges that all ranks must keep to: tags by kind, step, push and bucket, and what a mistake costs.
+"""Message tags and checks that keep the exchanges of all ranks in the same order.
 
-A message that is received in place of another one corrupts what is trained. Backends of the host (gloo) match messages
-by tag, so that a rank that is elsewhere is waited for until the group's timeout, and the error says what was awaited.
-nccl matches messages by order alone: there parameters are published in a communicator of their own, in which no push
-can be met, and counts of entries bear the tag in their upper bits.
+A message received in place of another one corrupts the training. Tags encode kind, step, push and bucket. Host backends
+(gloo) match messages by tag, so that a mismatch ends in the group's timeout with an error that names the expected
+message. nccl matches messages by order alone: parameters are therefore published in a communicator of their own, in
+which no push can be matched, and counts of entries carry the tag in their upper bits.
 
-Reasons for exchanges that end in a time-out: what was called here, and that all ranks must call it.
+`collective_call` explains timeouts: it names the call, and that all ranks must make it.
 """
 
 import hashlib
@@ -24,25 +24,27 @@ from torch import Tensor
 from gsreal.gradient_sharding.point_to_point import HOST_BACKENDS
 
 BROKEN = re.compile(r"tim(e|ed)[ -]?out|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE)
-"""What backends say of peers that did not come within the group's time-out, or that have gone."""
+"""Backend messages for peers that did not arrive within the group's timeout, or that have ended."""
 
 
 @contextmanager
-def every_rank(call: str) -> Iterator[None]:
-    """Say of an exchange inside that fails for lack of a peer which call it belongs to, and who must make it.
+def collective_call(call: str) -> Iterator[None]:
+    """Name the call, and that every rank must make it.
 
-    Where such calls are made inside each other, it is the outermost: what the user's own code has called.
+    In the error of an exchange inside that fails for lack of a peer.
+
+    In nested calls the outermost is named: the one in the user's own code.
     """
     try:
         yield
     except RuntimeError as error:
-        reason = error.reason if isinstance(error, NoPeerError) else str(error).partition("\n")[0]
-        if not isinstance(error, NoPeerError) and BROKEN.search(str(error)) is None:
+        reason = error.reason if isinstance(error, PeerError) else str(error).partition("\n")[0]
+        if not isinstance(error, PeerError) and BROKEN.search(str(error)) is None:
             raise
-        raise NoPeerError(call, reason) from error
+        raise PeerError(call, reason) from error
 
 
-class NoPeerError(RuntimeError):
+class PeerError(RuntimeError):
     """Another rank did not take part in an exchange."""
 
     def __init__(self, call: str, reason: str) -> None:
@@ -53,10 +55,10 @@ class NoPeerError(RuntimeError):
         self.reason = reason
 
 
-def called_by_torchs_state_dict() -> bool:
+def called_by_torch_state_dict() -> bool:
     """Return whether a method of an optimizer was called by `torch.distributed.checkpoint.state_dict`.
 
-    That names tensors of param_groups by the model's parameters, and makes state by a step.
+    That module names tensors of param_groups by the model's parameters, and creates state by a step.
     """
     frame = sys._getframe(1).f_back
     for _ in range(4):  # steps are wrapped by torch's profiler and by `no_grad`
@@ -68,25 +70,28 @@ def called_by_torchs_state_dict() -> bool:
     return False
 
 
-class Kind(IntEnum):
-    """What a message is part of."""
+class MessageKind(IntEnum):
+    """Purpose of a message."""
 
     PUSH_COUNTS = 1
     PUSH = 2
     PUBLISH_COUNTS = 3
     PUBLISH = 4
-    REDUCE_IN_NODE = 5
-    PUBLISH_IN_NODE = 6
+    REDUCE_INTRA_NODE = 5
+    PUBLISH_INTRA_NODE = 6
     GATHER = 7
 
 
 BUCKET_BITS, PUSH_BITS, STEP_BITS = 14, 6, 6
 COUNT_BITS = 34
-"""Of a 64-bit count; the others hold its tag. More entries than an index of 32 bits has fit."""
+"""Bits for the count in a 64-bit integer.
+
+The others hold its tag. Exceeds the entries that an index of 32 bits allows.
+"""
 
 
-class Protocol:
-    """Where this rank is in the order of exchanges: how many steps it has made, and pushes since the last one."""
+class ExchangeProtocol:
+    """Sequence number of a rank's exchanges: its steps so far, and pushes since the last step."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -94,21 +99,21 @@ class Protocol:
         self.pushes = 0
         """Backwards whose gradients were pushed since the last step."""
         self.failed = ""
-        """The exchange that failed, if one has: nothing can be exchanged after that."""
+        """The exchange that failed, if any: further exchanges are refused."""
 
-    def tag(self, kind: Kind, bucket: int = 0) -> int:
-        """Return what marks messages of this kind, of now. Steps, pushes and buckets are counted round."""
-        found = int(kind)
+    def tag(self, kind: MessageKind, bucket: int = 0) -> int:
+        """Return the current tag of messages of this kind. Steps, pushes and buckets wrap around."""
+        tag = int(kind)
         for number, bits in ((self.steps, STEP_BITS), (self.pushes, PUSH_BITS), (bucket, BUCKET_BITS)):
-            found = found << bits | number % 2**bits
-        return found
+            tag = tag << bits | number % 2**bits
+        return tag
 
     def end_step(self) -> None:
-        """Note that a step was made."""
+        """Count a step."""
         self.steps, self.pushes = self.steps + 1, 0
 
     def check(self) -> None:
-        """Raise RuntimeError where an exchange has failed, or there is no process group any more."""
+        """Raise RuntimeError if an exchange has failed, or the process group was destroyed."""
         if not dist.is_initialized():
             raise RuntimeError("the process group was destroyed; make the last step before destroy_process_group")
         if self.failed:
@@ -116,7 +121,7 @@ class Protocol:
 
     @contextmanager
     def exchange(self, name: str) -> Iterator[None]:
-        """Say of an exchange that fails inside what it was, and refuse every one after that."""
+        """Name the exchange in the error if it fails, and refuse all later ones."""
         self.check()
         try:
             yield
@@ -130,70 +135,70 @@ class Protocol:
             ) from error
 
 
-def with_tag(counts: Sequence[int], tags: Sequence[int]) -> list[int]:
-    """Return counts of entries that bear tags in their upper bits.
+def pack_tags(counts: Sequence[int], tags: Sequence[int]) -> list[int]:
+    """Return counts of entries with tags in their upper bits.
 
-    >>> without_tag(with_tag([5, 0], [7, 7]), [7, 7])
+    >>> unpack_tags(pack_tags([5, 0], [7, 7]), [7, 7])
     [5, 0]
     """
     return [tag << COUNT_BITS | count for count, tag in zip(counts, tags, strict=True)]
 
 
-def without_tag(counts: Sequence[int], tags: Sequence[int]) -> list[int]:
-    """Return the counts that came; raise RuntimeError where one bears another tag."""
+def unpack_tags(counts: Sequence[int], tags: Sequence[int]) -> list[int]:
+    """Return the received counts; raise RuntimeError if one carries another tag."""
     for count, tag in zip(counts, tags, strict=True):
         if count >> COUNT_BITS != tag:
-            raise RuntimeError(f"a count of {_said(count >> COUNT_BITS)} came in place of {_said(tag)}")
+            raise RuntimeError(f"a count of {_tag_text(count >> COUNT_BITS)} came in place of {_tag_text(tag)}")
     return [count % 2**COUNT_BITS for count in counts]
 
 
-def _said(tag: int) -> str:
-    """Return a tag in words.
+def _tag_text(tag: int) -> str:
+    """Return a tag as text.
 
-    >>> protocol = Protocol(rank=0)
-    >>> _said(protocol.tag(Kind.PUSH_COUNTS, bucket=3))
+    >>> protocol = ExchangeProtocol(rank=0)
+    >>> _tag_text(protocol.tag(MessageKind.PUSH_COUNTS, bucket=3))
     'PUSH_COUNTS of bucket 3 in step 0 after 0 pushes'
     """
     numbers = []
     for bits in (BUCKET_BITS, PUSH_BITS, STEP_BITS):
         tag, number = divmod(tag, 2**bits)
         numbers.append(number)
-    kind = Kind(tag).name if tag in Kind.__members__.values() else "something else"
+    kind = MessageKind(tag).name if tag in MessageKind.__members__.values() else "something else"
     return f"{kind} of bucket {numbers[0]} in step {numbers[2]} after {numbers[1]} pushes"
 
 
-def own_communicator(group: dist.ProcessGroup, backend: str, device: torch.device) -> dist.ProcessGroup:
-    """Return a group of the same ranks whose messages cannot meet the other's (a collective of the group's ranks).
+def separate_communicator(group: dist.ProcessGroup, backend: str, device: torch.device) -> dist.ProcessGroup:
+    """Return a group of the same ranks whose messages cannot be matched with the other's (a collective of its ranks).
 
-    It has the same time-out, and is the same group where the backend's messages have tags. `device`: of the tensors
-    that are sent.
+    It has the same timeout. Backends that tag messages need none: the group itself is returned. `device`: of the
+    tensors that are sent.
     """
     if backend in HOST_BACKENDS or dist.get_world_size(group) == 1:
         return group
-    found = dist.new_group(
+    communicator = dist.new_group(
         dist.get_process_group_ranks(group),
         backend=dist.get_backend_config(group),
         timeout=group._get_backend(device).options._timeout,  # torch has no public way to ask for it
         use_local_synchronization=True,
     )
-    assert isinstance(found, dist.ProcessGroup)
-    return found
+    assert isinstance(communicator, dist.ProcessGroup)
+    return communicator
 
 
 AllReduce = Callable[[Tensor, Any], None]
-"""Puts all ranks' values of a tensor together, by an operation."""
+"""All-reduces a tensor over all ranks in place, with an operation."""
 DIGEST_BYTES = 7
-"""Of a digest: an integer that has 64 bits and a sign."""
+"""Bytes of the digest used: it must fit a signed 64-bit integer."""
 SHOWN_DIFFERENCES = 5
 
 
-def check_alike(
+def check_equal_on_all_ranks(
     described: Mapping[str, str], ranks: Sequence[int], rank: int, all_reduce: AllReduce, device: torch.device
 ) -> None:
-    """Raise ValueError on all ranks, with names, where what must be equal on all of them is not (a collective).
+    """Raise ValueError on all ranks, naming the differences, if `described` is not equal on all of them (a collective).
 
-    Costs an all-reduce of two integers; where they differ, all descriptions are exchanged. `described`: what every
-    rank has, by name. `device`: of the tensors that are all-reduced.
+    Costs an all-reduce of two integers; only if they differ are all descriptions exchanged. `described`: each rank's
+    values by name. `device`: of the tensors that are all-reduced.
     """
     text = json.dumps(described).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:DIGEST_BYTES])
@@ -208,11 +213,11 @@ def check_alike(
     texts[ranks.index(rank), : len(text)] = torch.tensor(list(text), dtype=torch.int32, device=device)
     all_reduce(texts, dist.ReduceOp.SUM)
     first, *others = [json.loads(bytes(row).rstrip(b"\0")) for row in texts.tolist()]
-    found = [
+    differences = [
         f"{name}: {other.get(name, 'nothing')} on rank {at}, {first.get(name, 'nothing')} on rank {ranks[0]}"
         for at, other in zip(ranks[1:], others, strict=True)
         for name in {**first, **other}
         if first.get(name) != other.get(name)
     ]
-    more = f"; and {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
-    raise ValueError(f"ranks differ in what must be equal on all: {'; '.join(found[:SHOWN_DIFFERENCES])}{more}")
+    more = f"; and {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
+    raise ValueError(f"ranks differ in what must be equal on all: {'; '.join(differences[:SHOWN_DIFFERENCES])}{more}")

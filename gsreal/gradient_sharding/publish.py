@@ -1,12 +1,12 @@
-"""Updated parameters on their way back from the owners to every replica.
+"""Publish of updated parameters from their owners to every replica, dense or thresholded, optionally overlapping.
 
-With a threshold, an owner sends only what is at least that far from what it published last: it keeps a master copy of
-its range, and what was not sent stays in the difference of the two until it has grown enough (error feedback that takes
-no memory of its own; gradient-sharding A.3, step 5). What is sent is the parameter's new value, not its change: as many
-bytes, and the replica is then the master rounded to its precision, whatever was rounded before. The owner trains on
-what was published too, so that all replicas stay equal bit for bit.
+With a threshold, an owner sends only parameters that differ from their last published value by at least it: the owner
+keeps a master copy of its range, and unsent changes remain in the difference of the two until they are large enough
+(error feedback without memory of its own; gradient-sharding A.3, step 5). The parameter's new value is sent, not its
+change: as many bytes, and the replica is then the master rounded to its precision, without accumulated rounding. The
+owner trains on the published values too, so that all replicas stay equal bit for bit.
 
-A module's forward, which waits for the parameters that it reads, where they are still under way to the replica.
+`WaitBeforeForward` delays each module's forward until its parameters have arrived.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,47 +18,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gsreal.gradient_sharding.bucket import Bucket
-from gsreal.gradient_sharding.messages import Encoding, Scratch, count, scratches
+from gsreal.gradient_sharding.messages import Encoding, Scratch, count, scratch_by_dtype
 from gsreal.gradient_sharding.point_to_point import (
     Pending,
     Ranges,
+    all_gather_by_broadcasts,
     all_gather_into_tensor,
     all_gather_messages,
     all_gather_v,
     backend_of,
-    broadcast_parts,
     is_staged,
-    post_to_all,
+    post_all_gather,
 )
-from gsreal.gradient_sharding.protocol import Kind, own_communicator, with_tag, without_tag
+from gsreal.gradient_sharding.protocol import MessageKind, pack_tags, separate_communicator, unpack_tags
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gssim.plan import Publish, absolute_threshold
 
 
-class Arrivals(Protocol):
-    """Parameters that may still be under way (a `Publisher`)."""
+class ParameterUpdates(Protocol):
+    """Parameters that may still be in flight (a `Publisher`)."""
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether any are."""
 
     def wait(self, bucket: Bucket) -> None:
-        """Return once a bucket's are there."""
+        """Wait for a bucket's parameters."""
 
     def finish(self) -> None:
-        """Return once all are there."""
+        """Wait for all parameters."""
 
 
-class ForwardWaits:
-    """Hooks that let every module wait for the buckets of its own parameters just before its forward.
+class WaitBeforeForward:
+    """Hooks that make every module wait for the buckets of its own parameters just before its forward.
 
     Some modules' parameters are read by another's forward, without a call of their own (`nn.MultiheadAttention` reads
-    its `out_proj`): whoever is above a module that was never called yet waits for its buckets too. So the first forward
-    waits for everything at its beginning, and later ones just in time. Reading a whole model's state waits for all.
-    Copies of the model wait for nothing, and are refused while anything is under way.
+    its `out_proj`): an ancestor of a module that has never been called therefore waits for that module's buckets too.
+    So the first forward waits for all buckets at its beginning, and later ones just in time. Reading a whole model's
+    state waits for all. Copies of the model wait for nothing; copying is refused while parameters are in flight.
     """
 
-    def __init__(self, module: nn.Module, buckets: list[Bucket], arrivals: Arrivals | None) -> None:
+    def __init__(self, module: nn.Module, buckets: list[Bucket], arrivals: ParameterUpdates | None) -> None:
         self.arrivals = arrivals
         self.called: set[nn.Module] = set()
         of_parameter = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
@@ -85,16 +85,16 @@ class ForwardWaits:
             self.arrivals.finish()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a copied or saved model gets hooks that wait for nothing."""
-        if self.arrivals is not None and self.arrivals.under_way:
+        """Return the constructor of hooks that wait for nothing, for a copied or saved model."""
+        if self.arrivals is not None and self.arrivals.in_flight:
             raise RuntimeError("parameters are under way to this model: call optimizer.finish() before it is copied")
-        return ForwardWaits, (nn.Module(), [], None)
+        return WaitBeforeForward, (nn.Module(), [], None)
 
 
 class Publisher:
-    """Brings what owners have updated to every replica, bucket by bucket.
+    """Sends updated shards to every replica, bucket by bucket.
 
-    Where it overlaps, `publish` only begins that; `wait` ends it for a bucket.
+    If it overlaps, `publish` only starts the exchange; `wait` ends it for a bucket.
     """
 
     def __init__(
@@ -104,14 +104,17 @@ class Publisher:
         buckets: Sequence[Bucket],
         *,
         overlaps: bool,
-        inside: dist.ProcessGroup | None = None,
+        intra_node: dist.ProcessGroup | None = None,
     ) -> None:
-        """`inside`: the ranks of this one's node, where it is not alone: they publish to one another after that."""
+        """`intra_node`: this rank's node, if it has other ranks.
+
+        They exchange their parts after the exchange across nodes.
+        """
         device = buckets[0].flat.device
         backend = backend_of(pusher.group, device)
-        self.inside = None if inside is None else own_communicator(inside, backend, device)
+        self.intra_node = None if intra_node is None else separate_communicator(intra_node, backend, device)
         self.rules, self.overlaps, self.protocol = rules, overlaps, pusher.protocol
-        self.group = own_communicator(pusher.group, backend, device) if buckets[0].is_replica else pusher.group
+        self.group = separate_communicator(pusher.group, backend, device) if buckets[0].is_replica else pusher.group
         self.point_to_point, self.observe = pusher.point_to_point, pusher.observe
         self.rank, self.ranks = pusher.rank, pusher.ranks
         self.sent = Sent()
@@ -121,49 +124,49 @@ class Publisher:
         self._stream: torch.cuda.Stream | None = None
 
     def reshard(self, pusher: Pusher, buckets: Sequence[Bucket]) -> None:
-        """Take what thresholding needs all the time, the push's where that has it; anew once owners have changed."""
+        """Allocate the persistent memory of thresholding, or share the push's; again after a change of owners."""
         if self.rules.threshold is not None:
-            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratches(buckets)
+            scratch = {dtype: each.scratch for dtype, each in pusher.encodings.items()} or scratch_by_dtype(buckets)
             self.encodings = {dtype: Encoding(self.rules.encoding, dtype, each) for dtype, each in scratch.items()}
 
     @property
-    def held(self) -> list[Tensor]:
-        """What is used from step to step."""
+    def persistent_tensors(self) -> list[Tensor]:
+        """Tensors that are kept from step to step."""
         return [each for e in self.encodings.values() for each in (e.scratch.flags, e.scratch.magnitudes)]
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
-        """Bring what the owner updated to its own replica; with a threshold, `publish` does that."""
+        """Copy the owner's update to its own replica; with a threshold, `publish` does that."""
         if self.rules.threshold is None:
             for bucket in buckets:
                 bucket.write_back()
 
     @torch.no_grad()
     def publish(self, buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:
-        """Bring every owner's range of each bucket's replica to all ranks of the group.
+        """Send every owner's range of each bucket's replica to all ranks of the group.
 
-        `optimizer`: what updated them; a relative threshold is times its learning rate of now. Gradients are complete
-        from the last layer on, so that the last bucket is the first that a forward reads.
+        `optimizer`: the one that updated them; a relative threshold is multiplied by its current learning rate.
+        Gradients are complete from the last layer on, so the last bucket is the first that a forward reads.
         """
         order = list(reversed(buckets)) if self.overlaps else list(buckets)
         if self.rules.threshold is None:
             for bucket in order:
-                self._send(bucket, partial(self._gather, bucket))
+                self._start_or_run(bucket, partial(self._gather, bucket))
             return
         messages, entries = map(list, zip(*(self._thresholded(bucket, optimizer) for bucket in order), strict=True))
         with self.protocol.exchange("exchange of publish counts"):
             counts = self._exchange_counts(order, entries)
         for bucket, sent in zip(order, zip(*counts, strict=True), strict=True):
-            self._send(bucket, partial(self._exchange, bucket, messages.pop(0), sent))
+            self._start_or_run(bucket, partial(self._exchange, bucket, messages.pop(0), sent))
 
     def wait(self, bucket: Bucket) -> None:
-        """Return once a bucket's replica is complete (on a GPU: let the current stream wait for it)."""
+        """Wait until a bucket's replica is complete (on a GPU: make the current stream wait for it)."""
         arrival = self._arrivals.pop(bucket, None)
         if arrival is not None:
             with self.protocol.exchange(f"publishing of bucket {bucket.index}"):
                 arrival()
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether parameters have yet to arrive at this replica."""
         return bool(self._arrivals)
 
@@ -172,21 +175,21 @@ class Publisher:
         for bucket in list(self._arrivals):
             self.wait(bucket)
 
-    def _send(self, bucket: Bucket, exchange: Callable[[], Callable[[], None]]) -> None:
-        """Exchange a bucket's messages now, or begin to; on a GPU in a stream beside that of the compute."""
+    def _start_or_run(self, bucket: Bucket, exchange: Callable[[], Callable[[], None]]) -> None:
+        """Exchange a bucket's messages, or only start it if it overlaps; on a GPU in a side stream."""
         with self.protocol.exchange(f"publishing of bucket {bucket.index}"):
             if not self.overlaps:
                 exchange()()
             elif bucket.flat.is_cuda:
-                self._arrivals[bucket] = self._aside(exchange)
+                self._arrivals[bucket] = self._on_side_stream(exchange)
             else:
                 self._arrivals[bucket] = exchange()
 
-    def _aside(self, exchange: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Do it in a stream of its own, and return what lets the current stream wait for it.
+    def _on_side_stream(self, exchange: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Run the exchange in a stream of its own, and return a function that makes the current stream wait for it.
 
-        Messages that the compute's stream has packed are kept until then: their memory would go to its next tensors
-        while they are being sent.
+        Messages that the compute stream has packed are kept until then: otherwise their memory would be reused for its
+        next tensors while they are being sent.
         """
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -196,42 +199,42 @@ class Publisher:
         return partial(_wait_for, event, exchange)
 
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
-        """Send a whole bucket round; return what ends that."""
-        tag = self.protocol.tag(Kind.PUBLISH, bucket.index)
+        """All-gather a whole bucket; return the function that completes it."""
+        tag = self.protocol.tag(MessageKind.PUBLISH, bucket.index)
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
-            if not self._posts(bucket):
-                if self.ranks > 1 or self.inside is None:
-                    self._bring_round(bucket.flat, bucket.ranges, self.group, tag)
-                return partial(self._gather_in_node, bucket)
+            if not self._is_asynchronous(bucket):
+                if self.ranks > 1 or self.intra_node is None:
+                    self._all_gather(bucket.flat, bucket.ranges, self.group, tag)
+                return partial(self._gather_intra_node, bucket)
             parts = [bucket.flat[slice(*places)] for places in bucket.ranges]
-            pending = post_to_all(parts, group=self.group, declared_bytes=bucket.flat.nbytes, tag=tag)
-        return partial(self._awaited, bucket, pending, _nothing)
+            pending = post_all_gather(parts, group=self.group, declared_bytes=bucket.flat.nbytes, tag=tag)
+        return partial(self._wait_and_finish, bucket, pending, _nothing)
 
-    def _gather_in_node(self, bucket: Bucket) -> None:
-        """Bring the node's ranks one another's places, densely."""
-        if self.inside is not None:
-            tag = self.protocol.tag(Kind.PUBLISH_IN_NODE, bucket.index)
+    def _gather_intra_node(self, bucket: Bucket) -> None:
+        """All-gather the parts of the node's ranks inside the node, densely."""
+        if self.intra_node is not None:
+            tag = self.protocol.tag(MessageKind.PUBLISH_INTRA_NODE, bucket.index)
             with self.observe(f"publish bucket {bucket.index} in the node", "exposed_communication"):
-                self._bring_round(bucket.whole, bucket.node_ranges, self.inside, tag)
+                self._all_gather(bucket.whole, bucket.node_ranges, self.intra_node, tag)
 
-    def _bring_round(self, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:
-        """Bring every owner's range to all, by messages or by the backend's broadcasts."""
+    def _all_gather(self, flat: Tensor, ranges: Ranges, group: dist.ProcessGroup, tag: int) -> None:
+        """All-gather every owner's range, by messages or by the backend's broadcasts."""
         if self.point_to_point:
             all_gather_v(flat, ranges, group=group, tag=tag)
         else:
-            broadcast_parts(flat, ranges, group=group)
+            all_gather_by_broadcasts(flat, ranges, group=group)
 
-    def _posts(self, bucket: Bucket) -> bool:
-        """Return whether messages are posted now and waited for later; a GPU's stream waits without holding us up."""
-        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda and self.inside is None
+    def _is_asynchronous(self, bucket: Bucket) -> bool:
+        """Return whether messages are posted now and awaited later; a GPU's stream waits without blocking the host."""
+        return self.overlaps and self.point_to_point and not bucket.flat.is_cuda and self.intra_node is None
 
-    def _awaited(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
+    def _wait_and_finish(self, bucket: Bucket, pending: Pending, then: Callable[[], None]) -> None:
         with self.observe(f"wait publish bucket {bucket.index}", "exposed_communication"):
             pending.wait()
         then()
 
     def _thresholded(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
-        """Bring the own replica to what the threshold lets through; return that as a message, and how much it is.
+        """Update the own replica where the threshold is reached; return that as a message, and its number of entries.
 
         A dense message is a view of the replica.
         """
@@ -239,63 +242,66 @@ class Publisher:
         assert threshold is not None
         with self.observe(f"threshold publish bucket {bucket.index}", "compression"):
             replica, encoding = bucket.flat[bucket.own], self.encodings[bucket.flat.dtype]
-            flags = update_reaching(replica, bucket.shard.detach(), threshold, encoding.scratch)
+            flags = copy_changed_values(replica, bucket.shard.detach(), threshold, encoding.scratch)
             entries = count(flags)
             self.sent.entries += entries
             self.sent.offered += replica.numel()
-            dense = encoding.of(entries, replica.numel()) == "dense"
-            return (replica if dense else encoding.pack(replica, flags)[0]), entries
+            is_dense = encoding.choose(entries, replica.numel()) == "dense"
+            return (replica if is_dense else encoding.pack(replica, flags)[0]), entries
 
     def _exchange_counts(self, buckets: Sequence[Bucket], entries: Sequence[int]) -> list[list[int]]:
-        """Return how many entries each rank sends (rows) of each bucket (columns)."""
-        device, tags = buckets[0].flat.device, [self.protocol.tag(Kind.PUBLISH_COUNTS, each.index) for each in buckets]
+        """Return the number of entries that each rank sends (rows) of each bucket (columns)."""
+        device, tags = (
+            buckets[0].flat.device,
+            [self.protocol.tag(MessageKind.PUBLISH_COUNTS, each.index) for each in buckets],
+        )
         if is_staged(self.group, device):
             device = torch.device("cpu")
         with self.observe("counts publish", "exposed_communication"):
             counts = torch.zeros(self.ranks, len(entries), dtype=torch.int64, device=device)
-            counts[self.rank] = torch.tensor(with_tag(entries, tags), device=device)
+            counts[self.rank] = torch.tensor(pack_tags(entries, tags), device=device)
             all_gather_into_tensor(counts, counts[self.rank], group=self.group, tag=tags[0])
-            return [without_tag(row, tags) for row in counts.tolist()]
+            return [unpack_tags(row, tags) for row in counts.tolist()]
 
     def _exchange(self, bucket: Bucket, own: Tensor, entries: Sequence[int]) -> Callable[[], None]:
-        """Send everybody's messages of a bucket round; return what ends that and brings them to the replica."""
+        """All-gather a bucket's messages; return the function that completes it and writes them to the replica."""
         encoding, parts = self.encodings[bucket.flat.dtype], [bucket.flat[slice(*places)] for places in bucket.ranges]
-        tag = self.protocol.tag(Kind.PUBLISH, bucket.index)
-        dense = [encoding.of(n, part.numel()) == "dense" for n, part in zip(entries, parts, strict=True)]
+        tag = self.protocol.tag(MessageKind.PUBLISH, bucket.index)
+        dense = [encoding.choose(n, part.numel()) == "dense" for n, part in zip(entries, parts, strict=True)]
         messages = [
             part if dense[i] else own if i == self.rank else encoding.empty(entries[i], part.numel(), own.device)
             for i, part in enumerate(parts)
         ]
-        come = [i for i in range(self.ranks) if not dense[i] and i != self.rank]
+        sparse_senders = [i for i in range(self.ranks) if not dense[i] and i != self.rank]
 
         def put() -> None:
             with self.observe(f"put publish bucket {bucket.index}", "compression"), torch.no_grad():
-                for i in come:
-                    encoding.put(parts[i], messages[i], entries[i])
-            self._gather_in_node(bucket)
+                for i in sparse_senders:
+                    encoding.overwrite(parts[i], messages[i], entries[i])
+            self._gather_intra_node(bucket)
 
         size = bucket.flat.nbytes
         with self.observe(f"publish bucket {bucket.index}", "exposed_communication"):
-            if not self._posts(bucket):
+            if not self._is_asynchronous(bucket):
                 sent = all_gather_messages(messages, group=self.group, declared_bytes=size, tag=tag)
                 self.sent.bytes_of[bucket.index] += sent
                 return put
-            pending = post_to_all(messages, group=self.group, declared_bytes=size, data_dependent=True, tag=tag)
+            pending = post_all_gather(messages, group=self.group, declared_bytes=size, data_dependent=True, tag=tag)
         self.sent.bytes_of[bucket.index] += (self.ranks - 1) * messages[self.rank].nbytes
-        return partial(self._awaited, bucket, pending, put)
+        return partial(self._wait_and_finish, bucket, pending, put)
 
 
 def _nothing() -> None:
-    """There is nothing left to do."""
+    """No operation: the exchange is complete."""
 
 
 def _wait_for(event: torch.cuda.Event, _exchange: object) -> None:
-    """Let the current stream wait for an event; what was exchanged until then is let go of behind that."""
+    """Make the current stream wait for an event; the exchanged tensors stay alive until then."""
     torch.cuda.current_stream().wait_event(event)
 
 
-def update_reaching(replica: Tensor, master: Tensor, threshold: float, scratch: Scratch) -> Tensor:
-    """Bring those of the replica to the master that are at least `threshold` away, or no numbers; flag them."""
+def copy_changed_values(replica: Tensor, master: Tensor, threshold: float, scratch: Scratch) -> Tensor:
+    """Copy to the replica the master's values that differ by at least `threshold`, or are NaN; return their flags."""
     flags = scratch.flags[: replica.numel()]
     for first, last in scratch.chunks(replica.numel()):
         old, new, far = replica[first:last], master[first:last], flags[first:last]

@@ -1,11 +1,10 @@
-"""Gradients on their way to the owners of their shards: one bucket at a time, thresholded and packed.
+"""Push of gradients to the owners of their shards: one bucket at a time, thresholded and packed, with error feedback.
 
-The order of operations: a rank's mean gradient, plus what it has kept (error feedback), is compared with the threshold;
-what is sent is cleared, the rest is kept. The own range is never thresholded. The owner weighs what comes by the
-sender's part of the step's loss terms, and divides by the weight that it received where the plan says so; its own
-always counts. A rank without loss terms sends nothing and keeps what it has.
-
-Error feedback: what a rank has not sent of a bucket is kept, and added to what it finds there next.
+Order of operations: the carried residual (error feedback) is added to a rank's mean gradient, and the sum is compared
+with the threshold; elements that are sent are cleared, the rest is carried to the next step. The own range is never
+thresholded. The owner weights what it receives by the sender's fraction of the step's loss terms, and divides by the
+received weight if the plan says so; its own gradient always counts. A rank without loss terms sends nothing and keeps
+its residual.
 """
 
 from collections import Counter
@@ -19,147 +18,153 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gsreal.gradient_sharding.bucket import ABSENT, Bucket
-from gsreal.gradient_sharding.messages import Encoding, Scratch, is_on_host, scratches
+from gsreal.gradient_sharding.messages import Encoding, Scratch, is_on_host, scratch_by_dtype
 from gsreal.gradient_sharding.point_to_point import Pending, all_to_all_v, is_staged
-from gsreal.gradient_sharding.protocol import Kind, Protocol, with_tag, without_tag
+from gsreal.gradient_sharding.protocol import ExchangeProtocol, MessageKind, pack_tags, unpack_tags
 from gsreal.gradient_sharding.side_stream import Observer
-from gsreal.gradient_sharding.thresholds import Part, Thresholds, mark, within
+from gsreal.gradient_sharding.thresholds import ThresholdedRange, Thresholds, clip_ranges, mark
 from gssim.plan import Push, splitting
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Residual:
-    """What a rank has kept of a bucket: a value for every element that another rank owns.
+    """Error feedback of a bucket on one rank: the unsent value of every element that another rank owns.
 
-    It is in the unit of the rank's mean gradient, which its owner multiplies by the rank's weight: where that weight
-    has changed, what is kept is scaled, so that it counts as it would have done.
+    It is in the unit of the rank's mean gradient, which the owner multiplies by the rank's weight: if that weight
+    changes, the residual is rescaled, so that its contribution stays the same.
     """
 
     def __init__(self, elements: int, own: slice, dtype: torch.dtype, device: torch.device) -> None:
         self.elements, self.own = elements, own
         self.values = torch.full((elements - (own.stop - own.start),), ABSENT, dtype=dtype, device=device)
-        """Nothing kept is a negative zero: added to an absent gradient, it leaves it absent."""
+        """Initially negative zeros: added to an absent gradient, they leave it absent."""
         self.weight = 0.0
-        """What the rank's gradients counted when this was kept."""
-        self.owed: Tensor | None = None
-        """What was kept of the own range while others owned it."""
+        """Weight of the rank's gradients when the residual was accumulated."""
+        self.carried: Tensor | None = None
+        """Residual of the own range from the time when other ranks owned it."""
 
     def part(self, first: int, last: int) -> Tensor:
-        """Return what is kept of a range that another rank owns."""
+        """Return the residual of a range that another rank owns."""
         shift = 0 if last <= self.own.start else self.own.stop - self.own.start
         return self.values[first - shift : last - shift]
 
     @property
     def places(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What others own: half-open ranges before the own one and after it."""
+        """Half-open ranges that other ranks own: before the own range and after it."""
         return (0, self.own.start), (self.own.stop, self.elements)
 
-    def accumulates(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of a type are added to what is kept; else it to them, whichever is more precise."""
+    def accumulates_in_residual(self, dtype: torch.dtype) -> bool:
+        """Return whether gradients of a type are added to the residual (else the reverse).
+
+        Whichever is more precise.
+        """
         return torch.promote_types(dtype, self.values.dtype) == self.values.dtype
 
     def reshard(self, own: slice) -> None:
-        """Keep the same where the rank now owns another range: what it owns itself goes into its next gradient."""
+        """Change the own range; the residual of newly owned elements is added to the next gradient."""
         whole = self.values.new_full((self.elements,), ABSENT)
         for first, last in self.places:
             whole[first:last] = self.part(first, last)
-        if self.owed is not None:
-            whole[self.own] = self.owed
-        self.own, self.owed = own, whole[own].clone()
+        if self.carried is not None:
+            whole[self.own] = self.carried
+        self.own, self.carried = own, whole[own].clone()
         self.values = torch.cat([whole[: own.start], whole[own.stop :]])
 
-    def pay(self, gradient: Tensor, weight: float) -> None:
-        """Add to a bucket's gradient what was kept of the own range while others owned it."""
-        if self.owed is not None:
-            gradient[self.own].add_(self.owed.to(gradient.dtype), alpha=self._ratio(weight))
-            self.owed = None
+    def add_carried(self, gradient: Tensor, weight: float) -> None:
+        """Add to a bucket's gradient the residual of the own range from the time when others owned it."""
+        if self.carried is not None:
+            gradient[self.own].add_(self.carried.to(gradient.dtype), alpha=self._weight_ratio(weight))
+            self.carried = None
 
-    def _ratio(self, weight: float) -> float:
+    def _weight_ratio(self, weight: float) -> float:
         return self.weight / weight if self.weight else 1.0
 
     def accumulate(self, gradient: Tensor, weight: float, scratch: Scratch) -> None:
-        """Add a bucket's gradient and what is kept: here, or in the gradient where that is more precise."""
-        ratio = self._ratio(weight)
+        """Add a bucket's gradient and the residual: in the residual, or in the gradient if that is more precise."""
+        ratio = self._weight_ratio(weight)
         self.weight = weight
-        here = self.accumulates(gradient.dtype)
-        if here and ratio != 1:
+        in_residual = self.accumulates_in_residual(gradient.dtype)
+        if in_residual and ratio != 1:
             self.values.mul_(ratio)
         for first, last in self.places:
-            kept, new = self.part(first, last), gradient[first:last]
-            if here:
-                scratch.add(kept, new)
+            carried, new = self.part(first, last), gradient[first:last]
+            if in_residual:
+                scratch.add(carried, new)
             else:
-                scratch.add(new, kept, ratio)
+                scratch.add(new, carried, ratio)
 
-    def keep(self, gradient: Tensor) -> None:
-        """Keep what is left of an accumulated gradient from which entries were taken."""
+    def store_remainder(self, gradient: Tensor) -> None:
+        """Store what remains of an accumulated gradient after entries were taken out."""
         for first, last in self.places:
             self.part(first, last).copy_(gradient[first:last])
 
-    def drop_broken(self) -> None:
-        """Forget what is not finite, so that a step with broken gradients does not last."""
+    def drop_nonfinite(self) -> None:
+        """Reset values that are not finite, so that a step with broken gradients has no lasting effect."""
         self.values.nan_to_num_(nan=ABSENT, posinf=ABSENT, neginf=ABSENT)
 
 
 class Accumulated:
-    """A bucket's gradient with what was kept of it added: where it is, and how it is left."""
+    """A bucket's gradient with its residual added, in whichever buffer holds the sum."""
 
     def __init__(self, bucket: Bucket, residual: Residual | None) -> None:
         self.bucket, self.residual = bucket, residual
-        self.elsewhere = residual is not None and residual.accumulates(bucket.flat.dtype)
-        """Whether others' ranges are accumulated in what is kept, not in the bucket."""
+        self.in_residual = residual is not None and residual.accumulates_in_residual(bucket.flat.dtype)
+        """Whether other ranks' ranges are accumulated in the residual, not in the bucket."""
 
     def part(self, first: int, last: int) -> Tensor:
         """Return a range that another rank owns."""
-        if self.elsewhere and self.residual is not None:
+        if self.in_residual and self.residual is not None:
             return self.residual.part(first, last)
         assert self.bucket.gradient is not None
         return self.bucket.gradient[first:last]
 
     def pieces(self, first: int, last: int) -> list[Tensor]:
-        """Return a range of the bucket, in pieces where the own range cuts it."""
+        """Return a range of the bucket, in pieces if the own range cuts it."""
         assert self.bucket.gradient is not None
         own = self.bucket.own
         cuts = sorted({first, last, *(end for end in (own.start, own.stop) if first < end < last)})
         return [self.bucket.gradient[a:b] if own.start <= a < own.stop else self.part(a, b) for a, b in pairwise(cuts)]
 
     def release(self) -> None:
-        """Give the bucket back if others' ranges are elsewhere: the own range is taken, and nothing else is needed."""
-        if self.elsewhere:
+        """Free the bucket's gradient if other ranks' ranges are in the residual.
+
+        The own range has been added already.
+        """
+        if self.in_residual:
             self.bucket.gradient = None
 
     def finish(self) -> None:
-        """Keep what is left once all messages are packed, and give the bucket back."""
-        if self.residual is not None and not self.elsewhere:
+        """Store the residual once all messages are packed, and free the bucket's gradient."""
+        if self.residual is not None and not self.in_residual:
             assert self.bucket.gradient is not None
-            self.residual.keep(self.bucket.gradient)
+            self.residual.store_remainder(self.bucket.gradient)
         self.bucket.gradient = None
 
 
 Message = tuple[Tensor | None, int]
-"""What goes to an owner, and how many entries it holds; nothing to itself."""
+"""Message to an owner, and its number of entries; None to itself."""
 
 
 @dataclass
 class _Incoming:
-    """A push under way: what this rank will receive for its range of a bucket."""
+    """A push in flight: the messages that this rank receives for its range of a bucket."""
 
     bucket: Bucket
     total: Tensor
-    """To what it is added: the shard's gradient, or what later becomes a part of it."""
+    """Accumulator: the shard's gradient, or a buffer that is added to it later."""
     pending: Pending
     messages: list[tuple[int, Tensor, int | None]]
-    """(sender, buffer, entries), entries None where no threshold was."""
+    """(sender, buffer, entries), with entries None for a dense push."""
 
 
 @dataclass
 class Sent:
-    """What this rank pushed, or published."""
+    """Counts of what this rank pushed, or published."""
 
     entries: int = 0
     offered: int = 0
-    """Elements that it could have sent: those off its shard to push, those of its shard to publish."""
+    """Elements that could have been sent: those outside its shard to push, those of its shard to publish."""
     bytes_of: Counter[int] = field(default_factory=Counter)
     """By bucket."""
 
@@ -170,7 +175,7 @@ class Sent:
 
 
 class Pusher:
-    """Pushes buckets to their owners; at most one is under way."""
+    """Pushes buckets to their owners; at most one is in flight."""
 
     def __init__(
         self,
@@ -178,7 +183,7 @@ class Pusher:
         group: dist.ProcessGroup,
         buckets: Sequence[Bucket],
         *,
-        protocol: Protocol,
+        protocol: ExchangeProtocol,
         point_to_point: bool,
         observe: Observer,
         overlaps: bool = True,
@@ -186,14 +191,14 @@ class Pusher:
         self.rules, self.group, self.point_to_point, self.observe = push, group, point_to_point, observe
         self.protocol = protocol
         self.overlaps = overlaps
-        """Whether the backward goes on while a push is under way."""
+        """Whether the backward continues while a push is in flight."""
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights: tuple[float, ...] = splitting.even(self.ranks)
-        """Each node's part of the step's loss terms: what its mean gradient counts."""
+        """Each node's fraction of the step's loss terms: the weight of its mean gradient."""
         self.steps = 0
         """Updates so far."""
         self.loss_scale = 1.0
-        """What the loss was multiplied by: gradients travel scaled, so absolute thresholds are scaled for them."""
+        """Factor of the loss: gradients are sent scaled, so absolute thresholds are scaled for the comparison."""
         self.sent = Sent()
         self._incoming: _Incoming | None = None
         self.encodings: dict[torch.dtype, Encoding] = {}
@@ -203,7 +208,7 @@ class Pusher:
             self._prepare(buckets)
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Take the memory that thresholding needs all the time."""
+        """Allocate the persistent memory of thresholding."""
         self._take_scratch(buckets)
         for bucket in buckets:
             self.thresholds[bucket.index] = Thresholds(self.rules, [bucket.places[p] for p in bucket.parameters])
@@ -212,83 +217,83 @@ class Pusher:
                 self.residuals[bucket.index] = Residual(bucket.elements, bucket.own, precision, bucket.flat.device)
 
     def _take_scratch(self, buckets: Sequence[Bucket]) -> None:
-        for dtype, scratch in scratches(buckets).items():
+        for dtype, scratch in scratch_by_dtype(buckets).items():
             self.encodings[dtype] = Encoding(self.rules.encoding, dtype, scratch)
 
     @property
-    def thresholds_now(self) -> bool:
-        """Whether this step's pushes are thresholded: there is a threshold, and the dense steps are over."""
+    def is_thresholded_now(self) -> bool:
+        """Whether this step's pushes are thresholded: there is a threshold, and the warm-up steps are over."""
         return self.rules.threshold is not None and self.steps >= self.rules.warmup_steps
 
     def push(self, bucket: Bucket) -> None:
-        """Take in the push that is under way, then send this bucket's gradient on its way and give the bucket back."""
+        """Wait for the push in flight, then start this bucket's and free its gradient."""
         self.drain()
         assert bucket.gradient is not None
         label = f"bucket {bucket.index}"
         with self.observe(f"threshold {label}", "compression"):
-            self._pay(bucket)
-            total = self._own(bucket)
-            sends = self._thresholded(bucket) if self.thresholds_now else self._dense(bucket)
+            self._add_carried(bucket)
+            total = self._accumulate_own(bucket)
+            sends = self._thresholded_messages(bucket) if self.is_thresholded_now else self._dense_messages(bucket)
         if self.ranks == 1:
             return  # nothing is left to push
         self._count(bucket, sends)
         with self.protocol.exchange(f"push of {label}"):
             counts = self._exchange_counts([entries for _, entries in sends], bucket)
             with self.observe(f"post push {label}", "exposed_communication"):
-                self._incoming = self._posted(bucket, total, [message for message, _ in sends], counts)
+                self._incoming = self._post(bucket, total, [message for message, _ in sends], counts)
             if not self.overlaps:
                 with self.observe(f"push {label}", "exposed_communication"):
                     self._incoming.pending.end()
 
-    def _pay(self, bucket: Bucket) -> None:
+    def _add_carried(self, bucket: Bucket) -> None:
         residual, weight = self.residuals.get(bucket.index), self.weights[self.rank]
         if residual is not None and weight:
             assert bucket.gradient is not None
-            residual.pay(bucket.gradient, weight / self.loss_scale)
+            residual.add_carried(bucket.gradient, weight / self.loss_scale)
 
     def _count(self, bucket: Bucket, sends: Sequence[Message]) -> None:
-        """Count what is sent, and what could have been."""
+        """Count the entries that are sent, and those that could have been."""
         size = sum(message.numel() * message.element_size() for message, _ in sends if message is not None)
         self.sent.bytes_of[bucket.index] += size
         self.sent.entries += sum(entries for _, entries in sends)
         self.sent.offered += bucket.elements - bucket.shard.numel()
 
-    def _own(self, bucket: Bucket) -> Tensor:
-        """Take the own range's gradient, which is never thresholded; return that to which others' are added.
+    def _accumulate_own(self, bucket: Bucket) -> Tensor:
+        """Add the own range's gradient, which is never thresholded; return the accumulator for other ranks' gradients.
 
-        Where the sum is divided by the weight received, that of an earlier push of the step stays out of it.
+        If the sum is divided by the received weight, that of an earlier push of the step is kept out of it.
         """
         assert bucket.gradient is not None
         own, weight = bucket.gradient[bucket.own], self.weights[self.rank]
-        if self._divides and bucket.shard.grad is not None:
+        if self._divides_by_weight and bucket.shard.grad is not None:
             return own.to(bucket.shard.dtype, copy=True).mul_(weight)
-        bucket.keep(own, weight)
+        bucket.add_own_gradient(own, weight)
         assert bucket.shard.grad is not None
         return bucket.shard.grad
 
     @property
-    def _divides(self) -> bool:
-        return self.ranks > 1 and self.thresholds_now and self.rules.aggregate == "received-weight"
+    def _divides_by_weight(self) -> bool:
+        return self.ranks > 1 and self.is_thresholded_now and self.rules.aggregate == "received-weight"
 
-    def _dense(self, bucket: Bucket) -> list[Message]:
-        """Return what goes to every owner where nothing is thresholded: views of the bucket, which they keep."""
+    def _dense_messages(self, bucket: Bucket) -> list[Message]:
+        """Return the messages of a dense push to every owner: views of the bucket, which keep its memory alive."""
         assert bucket.gradient is not None
         gradient, bucket.gradient = bucket.gradient, None
-        found: list[Message] = []
+        messages: list[Message] = []
         for owner, places in enumerate(bucket.ranges):
             part = gradient[slice(*places)] if owner != self.rank else None
-            found.append((part, 0 if part is None else part.numel()))
-        return found
+            messages.append((part, 0 if part is None else part.numel()))
+        return messages
 
-    def _thresholded(self, bucket: Bucket) -> list[Message]:
-        """Return what goes to every owner where only what reaches a threshold is sent; give the bucket back."""
+    def _thresholded_messages(self, bucket: Bucket) -> list[Message]:
+        """Return the messages with the elements that reach a threshold, to every owner; free the bucket's gradient."""
         weight, encoding = self.weights[self.rank], self.encodings[bucket.flat.dtype]
         residual = self.residuals.get(bucket.index) if weight else None
         if residual is not None:
             assert bucket.gradient is not None
             residual.accumulate(bucket.gradient, weight / self.loss_scale, encoding.scratch)
         accumulated = Accumulated(bucket, residual)
-        thresholds: list[Part] = []
+        thresholds: list[ThresholdedRange] = []
         if weight:
             step = self.steps - self.rules.warmup_steps
             thresholds = self.thresholds[bucket.index].find(
@@ -296,21 +301,25 @@ class Pusher:
             )
         accumulated.release()
         counts = self._counts(bucket, accumulated, thresholds)
-        found: list[Message] = []
+        messages: list[Message] = []
         for owner, (first, last) in enumerate(bucket.ranges):
             if owner == self.rank:
-                found.append((None, 0))
+                messages.append((None, 0))
                 continue
             part = accumulated.part(first, last)
-            flags = mark(part, within(thresholds, first, last), encoding.scratch)
-            found.append(encoding.pack(part, flags, entries=counts[owner], clear=residual is not None))
+            flags = mark(part, clip_ranges(thresholds, first, last), encoding.scratch)
+            messages.append(encoding.pack(part, flags, entries=counts[owner], clear=residual is not None))
         accumulated.finish()
-        return found
+        return messages
 
-    def _counts(self, bucket: Bucket, accumulated: Accumulated, thresholds: Sequence[Part]) -> Sequence[int | None]:
-        """Return how many entries go to each owner, where the device has to be waited for to know: once for all.
+    def _counts(
+        self, bucket: Bucket, accumulated: Accumulated, thresholds: Sequence[ThresholdedRange]
+    ) -> Sequence[int | None]:
+        """Return the number of entries for each owner, if the device must be synchronised with for it.
 
-        On the host, each is known as it is packed (None).
+        Once for all owners.
+
+        On the host each is counted as it is packed (None).
         """
         scratch = self.encodings[bucket.flat.dtype].scratch
         if is_on_host(scratch.flags):
@@ -318,21 +327,21 @@ class Pusher:
         counts = torch.zeros(self.ranks, dtype=torch.int64, device=scratch.flags.device)
         for owner, (first, last) in enumerate(bucket.ranges):
             if owner != self.rank:
-                flags = mark(accumulated.part(first, last), within(thresholds, first, last), scratch)
+                flags = mark(accumulated.part(first, last), clip_ranges(thresholds, first, last), scratch)
                 counts[owner] = flags.count_nonzero()
-        found: list[int] = counts.tolist()
-        return found
+        entries: list[int] = counts.tolist()
+        return entries
 
     def _exchange_counts(self, entries: list[int], bucket: Bucket) -> list[int | None]:
-        """Tell every owner how many entries come, and learn the same from everybody; dense pushes need not."""
-        if not self.thresholds_now:
+        """Exchange the numbers of entries with all owners; dense pushes need none."""
+        if not self.is_thresholded_now:
             return [None] * self.ranks
-        tag, device = self.protocol.tag(Kind.PUSH_COUNTS, bucket.index), bucket.flat.device
+        tag, device = self.protocol.tag(MessageKind.PUSH_COUNTS, bucket.index), bucket.flat.device
         if is_staged(self.group, device):
             device = torch.device("cpu")
         with self.observe(f"counts bucket {bucket.index}", "exposed_communication"):
             tags = [tag] * self.ranks
-            outgoing = torch.tensor(with_tag(entries, tags), dtype=torch.int64, device=device)
+            outgoing = torch.tensor(pack_tags(entries, tags), dtype=torch.int64, device=device)
             incoming = torch.zeros(self.ranks, dtype=torch.int64, device=device)
             incoming[self.rank] = outgoing[self.rank]
             sends, receives = ([*counts.split(1)] for counts in (outgoing, incoming))
@@ -345,9 +354,9 @@ class Pusher:
                 point_to_point=self.point_to_point,
                 tag=tag,
             ).wait()
-            return [*without_tag(incoming.tolist(), tags)]
+            return [*unpack_tags(incoming.tolist(), tags)]
 
-    def _posted(self, bucket: Bucket, total: Tensor, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
+    def _post(self, bucket: Bucket, total: Tensor, sends: list[Tensor | None], counts: list[int | None]) -> _Incoming:
         elements, flat = bucket.shard.numel(), bucket.flat
         messages: list[tuple[int, Tensor, int | None]] = []
         receives: list[Tensor | None] = [None] * self.ranks
@@ -364,14 +373,14 @@ class Pusher:
             receives,
             group=self.group,
             declared_bytes=(bucket.elements - elements) * flat.element_size(),
-            data_dependent=self.thresholds_now,
+            data_dependent=self.is_thresholded_now,
             point_to_point=self.point_to_point,
-            tag=self.protocol.tag(Kind.PUSH, bucket.index),
+            tag=self.protocol.tag(MessageKind.PUSH, bucket.index),
         )
         return _Incoming(bucket, total, pending, messages)
 
     def drain(self) -> None:
-        """Take in the push that is under way, if any."""
+        """Wait for the push in flight, if any, and add it."""
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             return
@@ -382,9 +391,9 @@ class Pusher:
             self._add(incoming)
 
     def _add(self, incoming: _Incoming) -> None:
-        """Add what came, weighted; divide by the weight that came, where the plan says so."""
+        """Add the received messages, weighted; divide by the received weight if the plan says so."""
         bucket, total = incoming.bucket, incoming.total
-        received = torch.full_like(total, self.weights[self.rank]) if self._divides else None
+        received = torch.full_like(total, self.weights[self.rank]) if self._divides_by_weight else None
         for sender, message, entries in incoming.messages:
             weight = self.weights[sender]
             if entries is None:
@@ -399,43 +408,46 @@ class Pusher:
             bucket.shard.grad.add_(total)
 
     @property
-    def held(self) -> list[Tensor]:
-        """What is kept and used from step to step."""
-        scratches = [encoding.scratch for encoding in self.encodings.values()]
-        kept = [residual.values for residual in self.residuals.values()]
-        return [*kept, *(each for scratch in scratches for each in (scratch.flags, scratch.magnitudes))]
+    def persistent_tensors(self) -> list[Tensor]:
+        """Tensors that are kept from step to step."""
+        scratch_by_dtype = [encoding.scratch for encoding in self.encodings.values()]
+        residuals = [residual.values for residual in self.residuals.values()]
+        return [*residuals, *(each for scratch in scratch_by_dtype for each in (scratch.flags, scratch.magnitudes))]
 
     def end_step(self) -> None:
-        """Note that what was pushed has been used in an update."""
+        """Count an update."""
         self.steps += 1
 
     def reshard(self, buckets: Sequence[Bucket]) -> None:
-        """Go on after owners have changed: with other ranges of the same buckets, and what was kept of them."""
+        """Continue after a change of owners: with other ranges of the same buckets, and their residuals."""
         if self.rules.threshold is not None:
             self._take_scratch(buckets)
         for bucket in buckets:
             if bucket.index in self.residuals:
                 self.residuals[bucket.index].reshard(bucket.own)
 
-    def drop_broken(self) -> None:
-        """Forget what is not finite of what was kept: a step with broken gradients is over."""
+    def drop_nonfinite(self) -> None:
+        """Reset residuals that are not finite: a step with broken gradients is over."""
         for residual in self.residuals.values():
-            residual.drop_broken()
+            residual.drop_nonfinite()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next pushes depend on: updates so far, and for every bucket what this rank keeps of it."""
-        kept = {index: {"values": r.values, "weight": r.weight} for index, r in self.residuals.items()}
+        """Return the state that later pushes depend on.
+
+        Updates so far, and this rank's residual and thresholds by bucket.
+        """
+        residuals = {index: {"values": r.values, "weight": r.weight} for index, r in self.residuals.items()}
         return {
             "steps": self.steps,
-            "residuals": kept,
+            "residuals": residuals,
             "thresholds": {index: each.estimated for index, each in self.thresholds.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on a rank with the same ranges."""
+        """Continue from a `state_dict` of a rank with the same ranges."""
         self.steps = state["steps"]
-        for index, kept in state["residuals"].items():
-            self.residuals[index].values.copy_(kept["values"])
-            self.residuals[index].weight = kept["weight"]
+        for index, saved in state["residuals"].items():
+            self.residuals[index].values.copy_(saved["values"])
+            self.residuals[index].weight = saved["weight"]
         for index, estimated in state["thresholds"].items():
             self.thresholds[index].estimated = estimated

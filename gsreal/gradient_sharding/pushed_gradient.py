@@ -1,7 +1,4 @@
-"""What stands in a parameter's `grad` once its gradient has been pushed.
-
-Gradients clipped by their norm where every owner has a part of them: one scalar is all-reduced.
-"""
+"""Placeholder for a gradient that was pushed, and norm, clipping and NaN checks of gradients spread over owners."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,14 +37,14 @@ ALLOWED = frozenset(
         "type",
     }
 )
-"""Functions of a tensor that compute nothing: what `Module.to` and `Module.zero_grad` call."""
+"""Tensor functions that compute nothing: those that `Module.to` and `Module.zero_grad` call."""
 
 
 class PushedGradient(torch.Tensor):
-    """An empty sparse gradient, to which a later backward adds; to compute with it is refused.
+    """An empty sparse gradient, to which a later backward adds; computing with it raises RuntimeError.
 
-    So what reads `parameter.grad` (torch's `clip_grad_norm_`, say) raises an error instead of finding nothing, and a
-    gradient that is no longer there shows that somebody has discarded it.
+    So code that reads `parameter.grad` (torch's `clip_grad_norm_`, say) fails instead of seeing nothing, and a missing
+    placeholder shows that the gradient has been discarded.
     """
 
     is_zeroed: bool
@@ -55,14 +52,14 @@ class PushedGradient(torch.Tensor):
 
     @staticmethod
     def of(parameter: nn.Parameter) -> "PushedGradient":
-        """Return what takes the place of a parameter's gradient."""
+        """Return the placeholder of a parameter's gradient."""
         places = torch.empty(parameter.dim(), 0, dtype=torch.int64, device=parameter.device)
         values = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        made = torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
-        made.__class__ = PushedGradient  # as_subclass takes no sparse tensors
-        assert isinstance(made, PushedGradient)
-        made.is_zeroed = False
-        return made
+        placeholder = torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
+        placeholder.__class__ = PushedGradient  # as_subclass takes no sparse tensors
+        assert isinstance(placeholder, PushedGradient)
+        placeholder.is_zeroed = False
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,14 +74,14 @@ class PushedGradient(torch.Tensor):
                 "the clip_grad_norm_ of what shard_gradients returned"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            if isinstance(found, Tensor) and found.is_sparse and not isinstance(found, PushedGradient):
-                found.__class__ = PushedGradient  # p.grad.detach().float() is no gradient either
-                found.is_zeroed = False  # type: ignore[attr-defined]
-        return found
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.is_sparse and not isinstance(result, PushedGradient):
+                result.__class__ = PushedGradient  # p.grad.detach().float() is no gradient either
+                result.is_zeroed = False  # type: ignore[attr-defined]
+        return result
 
     def added(self) -> Tensor | None:
-        """Return what later backwards added, which only sparse gradients are added in place to; None: nothing."""
+        """Return the gradient that later backwards added (only sparse ones are added in place), or None."""
         with torch._C.DisableTorchFunctionSubclass():
             if not self._nnz():
                 return None
@@ -92,17 +89,17 @@ class PushedGradient(torch.Tensor):
 
 
 AllReduce = Callable[[Tensor, Any], None]
-"""Puts all owners' values of a tensor together, by an operation."""
+"""All-reduces a tensor over all owners in place, with an operation."""
 STABILISER = 1e-6
-"""What torch.nn.utils.clip_grad_norm_ adds to the norm that it divides by."""
+"""Added to the divisor as in torch.nn.utils.clip_grad_norm_."""
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float, all_reduce: AllReduce, device: torch.device) -> Tensor:
-    """Return the norm of all owners' gradients taken together, the same on every rank (one scalar all-reduce).
+    """Return the norm of all owners' gradients together, the same on every rank (one scalar all-reduce).
 
         p < inf:  (sum over owners of sum |g|^p)^(1/p)        p = inf:  max over owners of max |g|
 
-    Not a number, or infinite, where any gradient is: both survive sums, and a maximum is told of them.
+    NaN or infinite if any gradient is: both propagate through sums, and are mapped to infinity for a maximum.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -119,17 +116,17 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, all_reduce: AllRed
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients down to a norm of `max_norm` where theirs is larger."""
+    """Scale all gradients down to a norm of `max_norm` if theirs is larger."""
     factor = (max_norm / (norm + STABILISER)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
 
 def any_non_finite(gradients: Sequence[Tensor], all_reduce: AllReduce, device: torch.device) -> bool:
-    """Return whether any owner's gradient holds NaN or infinity, alike on every rank (one scalar all-reduce)."""
-    found = torch.zeros((), device=device)
+    """Return whether any owner's gradient has NaN or infinity, the same on every rank (one scalar all-reduce)."""
+    nonfinite = torch.zeros((), device=device)
     for gradient in gradients:
         if gradient.numel():
-            found = torch.maximum(found, (~gradient.isfinite().all()).to(device, found.dtype))
-    all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+            nonfinite = torch.maximum(nonfinite, (~gradient.isfinite().all()).to(device, nonfinite.dtype))
+    all_reduce(nonfinite, dist.ReduceOp.MAX)
+    return bool(nonfinite)

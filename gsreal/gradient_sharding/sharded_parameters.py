@@ -1,9 +1,9 @@
-"""Parameters sharded at rest: units that have values only from just before their use until just behind it.
+"""Parameters sharded at rest: units of parameters that are gathered just before their use and freed after it.
 
-What is gathered, freed and pushed when: [Note: flat units] in `gssim.program.flat_units`. A unit's parameters are views
-of one flat tensor whose storage is given back while nobody uses it (autograd keeps views of it from forward to
-backward, and finds the same values there once it has been gathered again). In the meantime they have their shapes,
-but no values: every element is the same NaN.
+Order of gathers, frees and pushes: [Note: flat units] in `gssim.program.flat_units`. A unit's parameters are views of
+one flat tensor whose storage is freed while it is not in use (autograd keeps views of it from forward to backward, and
+finds the same values there once it has been gathered again). In the meantime they have their shapes, but no values:
+every element is the same NaN.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gsreal.gradient_sharding.bucket import Bucket, Partition
-from gsreal.gradient_sharding.hierarchy import Levels
+from gsreal.gradient_sharding.hierarchy import Hierarchy
 from gsreal.gradient_sharding.master import master_type
 from gsreal.gradient_sharding.point_to_point import all_gather_v
-from gsreal.gradient_sharding.protocol import Kind, every_rank
-from gsreal.gradient_sharding.side_stream import Lane, Observer
+from gsreal.gradient_sharding.protocol import MessageKind, collective_call
+from gsreal.gradient_sharding.side_stream import Observer, SideStream
 from gssim.plan import Division
 
 
 class Unit(Bucket):
-    """Parameters that are gathered together, and whose gradients are collected together once all are there.
+    """Parameters that are gathered together, and whose gradients are collected together once all are complete.
 
-    The shard is the master copy, in at least fp32: gathering casts it. A rank alone keeps all of them.
+    The shard is the master copy, in at least fp32: gathering casts it. A single rank keeps all parameters.
     """
 
     is_replica = False
@@ -42,39 +42,39 @@ class Unit(Bucket):
         *,
         name: str,
         module: nn.Module,
-        levels: Levels,
-        lane: Lane,
+        hierarchy: Hierarchy,
+        side_stream: SideStream,
         observe: Observer,
     ) -> None:
-        super().__init__(index, parameters, division, node=levels.node)
-        self.name, self.module, self.group, self.observe = name, module, levels.across, observe
-        self._protocol = levels.protocol
-        self._lane = lane
+        super().__init__(index, parameters, division, node=hierarchy.node)
+        self.name, self.module, self.group, self.observe = name, module, hierarchy.inter_node, observe
+        self._protocol = hierarchy.protocol
+        self._side_stream = side_stream
         self.is_whole = True
         """Whether the parameters have their values now."""
-        self._is_alone = levels.nodes == 1
+        self._is_alone = hierarchy.nodes == 1
         self._wait: Callable[[], None] | None = None
-        """Waits for the gather that is under way, if one is."""
+        """Waits for the gather in flight, if any."""
         self._nothing = self.flat.new_full((), torch.nan)
         self._shapes = [parameter.shape for parameter in parameters]
         self.check: Callable[[Unit], None] = lambda unit: None
         """Called before parameters get values, while they should have none."""
 
-    def take_shard(self, *, master: bool = False) -> None:
-        """Make what the owner keeps and updates, and free the rest."""
+    def create_shard(self, *, master: bool = False) -> None:
+        """Create the shard that the owner keeps and updates, and free the rest."""
         if self._is_alone:
-            super().take_shard(master=master)
+            super().create_shard(master=master)
             return
         own = self.flat[self.own]
         self.shard = nn.Parameter(own.to(master_type(own.dtype), copy=True))
         self.has_master = self.shard.dtype != own.dtype  # else the model's own state has the same values
-        self.join()
+        self.merge_pieces()
         self.free()
 
     def gather(self, when: str = "") -> None:
-        """Give the parameters their values, for which every rank must call this, if they have none.
+        """Gather the parameters' values, if they have none; every rank must call this.
 
-        `when`: what the label of the gather ends in.
+        `when`: suffix of the gather's label.
         """
         if self.is_whole:
             return
@@ -90,7 +90,10 @@ class Unit(Bucket):
         self.is_whole = True
 
     def issue(self, when: str = "", *, beside: bool = True) -> None:
-        """Begin to gather, if that is not done or under way: the own part is copied, then all parts go round."""
+        """Start the gather, unless it is complete or in flight.
+
+        The own part is copied, then all parts are all-gathered.
+        """
         if self.is_whole or self._wait is not None:
             return
         label = f"all-gather {self.name}{when}"
@@ -99,18 +102,18 @@ class Unit(Bucket):
             self.flat[self.own].copy_(self.shard.detach())
 
         def gather() -> None:
-            tag = self._protocol.tag(Kind.GATHER, self.index)
+            tag = self._protocol.tag(MessageKind.GATHER, self.index)
             with self._protocol.exchange(label):
                 all_gather_v(self.flat, self.ranges, group=self.group, tag=tag)
 
         if beside:
-            self._wait = self._lane.begin(gather)
+            self._wait = self._side_stream.begin(gather)
             return
         with self.observe(label, "exposed_communication"):
             gather()
 
     def free(self) -> None:
-        """Take the parameters' values away until the next gather."""
+        """Free the parameters' values until the next gather."""
         if self._is_alone:
             return
         if self._wait is not None:
@@ -121,36 +124,39 @@ class Unit(Bucket):
             self.flat.untyped_storage().resize_(0)
             self.is_whole = False
 
-    def take(self, parameter: nn.Parameter, *, leaves: bool) -> None:
-        """Note that a gradient is there; once all are, nothing in the backward needs the parameters any more."""
-        self.missing.discard(parameter)
-        if not self.missing:
-            self._complete(leaves=leaves)
+    def on_gradient(self, parameter: nn.Parameter, *, pushes: bool) -> None:
+        """Note that a gradient is complete; once all are, the backward no longer needs the parameters."""
+        self.pending_parameters.discard(parameter)
+        if not self.pending_parameters:
+            self._complete(pushes=pushes)
 
-    def end_backward(self, *, leaves: bool) -> None:
-        """Do without what is missing still."""
-        if self.missing:
-            self._complete(leaves=leaves)
+    def end_backward(self, *, pushes: bool) -> None:
+        """Complete the unit without the gradients that are still missing."""
+        if self.pending_parameters:
+            self._complete(pushes=pushes)
 
-    def _complete(self, *, leaves: bool) -> None:
-        """Free the parameters; collect all gradients that there are where they leave."""
+    def _complete(self, *, pushes: bool) -> None:
+        """Free the parameters; collect all existing gradients if they are pushed."""
         self.free()
-        if leaves:
+        if pushes:
             for parameter in self.parameters:
-                self.collect(parameter)
-        self.missing.clear()
+                self.collect_gradient(parameter)
+        self.pending_parameters.clear()
 
     def write_back(self) -> None:
-        """Leave it to the next gather to bring what was updated to the parameters."""
+        """Free the parameters: the next gather reads the updated shard."""
         super().write_back() if self._is_alone else self.free()
 
     @property
-    def holds_values(self) -> bool:
-        """Whether parameters have their values between steps: those of a rank alone."""
+    def has_values_between_steps(self) -> bool:
+        """Whether parameters have their values between steps: only those of a single rank."""
         return self._is_alone
 
     def addresses(self) -> list[tuple[int, torch.Size]]:
-        """Return where the values of every parameter must be, or the one element in their place, and in which shape."""
+        """Return the expected data pointer (of the values.
+
+        Or of the one element in their place) and shape of every parameter.
+        """
         if not self.is_whole:
             return [(self._nothing.data_ptr() if shape.numel() else 0, shape) for shape in self._shapes]
         size, start = self.flat.element_size(), self.flat.data_ptr()
@@ -165,21 +171,23 @@ class Unit(Bucket):
         )
 
 
+NO_BACKWARD = -1
+"""Autograd's id outside of any backward, as torch.utils.checkpoint tests it."""
 UNITS = "_gradient_sharding_units"
-"""The attribute in which a sharded model keeps its units."""
+"""Attribute in which a sharded model keeps its units."""
 
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
     """Return the units of a model sharded at rest; none of any other."""
-    found: tuple[Unit, ...] = model.__dict__.get(UNITS, ())
-    return found
+    units: tuple[Unit, ...] = model.__dict__.get(UNITS, ())
+    return units
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Give all parameters of a model sharded at rest their values inside: every rank must enter.
+    """Gather all parameters of a model sharded at rest for the duration of the context: every rank must enter.
 
-    What is written to them inside, on all ranks alike, their owners keep.
+    Values written to them inside, equally on all ranks, are stored by their owners.
     """
     resting = [unit for unit in units_of(model) if not unit.is_whole]
     for unit in resting:
@@ -190,7 +198,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit, before in versions:
             if [parameter._version for parameter in unit.parameters] != before:
-                unit.adopt(slice(None))
+                unit.update_master(slice(None))
         for unit in resting:
             unit.free()
 
@@ -198,11 +206,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
 def divide_into_units(
     model: nn.Module, blocks: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
 ) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Return (name, module, its parameters) of each unit: every block from the last on, then all the rest, the root.
+    """Return (name, module, its parameters) of each unit.
 
-    A block whose parameters have several types is as many units.
-    What a block shares with another module is the root's. Raises ValueError where a block is no part of the model, or
-    one is inside another.
+    Every block from the last on, then the root with all the rest.
+
+    A block whose parameters have several types becomes as many units. Parameters that a block shares with another
+    module are the root's. Raises ValueError if a block is no part of the model, or is inside another.
     """
     names = {module: name for name, module in model.named_modules()}
     inside = [set(block.modules()) for block in blocks]
@@ -216,15 +225,15 @@ def divide_into_units(
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(unit)
     home = {parameter: next(iter(units)) if len(units) == 1 else -1 for parameter, units in owners.items()}
-    found = [(names[block], block, [p for p in parameters if home[p] == i]) for i, block in enumerate(blocks)][::-1]
-    found.append(("root", model, [p for p in parameters if home[p] == -1]))
-    return [part for each in found for part in _by_type(*each)]
+    members = [(names[block], block, [p for p in parameters if home[p] == i]) for i, block in enumerate(blocks)][::-1]
+    members.append(("root", model, [p for p in parameters if home[p] == -1]))
+    return [part for each in members for part in _by_type(*each)]
 
 
 def _by_type(
     name: str, module: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Return a unit for each type and device of a module's parameters: one flat tensor has one."""
+    """Return a unit for each type and device of a module's parameters: a flat tensor has only one."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -236,33 +245,41 @@ def make_units(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     parameters: Sequence[nn.Parameter],
-    levels: Levels,
+    hierarchy: Hierarchy,
     partition: Partition,
     *,
     observe: Observer,
 ) -> list[Unit]:
     """Return the units of a model whose `parameters`, in the order in which gradients become ready, are sharded.
 
-    Raises ValueError where nodes have several places: parameters are sharded among all ranks alike.
+    Raises ValueError if nodes have several ranks: parameters are sharded among all ranks alike.
     """
-    if levels.inside is not None:
+    if hierarchy.intra_node is not None:
         raise ValueError("parameters are sharded on one level: take a group, or a mesh of one axis")
-    lane = Lane(parameters[0].device)
+    side_stream = SideStream(parameters[0].device)
     units = []
     for index, (name, module, members) in enumerate(divide_into_units(model, blocks, parameters)):
         division = partition.divide([parameter.numel() for parameter in members])
-        unit = Unit(index, members, division, name=name, module=module, levels=levels, lane=lane, observe=observe)
+        unit = Unit(
+            index,
+            members,
+            division,
+            name=name,
+            module=module,
+            hierarchy=hierarchy,
+            side_stream=side_stream,
+            observe=observe,
+        )
         units.append(unit)
     model.__dict__[UNITS] = tuple(units)
     return units
 
 
-def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None:
-    """Gather each unit before its module's forward, free it behind it, and gather it again before its backward.
+def register_gather_hooks(model: nn.Module, *, kept: bool, prefetch: bool) -> None:
+    """Gather each unit before its module's forward, free it after it, and gather it again before its backward.
 
-    The root, and with `kept` every unit, stays until its backward is done. (That frees it: see `Unit.end_backward`.)
-    `prefetch`: when a unit is taken, the gather of the one that comes next is issued. State dicts are read and written
-    whole.
+    The root, and with `kept` every unit, stays gathered until its backward is done (`Unit.end_backward` frees it).
+    `prefetch`: when a unit is used, the gather of the next one is started. State dicts are read and written whole.
     """
     units = units_of(model)
     root = [unit for unit in units if unit.module is model]
@@ -275,22 +292,22 @@ def gather_just_in_time(model: nn.Module, *, kept: bool, prefetch: bool) -> None
         unit.module.register_forward_hook(_UnitHook(unit, after))
     if units:
         model.register_state_dict_pre_hook(_gather_all)
-        model.register_state_dict_post_hook(_copied)
+        model.register_state_dict_post_hook(_detach_state_dict)
         model.register_load_state_dict_pre_hook(_gather_all)
-        model.register_load_state_dict_post_hook(_adopted)
+        model.register_load_state_dict_post_hook(_update_masters_after_load)
         of_parameter = {parameter: unit for unit in units for parameter in unit.parameters}
         for name, module in model.named_modules():
             used = {of_parameter[p] for p in module.parameters(recurse=False) if p in of_parameter}
             for unit in used:
                 module.register_forward_pre_hook(partial(_refuse_outside, unit, name))
             if module is not model:
-                module.register_state_dict_pre_hook(partial(_refuse_alone, of_parameter))
+                module.register_state_dict_pre_hook(partial(_refuse_partial_state, of_parameter))
 
 
 class _UnitHook:
     """A hook of a unit's module, which can be neither copied nor saved, as the unit cannot.
 
-    What is compiled must not take storage that comes and goes, nor exchanges, into its graphs.
+    Compiled graphs must contain neither storage that is freed nor exchanges.
     """
 
     def __init__(self, unit: Unit, call: Callable[..., None]) -> None:
@@ -310,7 +327,7 @@ def _before_forward(unit: Unit, following: Unit | None, _module: nn.Module, _inp
 
 
 def _refuse_outside(unit: Unit, name: str, _module: nn.Module, _inputs: Any) -> None:
-    """Raise RuntimeError where a module runs whose parameters have no values."""
+    """Raise RuntimeError if a module runs whose parameters have no values."""
     if not torch.compiler.is_compiling() and not unit.is_whole:
         raise RuntimeError(
             f"{name} was called outside of a forward of {'the model' if unit.name == 'root' else unit.name}, for which "
@@ -321,8 +338,8 @@ def _refuse_outside(unit: Unit, name: str, _module: nn.Module, _inputs: Any) -> 
 def _after_forward(
     unit: Unit, following: Unit | None, stays: bool, _module: nn.Module, _inputs: Any, outputs: Any
 ) -> None:
-    if _in_backward():
-        return  # a checkpoint computes it once more: what is used next is its backward, and that frees it
+    if torch._C._current_graph_task_id() != NO_BACKWARD:
+        return  # recomputed by a checkpoint: its backward follows immediately, and frees the parameters
     differentiable = [each for each in _tensors(outputs) if each.requires_grad]
 
     def before_backward(_gradient: Tensor) -> None:
@@ -336,12 +353,8 @@ def _after_forward(
         unit.free()
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks
-
-
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Give the tensors of a module's outputs, those in dataclasses and other plain objects too."""
+    """Give the tensors of a module's outputs, including those in dataclasses and other plain objects."""
     seen: set[int] = set()
     left = [outputs]
     while left:
@@ -357,13 +370,16 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 def _gather_all(model: nn.Module, *_state_dict_and_more: Any) -> None:
-    with every_rank("state_dict or load_state_dict of a model whose parameters are sharded"):
+    with collective_call("state_dict or load_state_dict of a model whose parameters are sharded"):
         for unit in units_of(model):
             unit.gather()
 
 
-def _refuse_alone(of_parameter: Mapping[nn.Parameter, Unit], module: nn.Module, *_prefix_and_more: Any) -> None:
-    """Raise RuntimeError where a part of a model is read whose parameters have no values; from the whole, they have."""
+def _refuse_partial_state(of_parameter: Mapping[nn.Parameter, Unit], module: nn.Module, *_prefix_and_more: Any) -> None:
+    """Raise RuntimeError if part of a model is read whose parameters have no values.
+
+    The whole model's state has them.
+    """
     for parameter in module.parameters(recurse=False):
         if parameter in of_parameter and not of_parameter[parameter].is_whole:
             raise RuntimeError(
@@ -372,8 +388,8 @@ def _refuse_alone(of_parameter: Mapping[nn.Parameter, Unit], module: nn.Module, 
             )
 
 
-def _copied(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Give a state dict values of its own, and the parameters' back."""
+def _detach_state_dict(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Clone the values of a state dict, and free the gathered parameters."""
     for name, value in state.items():
         if isinstance(value, Tensor):
             state[name] = value.clone()
@@ -381,7 +397,7 @@ def _copied(model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
         unit.free()
 
 
-def _adopted(model: nn.Module, _incompatible_keys: Any) -> None:
+def _update_masters_after_load(model: nn.Module, _incompatible_keys: Any) -> None:
     for unit in units_of(model):
-        unit.adopt(slice(None))
+        unit.update_master(slice(None))
         unit.free()

@@ -1,4 +1,4 @@
-"""The optimizer that `shard_gradients` returns, and the hooks by which it takes gradients out of the backward."""
+"""The optimizer that `shard_gradients` returns, and the autograd hooks by which it collects and pushes gradients."""
 
 import math
 import sys
@@ -15,29 +15,30 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gsreal.gradient_sharding import state
-from gsreal.gradient_sharding.bucket import Bucket, pass_over_absent
-from gsreal.gradient_sharding.guards import Watch
-from gsreal.gradient_sharding.hierarchy import InNode, Levels
+from gsreal.gradient_sharding.bucket import Bucket, skip_parameters_without_gradient
+from gsreal.gradient_sharding.guards import ModelGuard
+from gsreal.gradient_sharding.hierarchy import Hierarchy, IntraNodeReducer
 from gsreal.gradient_sharding.migration import migrate
-from gsreal.gradient_sharding.options import checked_shares, described_optimizer
-from gsreal.gradient_sharding.protocol import called_by_torchs_state_dict, every_rank
+from gsreal.gradient_sharding.options import check_shares, describe_optimizer
+from gsreal.gradient_sharding.protocol import called_by_torch_state_dict, collective_call
 from gsreal.gradient_sharding.publish import Publisher
 from gsreal.gradient_sharding.push import Pusher, Sent
 from gsreal.gradient_sharding.pushed_gradient import PushedGradient, any_non_finite, clip, total_norm
-from gsreal.gradient_sharding.sharded_parameters import Unit
+from gsreal.gradient_sharding.sharded_parameters import NO_BACKWARD, Unit
 from gssim.plan import splitting
 
 BACKWARD = "a backward, and what it pushes"
 OPTIMIZERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By parameter, a reference to the optimizer whose buckets it is in."""
+"""Weak reference, by parameter, to the optimizer whose buckets have it."""
 
 
 class GradientSharding(torch.optim.Optimizer):
     """The optimizer that `shard_gradients` returns: used like any of torch's.
 
-    Its `param_groups` are those of the optimizer inside, over this rank's shards: schedulers and `GradScaler` work on
-    them. Gradients of the model's parameters have gone to their owners after each backward: `clip_grad_norm_` here sees
-    them all, and torch's raises an error. `model.zero_grad()` discards what was pushed, as `zero_grad` here does.
+    Its `param_groups` are those of the wrapped optimizer, over this rank's shards: schedulers and `GradScaler` work on
+    them. Gradients of the model's parameters have been pushed to their owners after each backward: `clip_grad_norm_`
+    here includes all of them, and torch's raises an error. `model.zero_grad()` discards pushed gradients, as
+    `zero_grad` here does.
 
     Every rank makes the same number of steps, and of backwards outside `no_sync` between two of them. A rank that makes
     none between two steps pushes zeros in `step`.
@@ -49,8 +50,8 @@ class GradientSharding(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         pusher: Pusher,
         publisher: Publisher,
-        levels: Levels,
-        in_node: InNode,
+        hierarchy: Hierarchy,
+        reducer: IntraNodeReducer,
         *,
         model: nn.Module,
         names: Mapping[nn.Parameter, str],
@@ -59,26 +60,26 @@ class GradientSharding(torch.optim.Optimizer):
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.buckets, self.optimizer, self.pusher, self.publisher = buckets, optimizer, pusher, publisher
-        self.levels, self.in_node, self.names = levels, in_node, names
+        self.hierarchy, self.reducer, self.names = hierarchy, reducer, names
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.scaler, self.skip_nonfinite = scaler, skip_nonfinite
         self.skipped_steps = 0
-        """Steps that were not made because a gradient was NaN or infinite, the same on every rank."""
-        self.watch = Watch(model, buckets, names)
+        """Steps skipped because a gradient was NaN or infinite, the same on every rank."""
+        self.guard = ModelGuard(model, buckets, names)
         for bucket in buckets:
             if isinstance(bucket, Unit):
-                bucket.check = self.watch.check_places
+                bucket.check = self.guard.check_places
         self._others = [p for p in model.parameters() if p not in names]
         self._norm: Tensor | None = None
-        self._spoilt = False
-        self._weights = splitting.even(len(levels.ranks))
+        self._has_nonfinite = False
+        self._weights = splitting.even(len(hierarchy.ranks))
         self.weights = self._weights
         self._next = 0
-        self._collecting = True
+        self._push_enabled = True
         self._backwards: set[int] = set()
-        """The backward that goes on, and those inside it, by autograd's numbers."""
-        self._leaves = True
-        """Whether gradients are pushed in the backward that goes on."""
+        """Autograd's ids of the current backward and those nested in it."""
+        self._pushing = True
+        """Whether the current backward pushes its gradients."""
         self._handles: list[RemovableHandle] = []
         self.is_replaced = False
         """Whether another optimizer owns the model's parameters now."""
@@ -92,16 +93,16 @@ class GradientSharding(torch.optim.Optimizer):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Each rank's part of the step's loss terms: what its mean gradient counts. Even until it is set.
+        """Each rank's fraction of the step's loss terms: the weight of its mean gradient. Even by default.
 
-        The parts sum to 1: of 48 samples, (32 / 48, 16 / 48).
+        The fractions sum to 1: of 48 samples, (32 / 48, 16 / 48).
         """
         return self._weights
 
     @weights.setter
     def weights(self, weights: Sequence[float]) -> None:
         weights = tuple(float(weight) for weight in weights)
-        ranks, total = len(self.levels.ranks), sum(weights)
+        ranks, total = len(self.hierarchy.ranks), sum(weights)
         if (
             len(weights) != ranks
             or not all(weight >= 0 for weight in weights)
@@ -112,27 +113,27 @@ class GradientSharding(torch.optim.Optimizer):
                 f"{weights}: divide what every rank has by what all have together"
             )
         self._weights = weights
-        self.pusher.weights, in_node = self.levels.weigh(weights)
+        self.pusher.weights, intra_node_weight = self.hierarchy.split_weights(weights)
         for bucket in self.buckets:
-            bucket.weight = in_node
+            bucket.weight = intra_node_weight
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that train the model, in the order of `weights` and of shard shares."""
-        return self.levels.ranks
+        return self.hierarchy.ranks
 
     @property
     def sent(self) -> Sent:
-        """What this rank pushed since the last `reset_counts`."""
+        """Counts of pushed entries and bytes since the last `reset_counts`."""
         return self.pusher.sent
 
     @property
     def published(self) -> Sent:
-        """What this rank published since the last `reset_counts`, where that is thresholded."""
+        """Counts of published entries and bytes since the last `reset_counts`, if publishing is thresholded."""
         return self.publisher.sent
 
     def reset_counts(self) -> None:
-        """Begin to count what is sent anew."""
+        """Reset the counts of entries and bytes sent."""
         self.pusher.sent, self.publisher.sent = Sent(), Sent()
 
     # In the backward --------------------------------------------------------------------------------------------------
@@ -145,18 +146,18 @@ class GradientSharding(torch.optim.Optimizer):
             backward = torch._C._current_graph_task_id()
             if backward not in self._backwards:
                 self._begin_backward(backward)
-            if self._leaves:
+            if self._pushing:
                 self._check_gradient(parameter, bucket)
-            bucket.take(parameter, leaves=self._leaves)
-            if self._leaves:
-                with every_rank(BACKWARD):
+            bucket.on_gradient(parameter, pushes=self._pushing)
+            if self._pushing:
+                with collective_call(BACKWARD):
                     self._push_complete()
 
         return collect
 
     def _begin_backward(self, backward: int) -> None:
         if _is_inside_another():
-            if self._collecting:
+            if self._push_enabled:
                 raise RuntimeError(
                     "a backward inside a backward (reentrant checkpointing) would push all gradients each time: "
                     "checkpoint with use_reentrant=False"
@@ -170,19 +171,19 @@ class GradientSharding(torch.optim.Optimizer):
         self.publisher.finish()  # what no module has waited for uses the memory that pushes use
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backwards.add(backward)
-        self._leaves = self._collecting
-        if self._leaves:
+        self._pushing = self._push_enabled
+        if self._pushing:
             for bucket in self.buckets:
-                bucket.clear_stand_ins()
-        self._take_loss_scale()
+                bucket.clear_placeholders()
+        self._update_loss_scale()
 
-    def _take_loss_scale(self) -> None:
+    def _update_loss_scale(self) -> None:
         if self.scaler is not None:
             self.pusher.loss_scale = self.scaler.get_scale()
 
     def _check_no_interruption(self) -> None:
-        """Raise RuntimeError where a backward was begun that never ended, or nothing can be exchanged any more."""
-        self.levels.protocol.check()
+        """Raise RuntimeError if a backward was started but never ended, or exchanges have become impossible."""
+        self.hierarchy.protocol.check()
         if self._backwards:
             raise RuntimeError(
                 "an exception has ended the last backward: its gradients are incomplete, and other ranks may wait for "
@@ -190,14 +191,14 @@ class GradientSharding(torch.optim.Optimizer):
             )
 
     def _discard_if_removed(self) -> None:
-        """Forget what was pushed since the last step if the model's own `zero_grad` has been called after that.
+        """Discard gradients pushed since the last step if the model's own `zero_grad` has been called after that.
 
-        Raises RuntimeError where it was one parameter's gradient that was removed.
+        Raises RuntimeError if only some parameters' gradients were removed.
         """
         pushed = [parameter for bucket in self.buckets for parameter in bucket.reached]
-        stand_ins = [isinstance(p.grad, PushedGradient) and not p.grad.is_zeroed for p in pushed]
-        gone = [p for p, there in zip(pushed, stand_ins, strict=True) if not there and _is_none_or_zeroed(p)]
-        if gone and any(stand_ins):
+        placeholders = [isinstance(p.grad, PushedGradient) and not p.grad.is_zeroed for p in pushed]
+        gone = [p for p, there in zip(pushed, placeholders, strict=True) if not there and _is_none_or_zeroed(p)]
+        if gone and any(placeholders):
             raise RuntimeError(
                 f"{self.names[gone[0]]}: its gradient was removed, but it has been pushed with those of the other "
                 "parameters; freeze it before the backward, or discard all with zero_grad"
@@ -206,113 +207,113 @@ class GradientSharding(torch.optim.Optimizer):
             self._discard(set_to_none=gone[0].grad is None)
 
     def _check_gradient(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Raise RuntimeError where a gradient would be lost: it has a graph of its own, or comes twice."""
+        """Raise RuntimeError if a gradient would be lost: it has a graph of its own, or is computed twice."""
         assert parameter.grad is not None
         if parameter.grad.requires_grad:
             raise RuntimeError(
                 f"{self.names[parameter]}: gradients that leave in the backward cannot be differentiated again "
                 "(create_graph=True); take what you differentiate with torch.autograd.grad"
             )
-        if parameter not in bucket.missing:
+        if parameter not in bucket.pending_parameters:
             raise RuntimeError(
                 f"{self.names[parameter]}: got two gradients in one backward; a backward inside a backward (reentrant "
                 "checkpointing) does that: checkpoint with use_reentrant=False"
             )
 
     def _push_complete(self) -> None:
-        """Push buckets in order, as far as they are complete, so that all ranks push in the same order."""
+        """Push complete buckets in order, so that all ranks push in the same order."""
         while self._next < len(self.buckets) and self.buckets[self._next].complete:
-            self.buckets[self._next].end_backward(leaves=True)  # those that are frozen have no gradient
+            self.buckets[self._next].end_backward(pushes=True)  # those that are frozen have no gradient
             self._push_reduced()
-            self.in_node.begin(self.buckets[self._next])
-            if not self.in_node.overlaps:
+            self.reducer.begin(self.buckets[self._next])
+            if not self.reducer.overlaps:
                 self._push_reduced()
             self._next += 1
 
     def _push_reduced(self) -> None:
         """Push the bucket that has been reduced inside the node, if any."""
-        bucket = self.in_node.take()
+        bucket = self.reducer.take()
         if bucket is not None:
             self.pusher.push(bucket)
 
     def _end_backward(self) -> None:
         """Finish a backward's pushes, without the gradients of parameters that got none."""
         for bucket in self.buckets[self._next :]:
-            bucket.end_backward(leaves=self._leaves)
-        if self._leaves:
-            with every_rank(BACKWARD):
+            bucket.end_backward(pushes=self._pushing)
+        if self._pushing:
+            with collective_call(BACKWARD):
                 self._push_complete()
                 self._push_reduced()
                 self.pusher.drain()
-            self.levels.protocol.pushes += 1
-        self._expect_backward()
-        if self.scaler is not None and self._leaves:
-            self._tell_scaler()
+            self.hierarchy.protocol.pushes += 1
+        self._reset_backward()
+        if self.scaler is not None and self._pushing:
+            self._report_to_scaler()
 
-    def _expect_backward(self) -> None:
-        """Wait for the next backward's gradients."""
+    def _reset_backward(self) -> None:
+        """Reset the buckets for the next backward."""
         self._backwards.clear()
         self._next = 0
         for bucket in self.buckets:
-            bucket.missing = set(bucket.parameters)
-            bucket.show_gradients()
+            bucket.pending_parameters = set(bucket.parameters)
+            bucket.assign_piece_gradients()
 
-    def _end_backwards(self) -> None:
-        """Push what is left to push before a step: all that there is, or zeros, if no backward has pushed anything.
+    def _push_remaining(self) -> None:
+        """Push remaining gradients before a step: existing ones, or zeros if no backward has pushed anything.
 
-        Other ranks wait for that. Raises RuntimeError where it cannot be done.
+        Other ranks wait for that. Raises RuntimeError if it is impossible.
         """
         self._check_no_interruption()
         self._discard_if_removed()
         left = [p for bucket in self.buckets for p in bucket.parameters if _has_own_gradient(p)]
-        if self.levels.protocol.pushes:
+        if self.hierarchy.protocol.pushes:
             if left:
                 raise RuntimeError(
                     f"{self.names[left[0]]}: its gradient was not pushed; make the last backward before a step outside "
                     "no_sync"
                 )
-        elif left or len(self.levels.ranks) > 1:
+        elif left or len(self.hierarchy.ranks) > 1:
             if not all(bucket.is_replica for bucket in self.buckets):
                 raise RuntimeError(
                     "no gradients were pushed since the last step. Where parameters are sharded, every rank must make "
                     "every backward, in which the others gather parameters: where a batch is not to count, multiply "
                     "its loss by 0"
                 )
-            self._leaves = True
-            self._take_loss_scale()
+            self._pushing = True
+            self._update_loss_scale()
             self._end_backward()
 
-    def _tell_scaler(self) -> None:
-        """Let every rank's scaler find what one owner found: each looks at its own shard alone."""
-        if any_non_finite(self._gradients(), self.levels.all_reduce, self._device):
-            self._spoil()
-            self.pusher.drop_broken()
+    def _report_to_scaler(self) -> None:
+        """Make every rank's scaler see a NaN that one owner found: each scaler inspects its own shard alone."""
+        if any_non_finite(self._gradients(), self.hierarchy.all_reduce, self._device):
+            self._mark_nonfinite()
+            self.pusher.drop_nonfinite()
             for gradient in self._gradients():
                 gradient[:1] = torch.nan
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this rank in backwards inside; the first one outside pushes the sum."""
-        self._collecting = False
+        """Accumulate gradients locally in backwards inside; the first backward outside pushes the sum."""
+        self._push_enabled = False
         try:
             yield
         finally:
-            self._collecting = True
+            self._push_enabled = True
 
     # Owners -----------------------------------------------------------------------------------------------------------
 
     def reshard(self, shard_shares: Sequence[float]) -> int:
-        """Give each rank another share of the parameters, with their optimizer state; return the bytes sent.
+        """Change each rank's share of the parameters, with their optimizer state; return the bytes sent.
 
-        By all ranks alike, between `step` and the next backward. Training goes on as it would have done; what
-        error feedback has kept for a range that is now the rank's own goes into its next gradient.
-        Only where every rank keeps a replica and pushes to all others.
+        To be called by all ranks alike, between `step` and the next backward. Training continues exactly as without it;
+        the error-feedback residual of a range that the rank now owns is added to its next gradient. Only if every rank
+        has a replica and pushes to all others.
         """
-        if len(self.levels.ranks) != self.pusher.ranks or not all(bucket.is_replica for bucket in self.buckets):
+        if len(self.hierarchy.ranks) != self.pusher.ranks or not all(bucket.is_replica for bucket in self.buckets):
             raise RuntimeError("shards change owners only where every rank keeps a replica and pushes to all others")
         self._check_not_replaced()
-        shard_shares = checked_shares(shard_shares, len(self.levels.ranks), self.scaler)
-        self.levels.check_alike({"reshard: shard_shares": repr(shard_shares)}, self._device)
+        shard_shares = check_shares(shard_shares, len(self.hierarchy.ranks), self.scaler)
+        self.hierarchy.check_equal_on_all_ranks({"reshard: shard_shares": repr(shard_shares)}, self._device)
         if self._gradients() or any(_has_own_gradient(p) for bucket in self.buckets for p in bucket.parameters):
             raise RuntimeError("gradients of this step wait to be used; shards change their owners after `step` only")
         self.finish()
@@ -326,19 +327,21 @@ class GradientSharding(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients of all ranks to a norm of at most `max_norm`; return what it was (a scalar all-reduce).
+        """Scale the gradients of all ranks to a norm of at most `max_norm`.
 
-        As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError where the norm is not
-        finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` where there is one.
+        Return the norm before (a scalar all-reduce).
+
+        As torch.nn.utils.clip_grad_norm_ of the whole model's mean gradient. Raises RuntimeError if the norm is not
+        finite and `error_if_nonfinite`. To be called by every rank, after `scaler.unscale_(self)` if there is a scaler.
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"clip_grad_norm_ takes max_norm >= 0 and norm_type > 0, not {max_norm} and {norm_type}")
         self._check_not_replaced()
         self._check_unscaled("clip_grad_norm_: call scaler.unscale_(optimizer) before")
-        with every_rank("clip_grad_norm_"):
-            self._end_backwards()
-            norm = total_norm(self._gradients(), norm_type, self.levels.all_reduce, self._device)
+        with collective_call("clip_grad_norm_"):
+            self._push_remaining()
+            norm = total_norm(self._gradients(), norm_type, self.hierarchy.all_reduce, self._device)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
         clip(self._gradients(), norm, max_norm)
@@ -352,29 +355,35 @@ class GradientSharding(torch.optim.Optimizer):
     def _device(self) -> torch.device:
         return self.buckets[0].flat.device
 
-    def _spoil(self) -> None:
-        if not self._spoilt:
+    def _mark_nonfinite(self) -> None:
+        if not self._has_nonfinite:
             self.skipped_steps += 1
-        self._spoilt = True
+        self._has_nonfinite = True
 
-    def _is_spoilt(self) -> bool:
-        """Return whether this step must not be made; where clipping has found the norm, nothing more is exchanged."""
-        if self.skip_nonfinite and not self._spoilt:
+    def _must_skip(self) -> bool:
+        """Return whether this step must be skipped.
+
+        If clipping has computed the norm, no further exchange is needed.
+        """
+        if self.skip_nonfinite and not self._has_nonfinite:
             norm = self._norm
-            found = self._any_non_finite() if norm is None else not bool(norm.isfinite())
-            if found:
-                self._spoil()
-        return self._spoilt
+            nonfinite = self._any_non_finite() if norm is None else not bool(norm.isfinite())
+            if nonfinite:
+                self._mark_nonfinite()
+        return self._has_nonfinite
 
     def _any_non_finite(self) -> bool:
-        return any_non_finite(self._gradients(), self.levels.all_reduce, self._device)
+        return any_non_finite(self._gradients(), self.hierarchy.all_reduce, self._device)
 
     # Step -------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the own shard and publish it; the gradients are used up. Returns what `closure` does, called once."""
-        if called_by_torchs_state_dict():
+        """Update the own shard and publish it.
+
+        The gradients are consumed. Returns the result of `closure`, called once.
+        """
+        if called_by_torch_state_dict():
             return None  # it would make state by a step; state_dict says what to call
         loss = None
         if closure is not None:
@@ -382,41 +391,41 @@ class GradientSharding(torch.optim.Optimizer):
                 loss = closure()
         self._check_not_replaced()
         self._check_unscaled("gradients are scaled still: call scaler.step(optimizer), not optimizer.step()")
-        self._take_groups()
+        self._sync_param_groups()
         self.finish()
         self._check_parameters()
-        with every_rank("step"):
-            self._end_backwards()
-        self.watch.adopt_writes()
-        if self._is_spoilt():
+        with collective_call("step"):
+            self._push_remaining()
+        self.guard.update_masters_from_writes()
+        if self._must_skip():
             self._forget_shard_gradients(set_to_none=True)
-            self.pusher.drop_broken()
+            self.pusher.drop_nonfinite()
         else:
             self._update()
-        self.levels.protocol.end_step()
+        self.hierarchy.protocol.end_step()
         return loss
 
     def _update(self) -> None:
         with self.pusher.observe("optimizer", "optimizer"):
             for bucket in self.buckets:
-                pass_over_absent(bucket, self.optimizer)
+                skip_parameters_without_gradient(bucket, self.optimizer)
             self.optimizer.step()
             self._forget_shard_gradients(set_to_none=True)
             self.publisher.write_back(self.buckets)
         self.pusher.end_step()
-        with every_rank("step"):
+        with collective_call("step"):
             self.publisher.publish([bucket for bucket in self.buckets if bucket.is_replica], self.optimizer)
 
     def finish(self) -> None:
-        """Wait until this replica has all that was published, which may still be under way when `step` returns.
+        """Wait until this replica has all published parameters, which may still be in flight when `step` returns.
 
-        With `publish_overlaps` alone. A forward and `state_dict` do so themselves, but what reads parameters directly
-        must call this first.
+        Needed with `publish_overlaps` alone. A forward and `state_dict` call it, but code that reads parameters
+        directly must call it first.
         """
         self.publisher.finish()
 
-    def retire(self) -> None:
-        """Let go of the model, which another `shard_gradients` takes."""
+    def release_model(self) -> None:
+        """Release the model to another `shard_gradients`."""
         self.finish()
         for handle in self._handles:
             handle.remove()
@@ -431,7 +440,7 @@ class GradientSharding(torch.optim.Optimizer):
             raise RuntimeError("shard_gradients was called again with this model: use the optimizer that it returned")
 
     def _check_unscaled(self, remedy: str) -> None:
-        """Raise RuntimeError where the scaler has not divided the gradients by its scale yet."""
+        """Raise RuntimeError if the scaler has not divided the gradients by its scale yet."""
         if self.scaler is not None and self.scaler.is_enabled():
             stage = self.scaler._per_optimizer_states.get(id(self), {}).get("stage", OptState.READY)
             if stage is OptState.READY:
@@ -439,7 +448,7 @@ class GradientSharding(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler.step of the optimizer: whether it wants gradients scaled."""
+        """Read by GradScaler.step: whether the optimizer takes scaled gradients."""
         if self.scaler is None:
             raise RuntimeError(
                 "a GradScaler looks at this rank's gradients alone, and ranks would skip different steps: pass it to "
@@ -447,11 +456,11 @@ class GradientSharding(torch.optim.Optimizer):
             )
         return False
 
-    def _take_groups(self) -> None:
-        """Give the optimizer inside the options that users see; raise RuntimeError where it would lack a shard."""
+    def _sync_param_groups(self) -> None:
+        """Hand the user's options to the wrapped optimizer; raise RuntimeError if it would lack a shard."""
         self.optimizer.param_groups = self.param_groups
-        held = Counter(id(p) for group in self.param_groups for p in group["params"])
-        if held != Counter(id(piece.tensor) for bucket in self.buckets for piece in bucket.pieces):
+        given = Counter(id(p) for group in self.param_groups for p in group["params"])
+        if given != Counter(id(piece.tensor) for bucket in self.buckets for piece in bucket.pieces):
             raise RuntimeError(
                 "the params of param_groups are this rank's shards, and were changed: change their options alone; to "
                 "train other parameters, freeze them (requires_grad_), or call shard_gradients again"
@@ -462,20 +471,20 @@ class GradientSharding(torch.optim.Optimizer):
         raise RuntimeError("this optimizer can be neither copied nor saved as a whole: take its state_dict()")
 
     def _check_parameters(self) -> None:
-        """Raise RuntimeError where parameters are trained by nobody: moved out of the buckets, or thawed later."""
+        """Raise RuntimeError if parameters would not be trained: moved out of the buckets, or unfrozen later."""
         if any(parameter.requires_grad for parameter in self._others):
             raise RuntimeError(
                 "a parameter that was frozen when shard_gradients was called requires gradients now, but has no owner; "
                 "call shard_gradients with all that will ever be trained, and freeze after that"
             )
-        self.watch.check()
+        self.guard.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step: those of the own shard, and those that add up in `no_sync`.
+        """Clear the gradients since the last step: those of the own shard, and those accumulated in `no_sync`.
 
-        Not `set_to_none`: parameters that had gradients have zero ones in the next step, so that momentum and decay go
-        on where a backward does not reach them. After an exception in a backward, this pushes what other ranks wait
-        for, so that all can make it again.
+        Not `set_to_none`: parameters that had gradients have zero ones in the next step, so that momentum and decay
+        continue where a backward does not reach them. After an exception in a backward, this pushes the gradients that
+        other ranks wait for, so that all can repeat it.
         """
         self._check_not_replaced()
         if self._backwards and torch._C._current_graph_task_id() == NO_BACKWARD:
@@ -486,98 +495,96 @@ class GradientSharding(torch.optim.Optimizer):
                 parameter.grad = None
 
     def _discard(self, *, set_to_none: bool) -> None:
-        """Forget what was pushed since the last step."""
+        """Discard gradients pushed since the last step."""
         for bucket in self.buckets:
             bucket.zeroed = set() if set_to_none else bucket.zeroed | bucket.updated | bucket.reached
         self._forget_shard_gradients(set_to_none=set_to_none)
 
     def _end_interrupted(self) -> None:
-        """End a backward in which an exception was raised; nothing is exchanged where an exchange has raised it."""
-        if self._leaves and not self.levels.protocol.failed:
+        """End a backward in which an exception was raised; no exchange follows if an exchange has raised it."""
+        if self._pushing and not self.hierarchy.protocol.failed:
             self._end_backward()
         else:
             for bucket in self.buckets:
                 bucket.gradient = None
-            self._expect_backward()
+            self._reset_backward()
 
     def _forget_shard_gradients(self, *, set_to_none: bool) -> None:
         for bucket in self.buckets:
-            bucket.forget_gradients(set_to_none=set_to_none)
-        self._norm, self._spoilt = None, False
+            bucket.clear_gradients(set_to_none=set_to_none)
+        self._norm, self._has_nonfinite = None, False
 
     # State ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state, of every owner, by parameter name (a collective; all ranks get it).
 
-        As torch.distributed.checkpoint.state_dict's full dictionaries. The model's own `state_dict` has its
-        parameters: replicas are whole. Where state should stay where it is, save `sharded()`.
+        As torch.distributed.checkpoint.state_dict's full dictionaries. The model's own `state_dict` has its parameters:
+        replicas are whole. To save sharded state, use `sharded()`.
         """
-        if called_by_torchs_state_dict():
+        if called_by_torch_state_dict():
             raise RuntimeError(
                 "get_optimizer_state_dict looks for the model's parameters in param_groups, where this optimizer has "
                 "shards: take optimizer.state_dict(), which is whole and by parameter name, or save optimizer.sharded()"
             )
         self.finish()
-        with every_rank("the optimizer's state_dict"):
-            self.levels.check_alike(described_optimizer(self.optimizer), self._device)
+        with collective_call("the optimizer's state_dict"):
+            self.hierarchy.check_equal_on_all_ranks(describe_optimizer(self.optimizer), self._device)
             return state.whole(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
+        """Load the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
 
-        After `model.load_state_dict`: where owners keep no master copy, the model's parameters are what they update.
+        After `model.load_state_dict`: owners without master copies update the model's parameters themselves.
         """
         self.finish()
-        self.watch.adopt_writes()
-        state.load_whole(self, state_dict)
+        self.guard.update_masters_from_writes()
+        state.load_gathered_state(self, state_dict)
 
     def sharded(self) -> "state.Sharded":
-        """Return what to save and load with torch.distributed.checkpoint: every rank its own part.
+        """Return an object to save and load with torch.distributed.checkpoint: every rank its own part.
 
-        What ranks have kept of gradients under the threshold (error feedback) is theirs, not the parameters': with
-        other ranks it is dropped, which loses each element less than the threshold, once. Where the same ranks go on
-        with the same shares, each may save its `pusher.state_dict()` too, and then goes on exactly.
+        The residuals of error feedback belong to ranks, not to parameters: with other ranks they are dropped, which
+        loses each element less than the threshold, once. If the same ranks continue with the same shares, each may save
+        its `pusher.state_dict()` too, and then continues exactly.
         """
         self.finish()
         return state.Sharded(self)
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Take the model's parameters into the owners' master copies.
+        """Copy the model's parameters into the owners' master copies.
 
-        After they were written to in ways that torch's version counters do not see (`parameter.data.clamp_()`); of
-        others (`load_state_dict`, in place under `no_grad`) the next step knows by itself.
+        Needed after writes that torch's version counters do not record (`parameter.data.clamp_()`); others
+        (`load_state_dict`, in place under `no_grad`) are detected by the next step.
         """
         self.finish()
         for bucket in self.buckets:
-            if bucket.has_master and bucket.holds_values:  # units do so as the model's state is loaded
-                bucket.adopt(slice(None), rounded=False)
-        self.watch.note_versions()
+            if bucket.has_master and bucket.has_values_between_steps:  # units do so as the model's state is loaded
+                bucket.update_master(slice(None), rounded=False)
+        self.guard.record_versions()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: what is not in a bucket from the start has no owner."""
+        """Refuse: parameters that are in no bucket have no owner."""
         if hasattr(self, "buckets"):
             raise RuntimeError("groups cannot be added later: give them all to shard_gradients as param_groups")
         super().add_param_group(param_group)
 
 
-def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[GradientSharding]:
+def find_optimizers(parameters: Iterable[nn.Parameter]) -> list[GradientSharding]:
     """Return the optimizers that own some of these parameters now."""
-    found = dict.fromkeys(OPTIMIZERS[p]() for p in parameters if p in OPTIMIZERS)
-    return [each for each in found if each is not None and not each.is_replaced]
+    optimizers = dict.fromkeys(OPTIMIZERS[p]() for p in parameters if p in OPTIMIZERS)
+    return [each for each in optimizers if each is not None and not each.is_replaced]
 
 
-NO_BACKWARD = -1
-"""autograd's number of the backward that goes on where none does."""
 RUNS_BACKWARD = getattr(torch.autograd.graph._engine_run_backward, "__code__", None)
-"""Of the function by which every backward is run."""
+"""Code object of the function that runs every backward."""
 IN_BACKWARD = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
-"""Of the function by which a backward calls those that are written in Python."""
+"""Code object of the function through which a backward calls functions written in Python."""
 
 
 def _is_inside_another() -> bool:
-    """Return whether the backward that goes on was begun inside another one, which may run in another thread."""
+    """Return whether the current backward was started inside another one, which may run in another thread."""
     runs, frame = 0, sys._getframe()
     while frame is not None:
         if frame.f_code is RUNS_BACKWARD:

@@ -1,7 +1,4 @@
-"""What goes on beside the compute.
-
-Who watches the parts of a step go on.
-"""
+"""Work on a CUDA side stream that overlaps compute, and the observer callback for spans of a step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,27 +6,27 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 Observer = Callable[[str, str], AbstractContextManager[None]]
-"""Called with a label and a phase; what it returns is entered while that goes on."""
+"""Called with a label and a phase; the context manager it returns is entered for the duration of that span."""
 
 
-def unobserved(label: str, phase: str) -> AbstractContextManager[None]:
-    """Watch nothing."""
+def no_observer(label: str, phase: str) -> AbstractContextManager[None]:
+    """Return a context manager that records nothing."""
     return nullcontext()
 
 
-class Lane:
-    """Work handed over while the compute goes on: on a CUDA device it has a stream of its own; else it is done at once.
+class SideStream:
+    """Runs work concurrently with compute: on a CUDA device in a stream of its own; else immediately.
 
-    What the work reads and writes must stay as it is until it is taken.
+    Tensors that the work reads and writes must not change until it has been waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Begin once what the compute has been given so far is done.
+        """Start the work once the compute issued so far is done.
 
-        Returns what to call so that all that the compute is given from then on waits for the work.
+        Return a function that makes later compute wait for it.
         """
         if self._stream is None:
             work()
@@ -43,4 +40,4 @@ class Lane:
 
 
 def _nothing() -> None:
-    """Wait for nothing."""
+    """No operation: the work is done already."""

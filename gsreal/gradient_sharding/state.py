@@ -1,9 +1,9 @@
-"""The optimizer's state by parameter name: whole on every rank, or every rank's own part for torch's checkpoints.
+"""State dictionaries of the optimizer by parameter name: gathered on every rank, or sharded for torch's checkpoints.
 
-Both say nothing of buckets, ranks or shares, so that any number of ranks with any shares takes them up again. A
-parameter that no step has updated yet has no state in the whole one, as in torch's.
+Both are independent of buckets, ranks and shares, so that any number of ranks with any shares can load them. A
+parameter that no step has updated yet has no state in the gathered one, as in torch's.
 
-A tensor that is spread over ranks, as torch.distributed.checkpoint reads and writes it.
+`PartialTensor` is a tensor spread over ranks, as torch.distributed.checkpoint reads and writes it.
 """
 
 from collections import defaultdict
@@ -15,32 +15,35 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from gsreal.gradient_sharding.bucket import Bucket, Piece, cut_where, elementwise
+from gsreal.gradient_sharding.bucket import Bucket, Piece, elementwise, split_pieces
 
 if TYPE_CHECKING:
     from gsreal.gradient_sharding.sharding import GradientSharding
 
 COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
-"""Operations on each piece."""
+"""Operations applied to each piece."""
 
 
-class Part(torch.Tensor):
-    """A tensor of which this rank holds some pieces: torch.distributed.checkpoint reads and writes those alone."""
+class PartialTensor(torch.Tensor):
+    """A tensor of which this rank has some pieces: torch.distributed.checkpoint reads and writes those alone."""
 
     pieces: dict[tuple[int, ...], Tensor]
-    """By where their first element is in the whole; some may be empty."""
+    """By the index of their first element in the whole; some may be empty."""
 
     @staticmethod
-    def __new__(cls, pieces: Mapping[tuple[int, ...], Tensor], size: Sequence[int]) -> "Part":
-        """Make it of what is held, of which there must be one piece at least, and the size of the whole."""
+    def __new__(cls, pieces: Mapping[tuple[int, ...], Tensor], size: Sequence[int]) -> "PartialTensor":
+        """Create it from this rank's pieces, of which there must be at least one, and the size of the whole."""
         like = next(iter(pieces.values()))
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=like.dtype, device=like.device)
-        made.pieces = dict(pieces)
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=like.dtype, device=like.device)
+        tensor.pieces = dict(pieces)
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Copy what is held, as `async_save` does before it writes; refuse to compute: the most is elsewhere."""
+        """Copy the pieces, as `async_save` does before it writes.
+
+        Refuse to compute: most elements are on other ranks.
+        """
         if func is torch.ops.aten.new_empty.default:  # the pieces follow as an attribute
             device = (kwargs or {}).get("device")
             return cls({first: piece.new_empty(0, device=device) for first, piece in args[0].pieces.items()}, args[1])
@@ -50,8 +53,8 @@ class Part(torch.Tensor):
         raise NotImplementedError(f"{func} on a part of a tensor")
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
-        held = ", ".join(f"{tuple(piece.shape)} at {first}" for first, piece in self.pieces.items())
-        return f"Part({held} of {tuple(self.shape)}, {self.dtype})"
+        pieces = ", ".join(f"{tuple(piece.shape)} at {first}" for first, piece in self.pieces.items())
+        return f"PartialTensor({pieces} of {tuple(self.shape)}, {self.dtype})"
 
     def _chunks(self) -> Iterator[ChunkStorageMetadata]:
         for first, piece in self.pieces.items():
@@ -59,7 +62,7 @@ class Part(torch.Tensor):
                 yield ChunkStorageMetadata(torch.Size(first), piece.size())
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return what to write: the pieces that are not empty."""
+        """Return the items to write: the pieces that are not empty."""
         properties = TensorProperties.create_from_tensor(next(iter(self.pieces.values())))
         return [
             WriteItem(
@@ -71,35 +74,41 @@ class Part(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return what to read."""
+        """Return the chunks to read."""
         return list(self._chunks())
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return where to read from or write to."""
+        """Return the piece to read into or write from."""
         assert index.offset is not None
         return self.pieces[tuple(index.offset)]
 
 
 MASTER = "master"
-"""Under this key is the owner's master copy of a parameter, where it keeps one."""
+"""Key of the owner's master copy of a parameter, if there is one."""
 State = dict[str, Any]
-"""Of one tensor, by key."""
+"""State of one tensor, by key."""
 
 
 # Whole ---------------------------------------------------------------------------------------------------------------
 
 
 def whole(sharding: "GradientSharding") -> dict[str, Any]:
-    """Return every owner's state by parameter name (a collective: owners tell what they have, and all-reduce it)."""
+    """Return every owner's state by parameter name (a collective: keys are exchanged, then values all-reduced)."""
     described: dict[str, dict[str, torch.dtype]] = {}
     others: dict[str, State] = {}
     own = {name: (bucket, *_owned_state(sharding, bucket, p)) for name, bucket, p in _owned(sharding)}
-    told = {name: ({k: v.dtype for k, v in values.items()}, _on_host(rest)) for name, (_, values, rest) in own.items()}
-    for of_rank in sharding.levels.gather_objects(told):
+    descriptions = {
+        name: (
+            {key: value.dtype for key, value in values.items()},
+            {key: value.cpu() if isinstance(value, Tensor) else value for key, value in rest.items()},
+        )
+        for name, (_, values, rest) in own.items()
+    }
+    for of_rank in sharding.hierarchy.gather_objects(descriptions):
         for name, (dtypes, rest) in of_rank.items():
             described.setdefault(name, {}).update(dtypes)
             others.setdefault(name, {}).update(rest)
-    found: dict[str, State] = {}
+    states: dict[str, State] = {}
     for bucket in sharding.buckets:
         names = {parameter: sharding.names[parameter] for parameter in bucket.parameters}
         keys = {key: dtype for name in names.values() for key, dtype in described.get(name, {}).items()}
@@ -107,14 +116,14 @@ def whole(sharding: "GradientSharding") -> dict[str, Any]:
         for parameter, name in names.items():
             values = {key: gathered[key][bucket.slots[parameter]] for key in described.get(name, {})}
             state = {key: value.clone().view(parameter.shape) for key, value in values.items()}
-            state |= {key: _on(value, bucket) for key, value in others.get(name, {}).items()}
+            state |= {key: _to_bucket_device(value, bucket) for key, value in others.get(name, {}).items()}
             if state:
-                found[name] = state
-    return {"state": found, "param_groups": _groups(sharding), "updates": sharding.pusher.steps}
+                states[name] = state
+    return {"state": states, "param_groups": _groups(sharding), "updates": sharding.pusher.steps}
 
 
-def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
-    """Take the own part of what `whole` returned; raise ValueError where it is another optimizer's or model's."""
+def load_gathered_state(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
+    """Load the own part of a result of `whole`; raise ValueError if it is another optimizer's or model's."""
     _check_saved(sharding, saved)
     load_groups(sharding, saved["param_groups"])
     sharding.pusher.steps = saved.get("updates", 0)
@@ -130,10 +139,10 @@ def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
         states = {p: _saved_state(saved["state"], known, sharding.names[p]) for p in bucket.parameters}
         _separate(sharding, bucket, states)
         for parameter, state in states.items():
-            found = bucket.piece_of(parameter)
-            if found is None:
+            owned_piece = bucket.piece_of(parameter)
+            if owned_piece is None:
                 continue
-            piece, start, part = found
+            piece, start, part = owned_piece
             if not set(state) - {MASTER}:  # no step has updated it
                 sharding.state.pop(piece.tensor, None)
             values, rest = _state(sharding, bucket, piece, part)
@@ -150,7 +159,7 @@ def load_whole(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
 
 
 def _check_saved(sharding: "GradientSharding", saved: Any) -> None:
-    """Raise ValueError where this is not what `whole` returns, before anything is changed."""
+    """Raise ValueError if this is not a result of `whole`, before anything is changed."""
     groups, states = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, Mapping) else (None, None)
     if groups is None or not isinstance(states, Mapping):
         raise ValueError("this is no state_dict of an optimizer: it must have 'state' and 'param_groups'")
@@ -162,7 +171,7 @@ def _check_saved(sharding: "GradientSharding", saved: Any) -> None:
 
 
 def load_groups(sharding: "GradientSharding", saved: list[dict[str, Any]]) -> None:
-    """Take the options of saved groups, such as their learning rates; raise ValueError where there are more or less."""
+    """Load the options of saved groups, such as learning rates; raise ValueError if their number differs."""
     if len(saved) != len(sharding.param_groups):
         raise ValueError(f"saved with {len(saved)} param_groups, but there are {len(sharding.param_groups)}")
     for group, options in zip(sharding.param_groups, saved, strict=True):
@@ -173,7 +182,7 @@ def load_groups(sharding: "GradientSharding", saved: list[dict[str, Any]]) -> No
 
 
 class _FirstValues(dict[str, Any]):
-    """A tensor's state that notes the value with which every key begins, before a step changes it in place."""
+    """A tensor's state that records the initial value of every key, before a step changes it in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +194,7 @@ class _FirstValues(dict[str, Any]):
 
 
 class _FirstStates(defaultdict[Tensor, dict[str, Any]]):
-    """States of an optimizer that begin when they are asked for, and note the values with which they begin."""
+    """States of an optimizer, created on first access, that record their initial values."""
 
     def __init__(self) -> None:
         super().__init__(_FirstValues)
@@ -200,16 +209,16 @@ class _FirstStates(defaultdict[Tensor, dict[str, Any]]):
 
 
 def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
-    """Return the state with which the first step of each tensor begins that has none yet; nothing is changed.
+    """Return the initial state of each tensor that has none yet, as its first step would create it; nothing is changed.
 
-    The optimizer makes it in a step with zero gradients and without decay, whose other effects are undone: so it is
+    The optimizer creates it in a step with zero gradients and without decay, whose other effects are undone: so it is
     zeros for Adam's moments, but ones for NAdam's product, and the learning rate for Rprop's step sizes.
     """
     fresh = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)]
     if not fresh:
         return {}
-    kept = {p: (p.detach().clone(), p.grad) for p in fresh}
-    others = [p for group in optimizer.param_groups for p in group["params"] if p not in kept]
+    saved = {p: (p.detach().clone(), p.grad) for p in fresh}
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in saved]
     gradients = {p: p.grad for p in others}
     decays = [group.get("weight_decay") for group in optimizer.param_groups]
     state, optimizer.state = optimizer.state, _FirstStates()
@@ -229,7 +238,7 @@ def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             if "weight_decay" in group:
                 group["weight_decay"] = decay
-        for p, (values, gradient) in kept.items():
+        for p, (values, gradient) in saved.items():
             p.detach().copy_(values)
             p.grad = gradient
         for p, gradient in gradients.items():
@@ -237,7 +246,7 @@ def first_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, State]:
 
 
 def initialise(optimizer: torch.optim.Optimizer) -> None:
-    """Give every tensor that has no state yet the one with which its first step begins; loading overwrites it."""
+    """Give every tensor that has no state yet its initial one; loading overwrites it."""
     optimizer.state.update(first_states(optimizer))
 
 
@@ -245,7 +254,7 @@ def initialise(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Sharded:
-    """What torch.distributed.checkpoint saves and loads of a GradientSharding: each rank's own part, by element.
+    """State of a GradientSharding for torch.distributed.checkpoint: each rank's own part, by element.
 
     dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=folder), and dcp.load alike.
     """
@@ -253,23 +262,23 @@ class Sharded:
     def __init__(self, sharding: "GradientSharding") -> None:
         self.sharding = sharding
         self._first: dict[Tensor, State] = {}
-        """State of tensors that have none yet, as it was last returned."""
+        """Initial state of tensors that have none yet, as last returned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the own part: views of it, so that what is loaded into it is loaded in place."""
+        """Return the own part: views, so that values are loaded in place."""
         self._first = first_states(self.sharding.optimizer)
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for name, bucket, parameter in _owned(self.sharding):
             values, others = _owned_state(self.sharding, bucket, parameter, self._first)
             start = bucket.owned(parameter)[0]
-            owned = {key: Part({(start,): value}, (parameter.numel(),)) for key, value in values.items()}
-            found[name] = owned | {key: _own_memory(value) for key, value in others.items()}
+            owned = {key: PartialTensor({(start,): value}, (parameter.numel(),)) for key, value in values.items()}
+            states[name] = owned | {key: _own_memory(value) for key, value in others.items()}
         # a tuple is saved as one object: its lists and numbers are replaced as a whole when it is loaded
         updates = torch.tensor(self.sharding.pusher.steps)
-        return {"state": found, "param_groups": tuple(_groups(self.sharding)), "updates": updates}
+        return {"state": states, "param_groups": tuple(_groups(self.sharding)), "updates": updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what was loaded: the tensors of the state are in place already."""
+        """Apply a loaded dictionary: the tensors of the state are in place already."""
         sharding = self.sharding
         load_groups(sharding, list(state_dict["param_groups"]))
         sharding.pusher.steps = int(state_dict["updates"])
@@ -279,17 +288,17 @@ class Sharded:
             states = {p: state_dict["state"].get(sharding.names[p], {}) for p in bucket.parameters}
             _separate(sharding, bucket, states)
             for parameter in bucket.parameters:
-                found = bucket.piece_of(parameter)
-                if found is not None:
-                    for key, value in _state(sharding, bucket, found[0], found[2])[1].items():
-                        _replace(sharding, found[0], key, value, states[parameter][key])
+                owned_piece = bucket.piece_of(parameter)
+                if owned_piece is not None:
+                    for key, value in _state(sharding, bucket, owned_piece[0], owned_piece[2])[1].items():
+                        _replace(sharding, owned_piece[0], key, value, states[parameter][key])
 
 
 # By parameter --------------------------------------------------------------------------------------------------------
 
 
 def _owned(sharding: "GradientSharding") -> list[tuple[str, Bucket, nn.Parameter]]:
-    """Return the names of the parameters of which this rank owns some, and in which buckets they are."""
+    """Return (name, bucket, parameter) of the parameters of which this rank owns elements."""
     return [
         (sharding.names[parameter], bucket, parameter)
         for bucket in sharding.buckets
@@ -302,9 +311,9 @@ def _owned_state(
     sharding: "GradientSharding", bucket: Bucket, parameter: nn.Parameter, first: Mapping[Tensor, State] | None = None
 ) -> tuple[dict[str, Tensor], State]:
     """Return what `_state` does of the own part of a parameter."""
-    found = bucket.piece_of(parameter)
-    assert found is not None
-    return _state(sharding, bucket, found[0], found[2], first)
+    owned_piece = bucket.piece_of(parameter)
+    assert owned_piece is not None
+    return _state(sharding, bucket, owned_piece[0], owned_piece[2], first)
 
 
 def _state(
@@ -314,9 +323,9 @@ def _state(
     part: slice,
     first: Mapping[Tensor, State] | None = None,
 ) -> tuple[dict[str, Tensor], State]:
-    """Return the states with a value for each element of a part of a piece, the master copy too, and the others.
+    """Return the elementwise states of a part of a piece, including the master copy, and the other states.
 
-    `first`: of those that have none yet.
+    `first`: initial states of tensors that have none yet.
     """
     state = sharding.optimizer.state.get(piece.tensor) or (first or {}).get(piece.tensor, {})
     flat = elementwise(state, piece)
@@ -337,24 +346,26 @@ def _gathered(sharding: "GradientSharding", bucket: Bucket, key: str, dtype: tor
         if value is not None:
             first = bucket.slots[parameter].start + bucket.owned(parameter)[0]
             flat[first : first + value.numel()] = value
-    sharding.levels.all_reduce(flat)
+    sharding.hierarchy.all_reduce(flat)
     return flat
 
 
 def _separate(sharding: "GradientSharding", bucket: Bucket, states: Mapping[nn.Parameter, State]) -> None:
-    """Cut a bucket's pieces where parameters were updated unequally often: what is no tensor of their elements says so.
+    """Split a bucket's pieces where parameters had unequal numbers of updates.
 
-    Those that this rank owns nothing of do not count.
+    By their states that are not elementwise.
+
+    Parameters of which this rank owns nothing do not count.
     """
 
     def kind(parameter: nn.Parameter) -> Any:
-        return {key: _plain(value) for key, value in states[parameter].items() if key != MASTER}
+        return {key: _comparable(value) for key, value in states[parameter].items() if key != MASTER}
 
-    cut_where(bucket, sharding.optimizer, kind)
+    split_pieces(bucket, sharding.optimizer, kind)
 
 
-def _plain(value: Any) -> Any:
-    """Return what tells one value of a state from another; of elements, only that they are there."""
+def _comparable(value: Any) -> Any:
+    """Return a value by which states are compared; of elementwise ones, only that they exist."""
     if isinstance(value, Tensor):
         return value.item() if value.dim() == 0 else None
     return value
@@ -365,13 +376,8 @@ def _own_memory(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _on_host(state: State) -> State:
-    """Return tensors that other ranks can be told."""
-    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def _on(value: Any, bucket: Bucket) -> Any:
-    """Return a tensor of more than one element on a bucket's device; numbers of steps stay where torch has them."""
+def _to_bucket_device(value: Any, bucket: Bucket) -> Any:
+    """Return a tensor of more than one element on a bucket's device; step counts stay on torch's."""
     return value.to(bucket.flat.device) if isinstance(value, Tensor) and value.dim() else value
 
 
@@ -387,21 +393,24 @@ def _groups(sharding: "GradientSharding") -> list[dict[str, Any]]:
 
 
 def _saved_state(saved: Mapping[str, State], known: set[str], name: str) -> State:
-    """Return what was saved of a parameter, nothing if no step had updated it; raise ValueError if none is known."""
+    """Return the saved state of a parameter, empty if no step had updated it.
+
+    Raise ValueError if the name is unknown.
+    """
     if name not in saved and name not in known:
         raise ValueError(f"nothing was saved of parameter '{name}': another model")
     return saved.get(name, {})
 
 
 def _check_keys(state: State, keys: set[str], name: str) -> None:
-    """Raise ValueError where something is missing of what was saved of a parameter."""
+    """Raise ValueError if a key is missing from the saved state of a parameter."""
     missing = sorted(keys - set(state))
     if missing:
         raise ValueError(f"nothing was saved of '{missing[0]}' of parameter '{name}': another optimizer or model")
 
 
 def _check_shape(source: Tensor, parameter: nn.Parameter, key: str, name: str) -> None:
-    """Raise ValueError where a state with a value for each element was saved of a parameter of another size."""
+    """Raise ValueError if an elementwise state was saved of a parameter of another size."""
     if source.numel() != parameter.numel():
         raise ValueError(
             f"'{key}' of parameter '{name}' was saved in shape {tuple(source.shape)}, but the model has "
@@ -410,7 +419,7 @@ def _check_shape(source: Tensor, parameter: nn.Parameter, key: str, name: str) -
 
 
 def _replace(sharding: "GradientSharding", piece: Piece, key: str, value: Any, saved: Any) -> None:
-    """Give a piece a state that is no tensor of its elements, such as the number of steps."""
+    """Set a state of a piece that is not elementwise, such as the number of steps."""
     if isinstance(value, Tensor):
         value.copy_(torch.as_tensor(saved))
     else:

@@ -1,4 +1,4 @@
-"""Which magnitude an element must have to be sent: given, or found for each tensor from what a rank has accumulated."""
+"""Thresholds of a push: a given magnitude, or one computed per tensor from the accumulated gradient."""
 
 import itertools
 import math
@@ -11,8 +11,8 @@ from gsreal.gradient_sharding.messages import Scratch, is_on_host
 from gssim.plan import SAMPLE_ELEMENTS, Push
 
 Pieces = Callable[[int, int], list[Tensor]]
-"""Returns what is accumulated in a half-open range of a bucket, in pieces that follow one another."""
-Part = tuple[slice, float]
+"""Returns the accumulated gradient of a half-open range of a bucket, in consecutive pieces."""
+ThresholdedRange = tuple[slice, float]
 """A range, and its threshold."""
 
 
@@ -21,33 +21,33 @@ class Thresholds:
 
     def __init__(self, push: Push, places: Sequence[slice]) -> None:
         self.push, self.places = push, places
-        """Where each tensor is in the bucket."""
+        """Range of each tensor in the bucket."""
         self.estimated: list[float] | None = None
-        """For a target density: by tensor, as last estimated."""
+        """For a target density: the last estimate of each tensor."""
 
-    def find(self, pieces: Pieces, scratch: Scratch, *, step: int, scale: float = 1.0) -> list[Part]:
-        """Return parts of the bucket, in order, with their thresholds; `step`: from the first thresholded one.
+    def find(self, pieces: Pieces, scratch: Scratch, *, step: int, scale: float = 1.0) -> list[ThresholdedRange]:
+        """Return ranges of the bucket, in order, with their thresholds; `step`: counted from the first thresholded one.
 
-        `scale`: what all that is accumulated was multiplied by. Estimates are kept without it.
+        `scale`: factor of all accumulated values (the loss scale). Estimates are stored without it.
         """
         assert self.push.threshold is not None
         if self.push.kind == "absolute":
             return [(slice(self.places[0].start, self.places[-1].stop), self.push.threshold * scale)]
         if self.push.kind == "relative":
             means = mean_magnitudes([pieces(place.start, place.stop) for place in self.places])
-            found = [_no_zeros(self.push.threshold * mean) if self.push.threshold else 0.0 for mean in means]
+            thresholds = [_above_zero(self.push.threshold * mean) if self.push.threshold else 0.0 for mean in means]
         else:
             if self.estimated is None or step % self.push.reestimate_steps == 0:
                 self.estimated = [
                     quantile(pieces(place.start, place.stop), self.push.threshold, scratch) / scale
                     for place in self.places
                 ]
-            found = [estimate * scale for estimate in self.estimated]
-        return list(zip(self.places, found, strict=True))
+            thresholds = [estimate * scale for estimate in self.estimated]
+        return list(zip(self.places, thresholds, strict=True))
 
 
-def _no_zeros(threshold: float) -> float:
-    """Return a threshold that no zero reaches, though all of a tensor may be zeros."""
+def _above_zero(threshold: float) -> float:
+    """Return a threshold that zeros never reach, even if all of a tensor are zeros."""
     return threshold if math.isnan(threshold) else max(threshold, TINY)
 
 
@@ -59,45 +59,43 @@ def mean_magnitudes(tensors: Sequence[Sequence[Tensor]]) -> list[float]:
     flat = [piece for pieces in tensors for piece in pieces]
     if not flat:
         return [0.0] * len(tensors)
-    norms = torch.stack([torch.linalg.vector_norm(piece, 1, dtype=_at_least_fp32(piece)) for piece in flat])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(piece, 1, dtype=torch.promote_types(piece.dtype, torch.float32)) for piece in flat]
+    )
     totals = iter(norms.tolist())  # the device is waited for once
     return [sum(next(totals) for _ in pieces) / max(1, sum(piece.numel() for piece in pieces)) for pieces in tensors]
-
-
-def _at_least_fp32(piece: Tensor) -> torch.dtype:
-    return torch.promote_types(piece.dtype, torch.float32)
 
 
 def quantile(pieces: Sequence[Tensor], density: float, scratch: Scratch) -> float:
     """Return the magnitude that the fraction `density` of a tensor reaches, and at least one of its elements.
 
-    Of a large tensor, it is estimated from elements at equal distances, wherever the tensor is cut in pieces; their
-    number S gives the fraction a relative standard error of sqrt((1 - density) / (density * S)).
+    For a large tensor it is estimated from equidistant elements, wherever the tensor is cut in pieces; their number S
+    gives the fraction a relative standard error of sqrt((1 - density) / (density * S)).
     """
     if density >= 1:
         return 0.0
     elements = sum(piece.numel() for piece in pieces)
     room = min(SAMPLE_ELEMENTS, scratch.magnitudes.numel())
-    distance = _distance(math.ceil(elements / room)) if elements > room else 1
+    distance = _sampling_stride(math.ceil(elements / room)) if elements > room else 1
     start = taken = 0
     for piece in pieces:
         picked = piece[(-start) % distance :: distance]
         scratch.magnitudes[taken : taken + picked.numel()].copy_(picked)
         start, taken = start + piece.numel(), taken + picked.numel()
     sample = scratch.magnitudes[:taken].abs_()
-    return _no_zeros(_kth_largest(sample, max(1, round(density * taken)))) if taken else math.inf
+    return _above_zero(_kth_largest(sample, max(1, round(density * taken)))) if taken else math.inf
 
 
-def _distance(least: int) -> int:
-    """Return the least number from `least` on that has no factor in common with the usual lengths of rows.
+def _sampling_stride(least: int) -> int:
+    """Return the smallest number from `least` on that is coprime to the usual lengths of rows.
 
-    Every third element of kernels of 3 x 3 would be of the same column, which may be the one with the smallest.
+    Every third element of 3 x 3 kernels would be of the same column, which may be the one with the smallest values.
     """
     return next(distance for distance in itertools.count(least) if math.gcd(distance, 2 * 3 * 5 * 7) == 1)
 
 
 def _kth_largest(sample: Tensor, k: int) -> float:
-    """Return the k-th largest of a sample, which is put in another order."""
+    """Return the k-th largest of a sample, which is reordered in place."""
     if not is_on_host(sample):
         return float(sample.kthvalue(sample.numel() - k + 1).values)
     values = sample.numpy()
@@ -105,16 +103,16 @@ def _kth_largest(sample: Tensor, k: int) -> float:
     return float(values[len(values) - k])
 
 
-def within(parts: Sequence[Part], first: int, last: int) -> list[Part]:
+def clip_ranges(parts: Sequence[ThresholdedRange], first: int, last: int) -> list[ThresholdedRange]:
     """Return what of the parts is in [first, last), counted from there."""
     inside = [(slice(max(part.start, first), min(part.stop, last)), threshold) for part, threshold in parts]
     return [(slice(p.start - first, p.stop - first), threshold) for p, threshold in inside if p.start < p.stop]
 
 
-def mark(gradient: Tensor, parts: Sequence[Part], scratch: Scratch) -> Tensor:
-    """Return a flag for every element of a message's range: whether it is in a part and not below its threshold.
+def mark(gradient: Tensor, parts: Sequence[ThresholdedRange], scratch: Scratch) -> Tensor:
+    """Return a flag for every element of a message's range: whether it is in a range and not below its threshold.
 
-    What is no number is below none: it is sent, so that its owner sees it.
+    NaN is below no threshold: it is sent, so that its owner detects it.
     """
     flags = scratch.flags[: gradient.numel()]
     if not parts:

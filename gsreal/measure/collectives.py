@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gsreal.gradient_sharding.point_to_point import Logical, observers
+from gsreal.gradient_sharding.point_to_point import LogicalCollective, observers
 from gssim.result import Collective, merge_collectives
 
 
@@ -72,7 +72,7 @@ class CollectiveRecorder(TorchDispatchMode):
         super().__exit__(*exception)
         observers.remove(self._observe)
 
-    def _observe(self, entry: Logical | None) -> None:
+    def _observe(self, entry: LogicalCollective | None) -> None:
         if entry is None:
             self._logical = None
             return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gsreal.gradient_sharding.master import MasterCopy
-from gsreal.gradient_sharding.state import MASTER, Part, initialise
+from gsreal.gradient_sharding.state import MASTER, PartialTensor, initialise
 from gsreal.methods.pipeline_stages import StageModules
 from gsreal.methods.tensor_slices import Slice
 
@@ -93,7 +93,7 @@ def _placed(value: Tensor, part: Slice | None) -> Tensor:
         return value
     whole = [part.size if i == part.dimension else size for i, size in enumerate(value.shape)]
     local = value.to_local() if isinstance(value, DTensor) else value
-    return Part(_pieces(local, part, _first_row(value, local, part)), whole)
+    return PartialTensor(_pieces(local, part, _first_row(value, local, part)), whole)
 
 
 def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...], Tensor]:

@@ -20,7 +20,10 @@ REPORTS = "GSREAL_REPORTS"
 DEFAULT_TIMEOUT_S = 600.0
 ANSWER_S = 3.0
 """How long ranks get to say where they are."""
-WAITS = re.compile(r'File "[^"]*[/\\](torch[/\\]distributed|gsreal[/\\]exchanges|concurrent)[^"]*", line \d+ in (\w+)')
+WAITS = re.compile(
+    r'File "[^"]*[/\\](torch[/\\]distributed|gsreal[/\\]gradient_sharding[/\\]point_to_point|concurrent)[^"]*", '
+    r"line \d+ in (\w+)"
+)
 """A line of a stack in which a rank waits for others."""
 
 

@@ -225,7 +225,7 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
         kept = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
         kept += _state_of(training)  # master copies
         kept += [value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)]
-        kept += [*sharding.pusher.held, *sharding.publisher.held] if sharding else []
+        kept += [*sharding.pusher.persistent_tensors, *sharding.publisher.persistent_tensors] if sharding else []
         peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), kept))
         note_progress(f"step {step + 1} of those for memory done")
     reserved = [peak for _, peak in peaks if peak is not None]

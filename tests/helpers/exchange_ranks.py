@@ -66,7 +66,7 @@ def unevenly(group: Any, rank: int, ranks: int) -> Iterator[tuple[str, float]]:
     part = torch.empty(own.stop - own.start, dtype=torch.float64)
     exchanges.reduce_scatter_v(part, flat.clone(), ranges, group=group)
     yield "reduce-scatter-v", worst(whole[own], part)
-    for gather in (exchanges.all_gather_v, exchanges.broadcast_parts):
+    for gather in (exchanges.all_gather_v, exchanges.all_gather_by_broadcasts):
         found = torch.zeros_like(whole)
         found[own] = whole[own]
         gather(found, ranges, group=group)

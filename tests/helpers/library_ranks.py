@@ -90,7 +90,7 @@ def check_equal(model, reference, tolerance=EXACT):
         )
 
 
-def check_alike(value):
+def check_equal_on_all_ranks(value):
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     assert all(each == found[0] for each in found), found
@@ -556,7 +556,7 @@ def batch_norm():
         before = [p.clone() for p in model.parameters()]
         model.eval()(next(batches(1))[0])
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    check_alike([float(p.sum()) for p in model.parameters()])
+    check_equal_on_all_ranks([float(p.sum()) for p in model.parameters()])
 
 
 def backwards_of_all_kinds():
@@ -674,7 +674,7 @@ def autocast():
             opt.step()
             opt.zero_grad()
     check_equal(model, reference, 4 * 2**-8 * SGD["lr"])
-    check_alike([float(p.sum()) for p in model.parameters()])
+    check_equal_on_all_ranks([float(p.sum()) for p in model.parameters()])
 
 
 def a_scaled_loss():

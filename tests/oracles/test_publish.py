@@ -203,7 +203,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from gsreal.gradient_sharding import GradientSharding, shard_gradients  # noqa: E402
-from gsreal.gradient_sharding.publish import ForwardWaits  # noqa: E402
+from gsreal.gradient_sharding.publish import WaitBeforeForward  # noqa: E402
 
 RATE = 0.25
 
@@ -280,7 +280,7 @@ def test_putting_a_packed_message_gives_the_values_that_were_packed(dtype, kind)
     flags = torch.rand(elements, generator=generator) < 0.05
     message, entries = Encoding(kind, dtype, scratch).pack(values, flags.clone())
     target = torch.full_like(values, 7)
-    Encoding(kind, dtype, scratch).put(target, message, entries)
+    Encoding(kind, dtype, scratch).overwrite(target, message, entries)
     assert torch.equal(target, torch.where(flags, values, torch.full_like(values, 7)))
 
 
@@ -308,8 +308,8 @@ def test_modules_wait_for_their_own_buckets_and_for_those_of_modules_that_nobody
     names = {bucket: name for name, bucket in buckets.items()}
     waited: list[str] = []
     ended: list[bool] = []
-    arrivals = Mock(wait=lambda b: waited.append(names[b]), finish=lambda: ended.append(True), under_way=False)
-    waits = ForwardWaits(model, list(buckets.values()), arrivals)
+    arrivals = Mock(wait=lambda b: waited.append(names[b]), finish=lambda: ended.append(True), in_flight=False)
+    waits = WaitBeforeForward(model, list(buckets.values()), arrivals)
     x = torch.ones(1, 4)
     model(x)
     assert set(waited) == set(buckets)
@@ -325,7 +325,7 @@ def test_modules_wait_for_their_own_buckets_and_for_those_of_modules_that_nobody
     waited.clear()
     copy.deepcopy(model)(x)
     assert not waited
-    arrivals.under_way = True
+    arrivals.in_flight = True
     with pytest.raises(RuntimeError, match=r"call optimizer\.finish\(\)"):
         copy.deepcopy(model)
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from gsreal.gradient_sharding.bucket import Bucket  # noqa: E402
 from gsreal.gradient_sharding.messages import Encoding, Scratch  # noqa: E402
 from gsreal.gradient_sharding.push import Accumulated, Residual  # noqa: E402
-from gsreal.gradient_sharding.thresholds import mark, mean_magnitudes, quantile, within  # noqa: E402
+from gsreal.gradient_sharding.thresholds import clip_ranges, mark, mean_magnitudes, quantile  # noqa: E402
 from gssim.plan import (  # noqa: E402
     CHUNK_ELEMENTS,
     divide,
@@ -36,10 +36,10 @@ def test_what_is_packed_arrives_and_nothing_else(dtype, kind, threshold):
         encoding, part = Encoding(kind, dtype, scratch), values(size, dtype)
         before, reached = part.clone(), part.to(scratch.magnitudes.dtype).abs() >= threshold
         half = size // 2
-        flags = mark(part, within([(slice(0, half), threshold), (slice(half, size), threshold)], 0, size), scratch)
+        flags = mark(part, clip_ranges([(slice(0, half), threshold), (slice(half, size), threshold)], 0, size), scratch)
         message, entries = encoding.pack(part, flags, clear=True)
         assert entries == int(reached.sum())
-        written = encoding.of(entries, size)
+        written = encoding.choose(entries, size)
         assert message.nbytes == message_bytes(written, entries=entries, elements=size, value_bytes=dtype.itemsize)
         assert torch.equal(part, torch.where(reached, 0, before))
         gradient = torch.ones(size, dtype=scratch.magnitudes.dtype)
@@ -54,7 +54,7 @@ def test_what_is_packed_arrives_and_nothing_else(dtype, kind, threshold):
 def bucket_of(elements: int, shares, rank: int) -> Bucket:
     parameters = [torch.nn.Parameter(torch.zeros(elements))]
     bucket = Bucket(0, parameters, divide(elements, by_node=[[share] for share in shares]), node=rank)
-    bucket.take_shard()
+    bucket.create_shard()
     return bucket
 
 
@@ -104,8 +104,8 @@ def test_owners_that_change_lose_nothing_of_what_was_kept(weight):
     residual.reshard(slice(4, 8))
     residual.reshard(slice(6, 9))
     gradient = torch.zeros(10)
-    residual.pay(gradient, weight)
-    residual.pay(gradient, weight)
+    residual.add_carried(gradient, weight)
+    residual.add_carried(gradient, weight)
     kept = torch.zeros(10)
     for first, last in residual.places:
         kept[first:last] = residual.part(first, last)
@@ -120,7 +120,7 @@ def test_what_is_no_number_is_sent_so_that_its_owner_sees_it_and_is_not_kept_for
     assert flags.tolist() == [False, True, False, True]
     residual = Residual(4, slice(0, 1), torch.float32, CPU)
     residual.values.copy_(torch.tensor([1.0, math.nan, -math.inf]))
-    residual.drop_broken()
+    residual.drop_nonfinite()
     assert residual.values.tolist() == [1, 0, 0]
 
 
