@@ -1,1 +1,1 @@
-"""Executes the same scenarios with torch.distributed, and measures them."""
+"""Executes scenarios with torch.distributed on real ranks, and measures them."""

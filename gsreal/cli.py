@@ -1,4 +1,7 @@
-"""`gsreal`: trace models, calibrate this machine, take gradient statistics, and run scenarios for real."""
+"""Command line of `gsreal`.
+
+Trace models, calibrate this machine, take gradient statistics, and run scenarios for real.
+"""
 
 import importlib.util
 import json
@@ -114,9 +117,9 @@ def run_command(
 
 @contextmanager
 def _only_saver(folder: Path | None) -> Iterator[tuple[int, ...]]:
-    """Hold the lock of a folder of checkpoints, and leave nothing there that is not complete; give the lock's handle.
+    """Lock a folder of checkpoints, and remove incomplete ones from it; yield the lock's file descriptor.
 
-    Raises UserError where another run saves there. Of torchrun's ranks the first one does so.
+    Raises UserError if another run saves there. Of torchrun's ranks the first one takes the lock.
     """
     if folder is None or os.environ.get("RANK", "0") != "0":
         yield ()
@@ -223,7 +226,7 @@ def _clean() -> None:
 
 
 def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
-    """Return a scenario that can run for real; raise UserError for what cannot."""
+    """Return a scenario that can run for real; raise UserError for one that cannot."""
     from gsreal.run.checks import check_real
     from gssim.scenario import load_scenario
 
@@ -345,12 +348,12 @@ def calibrate_command(
 
 
 def _only_writer(file: Path) -> AbstractContextManager[int]:
-    """Hold the lock of a file that is written more than once, or read before it is written."""
+    """Lock a file that is written more than once, or read before it is written."""
     return locked(file.with_name(f"{file.name}.lock"), place=str(file))
 
 
 def _check_models(length: int, models: list[Path]) -> None:
-    """Raise UserError where one of the models is not trusted, or takes no sequences of this length."""
+    """Raise UserError if one of the models is not trusted, or does not accept sequences of this length."""
     from gsreal.model_files.build import check_factory
     from gssim.scenario import load_model
     from gssim.workload import TokenInput
@@ -375,7 +378,7 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
 
 
 def _check_places(*files: Path | None) -> None:
-    """Raise UserError where one of the files that are named cannot be written: after the work it would be too late."""
+    """Raise UserError if one of the named files cannot be written, before the work is done."""
     from gssim.files import check_place
 
     for file in files:
@@ -404,7 +407,7 @@ def _numbers(text: str, option: str) -> list[float]:
 
 
 def _whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Return rising whole numbers from 1 on."""
+    """Return increasing whole numbers from 1 on."""
     numbers = sorted(_numbers(text, option))
     if numbers[0] < 1 or any(number % 1 for number in numbers):
         raise UserError(f"{option} {text}: must be whole numbers of at least 1")
@@ -470,14 +473,14 @@ def trace_command(
 
 
 def main() -> None:
-    """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
+    """Run the command line; a user error is one line and exit code 2, a failed run one line and exit code 1."""
     with unwinding(), _torch_caches():
         run_command_line(app, "gsreal", interrupted="all ranks are stopped")
 
 
 @contextmanager
 def _torch_caches() -> Iterator[None]:
-    """Let the folder for compiled kernels, which torch makes as it is imported, be one that goes with this process."""
+    """Use a folder for compiled kernels, which torch creates when imported, that is removed with this process."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if name in os.environ:
         yield

@@ -1,4 +1,4 @@
-"""The few pieces that are C++: compiled on first use, and kept for later."""
+"""Compiles the few C++ sources of this package on first use, and caches the results."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ def compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return where what is made once is kept for later runs; raise UserError where the user has no such place."""
+    """Return the folder in which generated files are kept for later runs; raise UserError if the user has none."""
     said = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(said):  # others are to be ignored, says the specification
         return Path(said) / "gsreal"
@@ -28,10 +28,10 @@ def cache_folder() -> Path:
 
 
 def compiled(source: Path, flags: Sequence[str] = (), *, version: str = "") -> Path | None:
-    """Return what the compiler makes of a file of C++, or None where nothing compiles it.
+    """Return the compiled file of a C++ source, or None without a compiler.
 
-    A shared library with the flag `-shared`, else a program. It is made anew when the file, the flags or the `version`
-    of what it is linked with change.
+    A shared library with the flag `-shared`, else a program. It is compiled again if the file, the flags or the
+    `version` of the libraries that it is linked with change.
     """
     said = "\0".join([source.read_text(encoding="utf-8"), version, *flags])
     key = hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -1,18 +1,18 @@
-"""What this machine is: the device a rank really runs on, its name, and the process settings of a real run.
+"""This machine as a rank sees it: devices and their names, thread pinning, process settings, and provenance.
 
 [Note: gloo's threads] Each process group of gloo has a loop, a thread that reads and writes its sockets, and workers
-that carry out collectives. The loop tries the lock of a connection and, where another thread has it, asks the kernel
-again at once, for the socket is still ready (gloo, tcp/pair.cc, handleEvents). A message that arrives while another
-thread sends wakes it, often on the same core: there it asks in vain, and keeps the core from the thread that would let
-go of the lock, until the scheduler's next tick. As SCHED_BATCH, which any process may choose, a loop that is woken
-takes the core from nobody. Free to run on any core, threads are also woken on a core where another rank computes, and
-wait there for a tick while their own is idle; so they stay on their rank's.
+that carry out collectives. The loop tries the lock of a connection and, if another thread has it, polls the kernel
+again immediately, for the socket is still ready (gloo, tcp/pair.cc, handleEvents). A message that arrives while another
+thread sends wakes it, often on the same core: there it fails to get the lock, and keeps the core from the thread that
+would release the lock, until the scheduler's next tick. As SCHED_BATCH, which any process may choose, a woken loop
+preempts nobody. Free to run on any core, threads are also woken on a core where another rank computes, and wait there
+for a tick while their own is idle; so they stay on their rank's.
 
-Measured between two ranks on two cores, means of an exchange of 1.2 MB, for threads as they come, loops that take the
-core from nobody, and these on their rank's core: rings 0.4 to 3.8 ms (of which loops asked for a lock for up to 3.7),
-0.3 to 2.4, 0.25 to 0.6; all-reduces whose ranks come apart 2.3 to 4.5, 0.9 to 3.4, 0.45 to 0.6; a step of tensor
+Measured between two ranks on two cores, means of an exchange of 1.2 MB, for threads by default, with loops that preempt
+nobody, and with these on their rank's core: rings 0.4 to 3.8 ms (of which loops asked for a lock for up to 3.7),
+0.3 to 2.4, 0.25 to 0.6; all-reduces whose ranks arrive apart 2.3 to 4.5, 0.9 to 3.4, 0.45 to 0.6; a step of tensor
 parallelism 156, 144, 132. In the lab, where ranks pause many times a tick and links are slower, the first of the two
-changed no step by more than noise: all is left as it comes.
+changed no step by more than noise: the defaults are left there.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-"""Of every process that is timed, in calibration and in runs alike."""
+"""Environment of every process that is timed, in calibration and in runs alike."""
 
 
 def processor_name() -> str:
@@ -61,7 +61,7 @@ def processor_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device type that a rank really uses, as cluster files call it."""
+    """Return the name of the device type that a rank really uses, as in cluster files."""
     place = own_place()
     if place is not None:
         return place.device
@@ -75,7 +75,7 @@ def usable_cores() -> list[int]:
 
 
 def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
-    """Raise UserError where this machine cannot run the cluster's ranks."""
+    """Raise UserError if this machine cannot run the cluster's ranks."""
     kinds = {cluster.type_of(rank).kind for rank in range(ranks)}
     if kinds == {"cuda"} and not torch.cuda.is_available():
         raise UserError(f"{where}: cluster: its devices are GPUs, but this machine has none; use --set cluster=FILE")
@@ -87,18 +87,18 @@ def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
 
 @dataclass(frozen=True)
 class Freedom:
-    """Where a thread may run, and before which others."""
+    """Affinity and scheduling policy of a thread."""
 
     cores: frozenset[int]
     niceness: int
 
     @classmethod
     def now(cls) -> "Freedom":
-        """Return the calling thread's."""
+        """Return those of the calling thread."""
         return cls(frozenset(usable_cores()), os.getpriority(os.PRIO_PROCESS, 0))
 
     def take(self) -> None:
-        """Give it to the calling thread, as far as this process may."""
+        """Apply them to the calling thread, as far as this process may."""
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)
         with suppress(PermissionError):
@@ -106,12 +106,12 @@ class Freedom:
 
 
 _before: list[Freedom] = []
-"""What this rank's main thread had before it was settled; empty in a process that is not."""
+"""Those of this rank's main thread before it was pinned; empty in a process that is not."""
 
 
 @contextmanager
 def starting_threads() -> Iterator[None]:
-    """Make process groups inside: their threads run where those of a settled rank's first group do.
+    """Create process groups inside: their threads run on the same cores as those of a pinned rank's first group.
 
     These are the lab's free cores (gloo's threads stand for a network card), or else the rank's own.
     """
@@ -132,7 +132,7 @@ LOOP, WORKER = "gloo_tcp_loop", "pt_gloo_runloop"
 
 
 def _settle_gloo() -> None:
-    """Keep gloo's threads on this thread's cores, and its loops from taking them; see [Note: gloo's threads]."""
+    """Keep gloo's threads on this thread's cores, and its loops from preempting others; see [Note: gloo's threads]."""
     for name in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # a thread that has just ended, or a kernel that does not let us
             thread, kind = int(name.parent.name), name.read_text(encoding="utf-8").strip()
@@ -143,10 +143,10 @@ def _settle_gloo() -> None:
 
 
 def settle(cluster: Cluster, local_rank: int) -> torch.device:
-    """Pin this rank's threads and return its device; the rank dies with its launcher.
+    """Pin this rank's threads and return its device; the rank ends with its launcher.
 
-    To be called after the process group is made: in the lab, gloo's own threads then stay free to run on any core.
-    Groups that are made later are made while `starting_threads`.
+    To be called after the process group is created: in the lab, gloo's own threads then stay free to run on any core.
+    Later groups are created within `starting_threads`.
     """
     _before[:] = [Freedom.now()]
     die_with_parent()

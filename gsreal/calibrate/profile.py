@@ -92,17 +92,17 @@ class _Step:
     """One profiled step: seconds by (layer, phase), and by phase of a step beside it in which nothing was observed."""
 
     seconds: dict[tuple[int, str], float]
-    no_observer: dict[str, float]
+    unobserved: dict[str, float]
     lasted_s: float
-    """The no_observer step by the clock on the wall: with the bursts of a slowed-down device's sleep."""
+    """The unobserved step by the clock on the wall: with the bursts of a slowed-down device's sleep."""
 
     @property
     def unobserved_s(self) -> float:
         """Seconds of the step in which nothing was observed."""
-        return sum(self.no_observer.values())
+        return sum(self.unobserved.values())
 
     def observed_s(self, phase: str) -> float:
-        """Seconds of a phase of the observed step: more than the no_observer one's by what the observation costs."""
+        """Seconds of a phase of the observed step: more than the unobserved one's by what the observation costs."""
         return sum(seconds for (_, each), seconds in self.seconds.items() if each == phase)
 
 
@@ -154,14 +154,14 @@ def _timed(
         if together:
             dist.barrier()
         start_s = time.perf_counter()
-        no_observer = step_marks(bench, module, batch)
+        unobserved = step_marks(bench, module, batch)
         lasted_s = time.perf_counter() - start_s
         update(bench, optimizer)
         if step >= 1:
             found.append(
                 _Step(
                     {place: _total_s(marks) for place, marks in seconds.items()},
-                    {phase: elapsed_s(*marks) for phase, marks in no_observer.items()},
+                    {phase: elapsed_s(*marks) for phase, marks in unobserved.items()},
                     lasted_s,
                 )
             )
@@ -281,7 +281,7 @@ def _profile(
 
 def _unobserved_ratio(steps: list[_Step], phase: str) -> float:
     """Return a phase's time without hooks at every layer over its time with them, measured in turns."""
-    unobserved_s = statistics.median(step.no_observer[phase] for step in steps)
+    unobserved_s = statistics.median(step.unobserved[phase] for step in steps)
     return unobserved_s / statistics.median(step.observed_s(phase) for step in steps)
 
 

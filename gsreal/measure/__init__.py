@@ -1,4 +1,4 @@
-"""What a real run shows: spans on a clock, exact peak bytes, and every collective as the process group sees it."""
+"""Measurements of a real run: spans on a clock, exact peak bytes, and every collective of the process group."""
 
 from gsreal.measure.collectives import CollectiveRecorder, Seen, collectives_of
 from gsreal.measure.memory import MemoryCounter, counting_allocator

@@ -1,4 +1,4 @@
-"""Every collective and message of a rank, as the process group sees it."""
+"""Records every collective and message of a rank, as the process group receives it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from gssim.result import Collective, merge_collectives
 
 @dataclass
 class Seen:
-    """One collective that this rank handed to the process group."""
+    """One collective that this rank submitted to the process group."""
 
     kind: str
     group: tuple[int, ...]
     size_bytes: int
     data_dependent: bool = False
     sent_bytes: float = 0
-    """By its point-to-point messages, or the one call of the backend, that carry it out."""
+    """Bytes of its point-to-point messages, or of the one call of the backend that implements it."""
 
 
 KINDS = {
@@ -50,13 +50,13 @@ FUNCTIONAL_KINDS = {
     "reduce_scatter_tensor": "reduce-scatter",
     "broadcast": "broadcast",
 }
-"""torch's functional collectives, which DTensor uses: they call the process group beneath the dispatcher."""
+"""torch's functional collectives, which DTensor uses: they call the process group below the dispatcher."""
 LARGER_SIDE = ("all-gather", "reduce-scatter", "gather", "scatter", "all-to-all")
 """Kinds whose size is that of the larger of their two tensors: output or input."""
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Records what reaches the process group: every collective and message of this rank, whoever sent it."""
+    """Dispatch mode that records every collective and message of this rank, whoever sent it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def _group_of(args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _ends_of(args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks between which a message goes: this one, and the one whose place in the group it names."""
+    """Return the ranks of a message: this one, and the one whose index in the group it names."""
     group = _process_group(args)
     places = [arg for arg in args if isinstance(arg, int)]
     return tuple(sorted((dist.get_rank(), dist.get_process_group_ranks(group)[places[0]])))
@@ -135,7 +135,7 @@ def _process_group(args: Sequence[Any]) -> dist.ProcessGroup | None:
 
 
 def _functional_group(args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks of the group that a functional collective names, or hands over."""
+    """Return the ranks of the group that a functional collective names, or is passed."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     group = args[-1] if not isinstance(args[-1], str) else _resolve_process_group(args[-1])  # type: ignore[arg-type]
@@ -151,10 +151,10 @@ class _Merged:
 
 
 def collectives_of(seen_by_rank: Sequence[Sequence[Seen]]) -> tuple[Collective, ...]:
-    """Return what all ranks saw as logical collectives, each counted once.
+    """Return all ranks' logical collectives, each counted once.
 
-    The k-th entry of a kind and group on one rank is the k-th on the others. Sizes of all-to-all-v and plain sends add
-    up over ranks; all others must be equal everywhere, and are entries of their own where they are not.
+    The k-th entry of a kind and group on one rank is the k-th on the others. Sizes of all-to-all-v and plain sends are
+    summed over ranks; all others must be equal on every rank, and are separate entries otherwise.
     """
     merged: dict[tuple[str, tuple[int, ...], int, int], _Merged] = defaultdict(_Merged)
     for rank, seen in enumerate(seen_by_rank):

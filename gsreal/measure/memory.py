@@ -1,4 +1,4 @@
-"""The exact peak of the bytes that tensors take."""
+"""Measures the exact peak of the bytes that tensors use."""
 
 import ctypes
 import weakref
@@ -16,7 +16,7 @@ from gsreal.compiled import compiled
 
 
 class MemoryCounter:
-    """Bytes that tensors take: `start` before the model is made, then `reset` and `peak` around a step."""
+    """Bytes used by tensors: `start` before the model is created, then `reset` and `peak` around a step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,32 +28,32 @@ class MemoryCounter:
 
     @property
     def method(self) -> str:
-        """How bytes are counted: `allocator` is exact, `dispatch` leaves out what kernels allocate for themselves."""
+        """Method of counting: `allocator` is exact, `dispatch` leaves out the kernels' own allocations."""
         if self.device.type == "cuda":
             return "cuda"
         return "allocator" if self._library is not None else "dispatch"
 
     def alive(self) -> int:
-        """Return the bytes that are alive now (not for `dispatch`)."""
+        """Return the bytes that are allocated now (not for `dispatch`)."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated()
         return self._library.gsreal_alive_bytes() - self._base if self._library is not None else 0
 
     def reset(self) -> None:
-        """Begin a new peak."""
+        """Start a new peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         elif self._library is not None:
             self._library.gsreal_reset_peak()
 
     def peak(self) -> int:
-        """Return the most bytes alive since `reset` (not for `dispatch`)."""
+        """Return the most bytes allocated at once since `reset` (not for `dispatch`)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
         return self._library.gsreal_peak_bytes() - self._base if self._library is not None else 0
 
     def peak_of(self, step: Callable[[], object], kept: Sequence[Tensor]) -> tuple[int, int | None]:
-        """Return (allocated, reserved) peak bytes of one step; `kept`: the tensors alive before it."""
+        """Return (allocated, reserved) peak bytes of one step; `kept`: the tensors allocated before it."""
         if self.method == "dispatch":
             tracker = _StorageTracker(kept)
             with tracker:
@@ -67,7 +67,7 @@ class MemoryCounter:
 
 @cache
 def counting_allocator() -> ctypes.CDLL | None:
-    """Return the counting CPU allocator, compiled on first use and kept for later; None where nothing compiles it."""
+    """Return the counting CPU allocator, compiled on first use and cached; None without a compiler."""
     torch_folder = Path(torch.__file__).parent
     flags = ["-shared", "-fPIC", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
     library = compiled(Path(__file__).with_name("allocator.cpp"), flags, version=torch.__version__)
@@ -83,7 +83,7 @@ def counting_allocator() -> ctypes.CDLL | None:
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Counts the storages that operations return: exact but for kernel scratch. Used where nothing compiles."""
+    """Counts the storages that operations return: exact but for kernel workspace. Used without a compiler."""
 
     def __init__(self, kept: Sequence[Tensor]) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""One timed step, as a trace shows it: what each rank did, with whom, and what it held.
-
-Spans on a clock, and the times at which steps ended.
-"""
+"""Timeline of a rank's spans, and one timed step of all ranks for a trace: spans, communication arrows and memory."""
 
 import re
 import time
@@ -24,18 +21,18 @@ from gssim.result import PHASES, Arrow, Held, Span, Step, arrows_among, phases_o
 
 @dataclass(frozen=True)
 class Mark:
-    """A span as it was recorded: its ends are moments of the clock, or events of a GPU."""
+    """A recorded span: its ends are clock times, or events of a GPU."""
 
     label: str
     phase: str
     began: Any
     ended: Any
     group: Any = None
-    """The process group with which it communicates, if it does."""
+    """The process group with which it communicates, if any."""
 
 
 class Timeline:
-    """Spans of one rank: on the CPU by `clock`, wall-clock if none is given; events on a CUDA stream."""
+    """Spans of one rank: on the CPU by `clock`, wall-clock by default; events on a CUDA stream."""
 
     def __init__(self, rank: int, device: torch.device, clock: Callable[[], float] | None = None) -> None:
         self.rank, self.cuda, self._clock = rank, device.type == "cuda", clock
@@ -43,9 +40,9 @@ class Timeline:
         self._ends: list[Any] = []
         self._pauses: list[tuple[Any, Any]] = []
         self.step_mark = 0
-        """How many spans there were when the step began: what `phases_since` takes."""
+        """Number of spans when the step began: argument of `phases_since`."""
         self.watch: Callable[[Any], None] | None = None
-        """Told of every moment that is marked, when it is."""
+        """Called with every moment as it is marked."""
 
     def _now(self) -> Any:
         now: Any
@@ -60,13 +57,13 @@ class Timeline:
 
     @contextmanager
     def span(self, label: str, phase: str, group: Any = None) -> Iterator[None]:
-        """Record what goes on inside as a span of the compute stream; `group`: with whom that communicates."""
+        """Record the body as a span of the compute stream; `group`: the ranks it communicates with."""
         began = self._now()
         yield
         self._marks.append(Mark(label, phase, began, self._now(), group))
 
     def mark(self) -> Any:
-        """Return the present, for `between`."""
+        """Return the current moment, for `between`."""
         return self._now()
 
     def between(self, label: str, phase: str, began: Any, ended: Any | None = None, *, group: Any = None) -> None:
@@ -74,29 +71,29 @@ class Timeline:
         self._marks.append(Mark(label, phase, began, ended if ended is not None else self._now(), group))
 
     def restart(self) -> None:
-        """Forget all spans; the first step that counts begins now."""
+        """Discard all spans; the first step that counts begins now."""
         self._marks, self._ends, self._pauses, self.step_mark = [], [self._now()], [], 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave out what goes on inside, between two steps: its spans, and the time that it takes."""
+        """Exclude the body, between two steps: its spans and its duration."""
         marks, began = len(self._marks), self._now()
         yield
         del self._marks[marks:]
         self._pauses.append((began, self._now()))
 
     def end_step(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         self._ends.append(self._now())
         self.step_mark = len(self._marks)
 
     @property
     def spans_so_far(self) -> int:
-        """How many spans have ended: what `phases_since` takes."""
+        """Number of completed spans: argument of `phases_since`."""
         return len(self._marks)
 
     def phases_since(self, mark: int) -> dict[str, float]:
-        """Return the seconds of each phase in the spans that have ended since there were `mark`; waits for a GPU."""
+        """Return the seconds of each phase in the spans completed since there were `mark`; waits for a GPU."""
         marks = self._marks[mark:]
         if self.cuda:
             torch.cuda.synchronize()
@@ -125,7 +122,7 @@ class Timeline:
     def step(self, number: int) -> tuple[float, float, list[Mark], list[Span]]:
         """Return start, end, marks and spans of a step since `restart`, on the clock of all of a machine's ranks.
 
-        A pause between it and the step before is no part of it.
+        A pause between it and the step before is excluded.
         """
         zero = self._ends[0]
         zero_s = self._zero_s()
@@ -138,11 +135,11 @@ class Timeline:
         return start + zero_s, end + zero_s, [mark for mark, _ in inside], spans
 
     def marks_since(self, mark: int) -> list[Mark]:
-        """Return the spans that have ended since there were `mark`, as they were recorded."""
+        """Return the spans completed since there were `mark`, as recorded."""
         return self._marks[mark:]
 
     def _zero_s(self) -> float:
-        """Return when the first step that counts began, on the host's clock."""
+        """Return the start of the first step that counts, on the host's clock."""
         zero = self._ends[0]
         if not self.cuda:
             return float(zero)
@@ -157,7 +154,7 @@ class Timeline:
 
 
 STAGE = re.compile(r"(forward|backward) stage (\d+) micro-batch (\d+)")
-"""What a pipeline's stages call their work: activations go to the next stage, and gradients to the one before."""
+"""Labels of a pipeline stage's work: activations are sent to the next stage, and gradients to the one before."""
 
 
 @dataclass(frozen=True)
@@ -169,15 +166,15 @@ class RankStep:
     end_s: float
     spans: list[Span]
     groups: list[tuple[int, ...]]
-    """Of each span: the ranks among which it communicates; none: it does not."""
+    """Of each span: the ranks among which it communicates; empty if it does not."""
     clock: str
-    """Ranks that say the same here share a clock."""
+    """Ranks with the same value share a clock."""
     held: list[tuple[float, int]]
-    """From when on it holds how many bytes at most, until the next; empty where that cannot be counted."""
+    """(Time, peak bytes from then until the next); empty if memory cannot be counted."""
 
 
 def middle_step(ends_s: Sequence[float]) -> int:
-    """Return which step is of median length on average over the ranks: the same one on each, all of which call this."""
+    """Return the index of the step of median length on average over the ranks: the same one on each (a collective)."""
     every = everybodys(list(ends_s))
     steps = zip(*(pairwise(each) for each in every), strict=True)
     lengths = [fmean(after - before for before, after in pairs) for pairs in steps]
@@ -187,9 +184,9 @@ def middle_step(ends_s: Sequence[float]) -> int:
 def rank_step(
     timeline: Timeline, number: int, *, device: str, counter: MemoryCounter, again: Callable[[], object]
 ) -> RankStep:
-    """Return a step since `restart`; memory is that of another one, `again`, which is not timed.
+    """Return a step since `restart`; its memory is that of another one, `again`, which is not timed.
 
-    Between two moments that are marked in both, a rank holds what the other step held there at most.
+    Between two moments that are marked in both, its memory is the peak of the other step there.
     """
     start_s, end_s, marks, spans = timeline.step(number)
     before = timeline.spans_so_far
@@ -209,7 +206,7 @@ def rank_step(
 
 @contextmanager
 def _watched(timeline: Timeline, counter: MemoryCounter) -> Iterator[list[tuple[Any, int]]]:
-    """Yield what becomes a list: each moment that is marked inside, and the peak since the one before it."""
+    """Yield a list that is filled with each moment marked inside, and the peak since the one before it."""
     peaks: list[tuple[Any, int]] = []
 
     def note(moment: Any) -> None:
@@ -230,7 +227,7 @@ def _watched(timeline: Timeline, counter: MemoryCounter) -> Iterator[list[tuple[
 def _held(
     peaks: Sequence[tuple[Any, int]], there: Sequence[Mark], here: Sequence[Mark], spans: Sequence[Span], start_s: float
 ) -> list[tuple[float, int]]:
-    """Return from when on how much was held, by the spans that both steps have; none where they have not the same."""
+    """Return (time, peak bytes), by the spans common to both steps; empty if these differ."""
     if not peaks or [mark.label for mark in there] != [mark.label for mark in here]:
         return []
     times_s = {}
@@ -250,7 +247,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 def _clock() -> str:
-    """Return what names this machine's clock: Linux counts seconds since it was started."""
+    """Return an identifier of this machine's clock: Linux counts seconds since boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -258,7 +255,7 @@ def _clock() -> str:
 
 
 def step_of(ranks: Sequence[RankStep]) -> Step:
-    """Return one step of all ranks, from when the last of them began it.
+    """Return one step of all ranks, starting when the last of them began it.
 
     Ranks on a machine with a clock of its own are shown as if they had begun it at that moment.
     """
@@ -288,7 +285,7 @@ def step_of(ranks: Sequence[RankStep]) -> Step:
 
 
 def _of_collectives(spans: Sequence[Span], groups: Sequence[tuple[int, ...]]) -> list[Arrow]:
-    """Return arrows of spans of one label and group: the k-th of each member are the same collective."""
+    """Return arrows between spans of one label and group: the k-th of each member are the same collective."""
     met: dict[tuple[str, tuple[int, ...], int], list[int]] = defaultdict(list)
     seen: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
     for number, (span, group) in enumerate(zip(spans, groups, strict=True)):

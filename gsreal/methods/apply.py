@@ -1,4 +1,7 @@
-"""A plan applied to a real module with what PyTorch has for it: one function per combination of policies."""
+"""Applies a scenario's plan to a real module with PyTorch's own implementations.
+
+One function per combination of policies.
+"""
 
 from collections.abc import Callable
 
@@ -28,11 +31,11 @@ APPLY: dict[tuple[str, str], Apply] = {
     ("gathered", "push"): push_gradients,
     ("sharded", "push"): push_gradients,
 }
-"""By parameters and gradients, where each rank has samples of its own."""
+"""By placement of parameters and of gradients, for plans in which each rank has its own samples."""
 
 
 def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """Return the module made ready for the scenario's plan on this rank."""
+    """Return the module prepared for the scenario's plan on this rank, as a `Training`."""
     policies = scenario.policies
     if policies.pp > 1:
         return pipeline_stages(scenario, module, timeline, device)
@@ -52,7 +55,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter whole, by name; those of other ranks are gathered (a collective)."""
+    """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
     if isinstance(module, StageModules):
         return module.of_all_stages()
     names = [name for name, _ in module.named_parameters()]

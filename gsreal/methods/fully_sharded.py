@@ -1,4 +1,4 @@
-"""Parameters gathered from shards: FSDP2."""
+"""Training with fully sharded parameters: FSDP2, with observed all-gathers and reduce-scatters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +20,13 @@ from gssim.scenario import Scenario, has_master_copy
 
 
 def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """FSDP2 on each block and on the root; parameters kept from forward to backward where they are `gathered`.
+    """Apply FSDP2 to each block and to the root; with `gathered`, parameters stay gathered from forward to backward.
 
-    Where they are `sharded`, by torch's default: each block is freed after its forward, the root is not. On a mesh of
-    two axes (HSDP), shards of gradients are all-reduced over `dp_replicate` once they are reduce-scattered. FSDP2's
-    hooks carry out the plan's exchange; on a CPU it calls them on the thread that computes, so that both ways block.
-    With a master copy, the shards are it: they are cast to the workload's precision when they are gathered, and the
-    gradients are reduced in that and then cast back.
+    With `sharded`, torch's default: each block is freed after its forward, the root is not. On a mesh of two axes
+    (HSDP), shards of gradients are all-reduced over `dp_replicate` after their reduce-scatter. FSDP2's hooks implement
+    the plan's exchange; on a CPU it calls them on the computing thread, so that both ways block. With a master copy,
+    the shards are the master: they are cast to the workload's precision when gathered, and gradients are reduced in
+    that precision and cast back.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -57,7 +57,7 @@ def fully_shard_parameters(scenario: Scenario, module: nn.Module, timeline: Time
 def _observe(
     module: nn.Module, timeline: Timeline, *, point_to_point: bool, replicas: dist.ProcessGroup | None
 ) -> None:
-    """Let FSDP2's units carry out the plan's exchange, and record how long they are at it."""
+    """Make FSDP2's units use the plan's exchange, and record its duration."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -99,7 +99,7 @@ def _observe(
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks that hold the same part of the model, on one axis, or on two where shards are replicated."""
+    """Return the ranks with the same part of the model, on one axis, or on two if shards are replicated."""
     if policies.dp_replicate == 1:
         return data_mesh(policies, device, "dp_shard")
     return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]

@@ -1,9 +1,8 @@
-"""The same samples on every rank, each of which makes the weight gradients of its own layers alone and updates these.
+"""Gradient Sharding methods: pushed gradients (the library), and training of a rank's own layers without any push.
 
-Gradient Sharding taken by its word: no gradient is ever sent. The other layers' parameters are frozen, so that autograd
-leaves out their weight gradients, and ends the backward at the first of the owned layers.
-
-Gradients pushed to the owners of their shards: Gradient Sharding.
+`train_owned_layers` gives every rank the same samples; each computes the weight gradients of its own layers only and
+updates these, so that no gradient is ever sent. The other layers' parameters are frozen: autograd skips their weight
+gradients, and ends the backward at the first of the owned layers.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,7 @@ from gssim.workload import gradient_order, unrolled
 
 
 def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
+    """Train by Gradient Sharding with the plan's shares and threshold; buckets in the traced order of gradients."""
     plan, policies = scenario.plan, scenario.policies
     ranks = policies.mesh.group(dist.get_rank(), *DATA_AXES)
     layers, mesh = unrolled(scenario.workload.model), _mesh(policies, device)
@@ -57,7 +56,10 @@ def push_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, de
 
 
 def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:
-    """Return what records spans; of those that communicate, with whom: in the node, or across nodes."""
+    """Return an observer that records spans, with the process group of those that communicate.
+
+    Intra-node or inter-node.
+    """
     across, inside = mesh.get_group(0), mesh.get_group(1) if mesh.ndim > 1 else None
 
     def observe(label: str, phase: str) -> AbstractContextManager[None]:
@@ -70,7 +72,10 @@ def _observer(timeline: Timeline, mesh: DeviceMesh) -> Observer:
 
 
 def _mesh(policies: Policies, device: torch.device) -> DeviceMesh:
-    """Return the ranks among which gradients are pushed, with those of their nodes where they are reduced there."""
+    """Return the ranks that push gradients to one another.
+
+    With those of their nodes if they are reduced there first.
+    """
     if policies.push_axis == "dp_replicate":
         return device_mesh(policies.mesh, device)["dp_replicate", "dp_shard"]
     return data_mesh(policies, device, "dp_shard")
@@ -104,7 +109,7 @@ def train_owned_layers(scenario: Scenario, module: nn.Module, timeline: Timeline
 def flat_replica(module: nn.Module, names: list[list[str]]) -> tuple[Tensor, list[tuple[int, int]]]:
     """Move all parameters into one tensor, part by part in the order of `names`; return it and each part's range.
 
-    The parameters stay views of it. They must have one data type and be on one device.
+    The parameters remain views of it. They must have one data type and be on one device.
     """
     named = dict(module.named_parameters())
     moved = [named[name] for part in names for name in part]

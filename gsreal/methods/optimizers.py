@@ -1,4 +1,4 @@
-"""The workload's optimizer."""
+"""Creates the workload's optimizer, with fp32 master copies for low-precision parameters."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -21,9 +21,9 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the workload's kind of optimizer and its settings.
+    """Return the class of the workload's optimizer and its settings.
 
-    torch's default form for the device: one tensor at a time on a CPU, all together on a GPU.
+    torch's default implementation for the device: one tensor at a time on a CPU, all together on a GPU.
     """
     wanted = workload.optimizer_implementation
     foreach = device.type == "cuda" if wanted == "default" else wanted == "foreach"
@@ -39,7 +39,7 @@ def optimizer_of(workload: Workload, device: torch.device) -> tuple[type[torch.o
 
 
 def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Return the same for parameters in the workload's precision: over a master copy of them where it has one."""
+    """Return the same for parameters in the workload's precision: with master copies if it has them."""
     kind, settings = optimizer_of(workload, device)
     return (partial(MasterCopy, kind=kind) if has_master_copy(workload) else kind), settings
 
@@ -47,9 +47,9 @@ def replica_optimizer_of(workload: Workload, device: torch.device) -> tuple[Any,
 def make_optimizer(
     workload: Workload, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over the parameters, whose precision tells whether they need a master copy.
+    """Return the workload's optimizer over the parameters, with master copies if their precision requires it.
 
-    DTensors and others are groups of their own: torch's optimizers that take all tensors together refuse a mixture.
+    DTensors and others are separate groups: torch's optimizers that process all tensors together refuse a mixture.
     """
     found = list(parameters)
     low = any(parameter.dtype != master_type(parameter.dtype) for parameter in found)

@@ -1,7 +1,7 @@
-"""A real module cut into the stages of a pipeline: each keeps its own layers and runs from its input to its output.
+"""Splits a real module into pipeline stages: each keeps its own layers and runs from its input to its output.
 
-A module that can be cut has a method `keep_layers(names)`, which removes all layers but those of the given paths, and a
-forward that runs what is left; an `nn.Sequential` needs none. Parameters keep their names.
+A module that supports this has a method `keep_layers(names)`, which removes all layers but those of the given paths,
+and a forward that runs the remaining layers; an `nn.Sequential` needs none. Parameters keep their names.
 """
 
 import copy
@@ -21,7 +21,7 @@ from gssim.workload import LayerInstance
 
 
 def check_stages(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError where the plan is a pipeline, but the real module cannot be cut into stages."""
+    """Raise UserError if the plan is a pipeline, but the real module cannot be split into stages."""
     pp, source = scenario.policies.pp, scenario.workload.model.module
     if pp == 1:
         return
@@ -49,7 +49,7 @@ def _can_be_cut(module: nn.Module) -> bool:
 
 
 def stage_module(module: nn.Module, layers: Sequence[LayerInstance], *, shared: bool) -> nn.Module:
-    """Return the module with these layers alone; `shared`: leave `module` as it is, for other stages."""
+    """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged."""
     found = copy.deepcopy(module) if shared else module
     names = {instance.module for instance in layers if instance.layer.modules}
     if isinstance(found, nn.Sequential) and not hasattr(found, "keep_layers"):
@@ -60,7 +60,7 @@ def stage_module(module: nn.Module, layers: Sequence[LayerInstance], *, shared: 
 
 
 def _keep_children(module: nn.Sequential, names: Collection[str]) -> None:
-    """Replace all layers of a chain but those named; a child between two layers goes with the one before it."""
+    """Replace all layers of a chain but those named; a child between two layers belongs to the one before it."""
     kept = False
     for name, child in list(module.named_children()):
         has_layers = any(True for _ in child.parameters())
@@ -70,7 +70,7 @@ def _keep_children(module: nn.Sequential, names: Collection[str]) -> None:
 
 
 class StageModules(nn.Module):
-    """The stages that this rank holds."""
+    """The pipeline stages on this rank."""
 
     def __init__(self, stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class StageModules(nn.Module):
 
 
 def process_group(mesh: Mesh, rank: int, *axes: str) -> dist.ProcessGroup:
-    """Return the group of ranks that differ from `rank` on these axes alone (a collective over all ranks)."""
+    """Return the group of ranks that differ from `rank` on these axes only (a collective over all ranks)."""
     mine = None
     for group in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
         with starting_threads():

@@ -1,4 +1,4 @@
-"""Stages of the model on different ranks: torch.distributed.pipelining, alone or replicated by DDP."""
+"""Pipeline parallelism by torch.distributed.pipelining: stages on different ranks, optionally replicated by DDP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ __all__ = ["StageModules", "pipeline_stages"]
 
 
 class ObservedStage(PipelineStage):
-    """A stage that notes when it computes; what is between, in a step, is waiting for neighbours."""
+    """A stage that records spans of its compute; the rest of a step is waiting for adjacent stages."""
 
     def observe(self, timeline: Timeline, last_gradient: list[Any], replicas: dist.ProcessGroup | None) -> None:
-        """Note what goes on from now on; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
+        """Start recording; `last_gradient`: DDP's mark of the last gradient hook in a backward."""
         self.timeline, self.last_gradient, self.replicas = timeline, last_gradient, replicas
         self.peers = self.group or dist.group.WORLD
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **settings: Any) -> Any:
-        """Try out shapes, before the first step: without DDP, which would then expect gradients in any backward."""
+        """Infer shapes before the first step, without DDP, which would otherwise expect gradients in any backward."""
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
         return inner(*args, **settings)
 
@@ -40,7 +40,7 @@ class ObservedStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **settings)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **settings: Any) -> None:
-        """Run the backward of a micro-batch; DDP's replicas agree in that of the last."""
+        """Run the backward of a micro-batch; DDP's replicas all-reduce in that of the last."""
         self.last_gradient.clear()
         with self.timeline.span(
             f"backward stage {self.stage_index} micro-batch {bwd_chunk_id}", "backward", self.peers
@@ -54,16 +54,16 @@ class ObservedStage(PipelineStage):
 
 @dataclass
 class Losses:
-    """The loss function of a schedule: micro-batches come in their order, and may count unequally."""
+    """The loss function of a schedule: micro-batches arrive in order, and may have unequal weights."""
 
     stage: PipelineStage
     timeline: Timeline
     factors: tuple[float, ...] = ()
-    """On each micro-batch's mean loss before its backward."""
+    """Factor on each micro-batch's mean loss before its backward."""
     means: list[Tensor] = field(default_factory=list)
 
     def begin(self, factors: tuple[float, ...]) -> None:
-        """Begin a step."""
+        """Start a step."""
         self.factors, self.means = factors, []
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -79,13 +79,13 @@ class Losses:
 
 @dataclass
 class PipelineTraining(Training):
-    """A rank of a pipeline: a step runs the schedule."""
+    """Training on a rank of a pipeline: a step runs the schedule."""
 
     run: Callable[..., Any] = print
     losses: Losses | None = None
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
-        """Train on one batch. Returns the mean loss on ranks of the last stage, elsewhere 0."""
+        """Train on one batch. Returns the mean loss on ranks of the last stage, 0 on others."""
         assert self.losses is not None
         scale = self.scale * weights.ranks[rank]
         self.losses.begin(tuple(scale * weight for weight in weights.micro_batches))
@@ -100,7 +100,7 @@ class PipelineTraining(Training):
 
 
 def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """Keep this rank's stages of the module, replicated by DDP where the plan says so, and schedule them."""
+    """Keep this rank's stages of the module, replicated by DDP if the plan says so, and schedule them."""
     mesh, rank, stages = scenario.policies.mesh, dist.get_rank(), scenario.stages
     group = process_group(mesh, rank, "pp")
     numbers = range(mesh.place(rank).pp, len(stages), mesh.pp)
@@ -149,7 +149,7 @@ def _schedule(scenario: Scenario, stages: list[ObservedStage], losses: Losses) -
 def _replicated(
     scenario: Scenario, module: nn.Module, group: dist.ProcessGroup, timeline: Timeline, last_gradient: list[Any]
 ) -> nn.Module:
-    """Return a stage's module in DDP; PipelineStage lets gradients leave in the backward of the last micro-batch."""
+    """Return a stage's module in DDP; PipelineStage synchronises gradients in the backward of the last micro-batch."""
 
     def note(_parameter: Tensor) -> None:
         if wrapped.require_backward_grad_sync:

@@ -1,4 +1,7 @@
-"""What selective checkpointing keeps: the outputs of compute-heavy operations, as torch's operations name them."""
+"""Policy of selective activation checkpointing.
+
+The outputs of compute-heavy operations are saved, all else is recomputed.
+"""
 
 from functools import partial
 from typing import Any
@@ -23,9 +26,9 @@ COMPUTE_HEAVY: frozenset[Any] = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable,
     )
 )
-"""Matrix products (of experts too), convolutions, fused attention (what is composed of others is seen as those).
+"""Matrix products (of experts too), convolutions, fused attention (composed operations are seen as their parts).
 
-Source: torchtitan's list for selective checkpointing per operation, which saves but every second matrix product.
+Source: torchtitan's list for selective checkpointing per operation, which saves only every second matrix product.
 """
 
 

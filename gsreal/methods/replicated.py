@@ -1,4 +1,4 @@
-"""Parameters whole on every rank: one device alone, and DistributedDataParallel."""
+"""Training with parameters replicated on every rank: a single device, and DistributedDataParallel."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,15 +17,17 @@ from gssim.workload import Workload
 
 
 def train_alone(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """One device: nothing is communicated."""
+    """Train on a single device, without communication."""
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
     return Training(module, optimizer, timeline, scale=1.0)
 
 
 def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
-    """DistributedDataParallel with its gradients as views of its buckets; its optimizer whole, or dealt out.
+    """Train with DistributedDataParallel, gradients as views of its buckets.
 
-    Where the plan lets nothing overlap, each bucket's all-reduce is waited for as soon as it begins.
+    Its optimizer state replicated, or sharded.
+
+    If the plan disables overlap, each bucket's all-reduce is awaited as soon as it starts.
     """
     last: list[Any] = []
 
@@ -64,7 +66,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
 def _blocking_sum(
     group: dist.ProcessGroup, timeline: Timeline
 ) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
-    """Return a hook of DistributedDataParallel that sums a bucket over the ranks before the backward goes on."""
+    """Return a DistributedDataParallel hook that all-reduces a bucket before the backward continues."""
 
     # DDP looks at these annotations
     def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]

@@ -1,4 +1,7 @@
-"""Blocks cut among the ranks of a tensor group: DTensor where slices are even and it can, else slices of our own."""
+"""Tensor parallelism of a model's blocks.
+
+By DTensor if slices are even and it supports them, else by slices of our own.
+"""
 
 from typing import Any
 
@@ -16,9 +19,9 @@ from gssim.scenario import Scenario
 
 
 def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> None:
-    """Leave of each block what this rank holds of it; `mesh`: the ranks that share the blocks, one axis.
+    """Reduce each block to this rank's slice; `mesh`: the tensor-parallel ranks, one axis.
 
-    Raises UserError where a block cannot be cut, or where dropout would drop differently on the ranks.
+    Raises UserError if a block cannot be sliced, or if dropout would differ between the ranks.
     """
     _check(scenario, module)
     all_reduce = _observed_all_reduce(mesh, timeline)
@@ -46,7 +49,7 @@ def _check(scenario: Scenario, module: nn.Module) -> None:
 
 
 def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
-    """Return torch's functional all-reduce over the ranks of a mesh, waited for at once."""
+    """Return torch's functional all-reduce over the ranks of a mesh, awaited immediately and recorded as a span."""
     from torch.distributed import _functional_collectives as functional
 
     def all_reduce(tensor: Tensor) -> Tensor:
@@ -57,9 +60,9 @@ def _observed_all_reduce(mesh: DeviceMesh, timeline: Timeline) -> AllReduce:
 
 
 def distribute(block: nn.Module, cut: Cut, held: range, mesh: DeviceMesh, timeline: Timeline) -> None:
-    """Cut a block natively, by torch.distributed.tensor.parallel.
+    """Slice a block by torch.distributed.tensor.parallel.
 
-    DTensor cuts into runs of rows: those of query, key and value are first put in the order of the ranks that get them.
+    DTensor slices contiguous rows: those of query, key and value are first reordered by the rank that gets them.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -83,12 +86,12 @@ def _sort_by_ranks(module: nn.Module, ranks: int, parts: int) -> None:
 
 
 def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type, type]:
-    """Return torch's column and row styles, whose all-reduces are spans where they block."""
+    """Return torch's column and row styles, with their blocking all-reduces recorded as spans."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     class ObservedColumns(ColwiseParallel):
-        """The input's gradient is summed between the gradient of its DTensor and its own."""
+        """Measures the all-reduce of the input's gradient, between the gradient of its DTensor and its own."""
 
         @staticmethod
         def _prepare_input_fn(
@@ -107,7 +110,7 @@ def _observed_styles(timeline: Timeline, group: dist.ProcessGroup) -> tuple[type
             return shared
 
     class ObservedRows(RowwiseParallel):
-        """The outputs are waited for where they are made; the next operation needs them anyhow."""
+        """Waits for the outputs where they are computed; the next operation needs them immediately anyway."""
 
         @staticmethod
         def _prepare_output_fn(

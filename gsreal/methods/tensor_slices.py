@@ -1,9 +1,9 @@
-"""Blocks cut among the ranks of a tensor group, in whole units and in any shares: Megatron-LM's tensor parallelism.
+"""Slices of transformer and residual blocks by whole units in any shares: Megatron-LM's tensor parallelism.
 
-A unit is an attention head (of keys and values, where several queries share them) with its part of the perceptron's
-columns, or a norm group's channels. Each rank holds the weights of a run of units: of the first linear maps of a block
-the outputs (columns), of the last the inputs (rows), so that one sum over the ranks completes each pair. All else is
-whole on every rank, and the same everywhere.
+A unit is an attention head (of keys and values, if several queries share them) with its part of the perceptron's
+columns, or a norm group's channels. Each rank has the weights of a contiguous range of units: the outputs (columns) of
+a block's first linear maps, the inputs (rows) of its last, so that one sum over the ranks completes each pair.
+Everything else is whole and equal on every rank.
 
 [Note: f and g] In Megatron-LM's paper (Shoeybi et al. 2019, section 3) f is the identity in the forward and a sum over
 the ranks in the backward, where a block's columns begin; g is the reverse, where its rows end.
@@ -26,20 +26,20 @@ AllReduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cut:
-    """How blocks of a class are cut: their modules by dotted path within the block."""
+    """Slicing rules for blocks of a class: their modules by dotted path within the block."""
 
     units: Callable[[Any], int]
-    """Into how many units a block can be cut."""
+    """Returns the number of units of a block."""
     columns: tuple[str, ...]
-    """Modules that take the whole input and make a slice of the output."""
+    """Modules that take the whole input and compute a slice of the output."""
     rows: tuple[str, ...]
     """Modules that take a slice of the input, and whose outputs are summed."""
     resize: Callable[[Any, int], None]
-    """Tells the modules of a block of how many units it is now."""
+    """Sets the sizes in a block's modules to a number of units."""
     between: tuple[str, ...] = ()
-    """Norms between columns and rows, all of whose parameters are cut."""
+    """Norms between columns and rows, all of whose parameters are sliced."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Column modules whose outputs are several tensors side by side (query, key, value), each of all units."""
+    """Number of tensors that a column module's output concatenates (query, key, value), each of all units."""
 
 
 def _resize_transformer(block: Any, held: int) -> None:
@@ -79,7 +79,7 @@ def _bert_units(block: Any) -> int:
 
 
 def _as_wide_as_its_maps(_block: Any, _held: int) -> None:
-    """Leave modules as they are which take the number of heads from what their linear maps return."""
+    """Change nothing: these modules derive the number of heads from the outputs of their linear maps."""
 
 
 CUTS: dict[str, Cut] = {
@@ -121,19 +121,19 @@ CUTS: dict[str, Cut] = {
 
 
 def cut_of(block: nn.Module) -> Cut | None:
-    """Return how the block can be cut, if that is known."""
+    """Return the slicing rules of the block's class, if known."""
     kind = type(block)
     return CUTS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def is_linear(block: nn.Module, cut: Cut) -> bool:
-    """Return whether all that is cut of a block are linear maps: DTensor cuts no convolution by its channels."""
+    """Return whether all sliced modules of a block are linear maps: DTensor does not slice convolutions by channels."""
     return all(isinstance(block.get_submodule(path), nn.Linear) for path in (*cut.columns, *cut.between, *cut.rows))
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a whole tensor a parameter is: ranges of one dimension, side by side."""
+    """A parameter as part of a whole tensor: ranges of one dimension, concatenated."""
 
     dimension: int
     size: int
@@ -153,7 +153,7 @@ class Slice:
 
 
 def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
-    """Return the slice of every parameter that is cut, by (module, parameter), for a rank that holds these units."""
+    """Return the slice of every sliced parameter, by (module, parameter), for a rank with these units."""
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
     units, found = cut.units(block), {}
@@ -180,7 +180,7 @@ def _dimension(module: nn.Module, parameter: Tensor, *, rows: bool) -> int:
 def slice_block(
     block: nn.Module, held: range, all_reduce: AllReduce, *, ranks: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Leave of a block the units that a rank holds; `all_reduce` sums over the `ranks` ranks of its `group`."""
+    """Reduce a block to a rank's units; `all_reduce` sums over the `ranks` ranks of its `group`."""
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
     for (path, name), part in slices_of(block, held).items():
@@ -198,12 +198,12 @@ def slice_block(
 
 
 def mark(module: nn.Module, name: str, part: Slice, group: dist.ProcessGroup | None) -> None:
-    """Remember which part of a whole tensor a module's parameter is, and who has the others; see `whole_parameter`."""
+    """Record the slice of a whole tensor that a module's parameter is, and its group; see `whole_parameter`."""
     module.__dict__.setdefault("_gsreal_slices", {})[name] = (part, group)
 
 
 def whole_parameter(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter whole, put together from all ranks that hold parts of it (a collective where any do)."""
+    """Return a parameter whole, combined from all ranks with parts of it (a collective if there are any)."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     parameter: Any = getattr(owner, leaf)
@@ -225,7 +225,7 @@ def _shared_input(all_reduce: AllReduce, _module: nn.Module, inputs: tuple[Any, 
 
 
 def _row_forward(module: Any, all_reduce: AllReduce, ranks: int, x: Tensor) -> Tensor:
-    """Return the sum of all ranks' outputs; each puts in its part of the bias, as DTensor does."""
+    """Return the sum of all ranks' outputs; each adds its fraction of the bias, as DTensor does."""
     bias: Any = None if module.bias is None else _PartOf.apply(module.bias, ranks)
     if isinstance(module, nn.Linear):
         y = F.linear(x, module.weight, bias)
@@ -237,7 +237,7 @@ def _row_forward(module: Any, all_reduce: AllReduce, ranks: int, x: Tensor) -> T
 
 
 class _CopyIn(torch.autograd.Function):
-    """Megatron-LM's f: the input as it is; its gradient summed over the ranks."""
+    """Megatron-LM's f: the identity; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, all_reduce: AllReduce) -> Tensor:
@@ -250,7 +250,7 @@ class _CopyIn(torch.autograd.Function):
 
 
 class _SumOut(torch.autograd.Function):
-    """Megatron-LM's g: the outputs summed over the ranks; their gradient as it is."""
+    """Megatron-LM's g: a sum over the ranks; its gradient is the identity."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, all_reduce: AllReduce) -> Tensor:
@@ -262,7 +262,7 @@ class _SumOut(torch.autograd.Function):
 
 
 class _PartOf(torch.autograd.Function):
-    """A whole tensor's part in a sum over the ranks; every rank has the whole gradient already."""
+    """A whole tensor's fraction in a sum over the ranks; every rank has the whole gradient already."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:

@@ -1,8 +1,6 @@
-"""A module made ready for a plan, and one step of it.
+"""One training step of a module prepared for a plan; device meshes of the plan's axes.
 
-The ranks on the plan's axes, as torch.distributed knows them.
-
-The blocks of a real module: what is checkpointed, and what FSDP2 shards on its own.
+Activation checkpointing of blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +26,7 @@ from gssim.workload import Model, unrolled
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks with every axis, of one rank where the plan does not use it; made once."""
+    """Return the mesh of all ranks with every axis (of size one if the plan does not use it); cached."""
     return _device_mesh(mesh, device.type)
 
 
@@ -39,7 +37,7 @@ def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
 
 
 def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
-    """Return the ranks along a data axis with which this one shares its part of the model, as a mesh of one axis."""
+    """Return the ranks along a data axis that share this rank's part of the model, as a mesh of one axis."""
     if policies.data_ranks == policies.ranks:
         with starting_threads():
             return init_device_mesh(device.type, (policies.ranks,))
@@ -47,7 +45,7 @@ def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh
 
 
 def data_group(policies: Policies, device: torch.device, axis: str) -> dist.ProcessGroup | None:
-    """Return the same ranks as a group; None: all ranks."""
+    """Return the same ranks as a process group; None: all ranks."""
     if policies.data_ranks == policies.ranks:
         return None
     group: dist.ProcessGroup = data_mesh(policies, device, axis).get_group()
@@ -61,11 +59,11 @@ def blocks_of(model: Model, module: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_blocks(model: Model, module: nn.Module, *, selective: bool = False) -> None:
-    """Run every block of the module under torch's checkpoint, with its default settings (it keeps random states).
+    """Run every block of the module under torch's checkpoint, with its default settings (it restores random states).
 
-    `selective`: it keeps the outputs of compute-heavy operations too, and runs only the others again.
+    `selective`: the outputs of compute-heavy operations are saved too, and only the others are recomputed.
 
-    The blocks' own forward is replaced: wrappers come around it, as they should, and parameters keep their names.
+    The blocks' own forward is replaced: wrappers then enclose it, as intended, and parameters keep their names.
     """
     for block in blocks_of(model, module):
         checkpoint_block(block, selective=selective)
@@ -79,12 +77,15 @@ def checkpoint_block(block: nn.Module, *, selective: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a loss counts: it is a mean over loss terms, of which ranks and micro-batches may have unequal numbers."""
+    """Fractions of the loss.
+
+    It is a mean over loss terms, of which ranks and micro-batches may have unequal numbers.
+    """
 
     ranks: tuple[float, ...]
-    """Every rank's part of the step's loss terms."""
+    """Every rank's fraction of the step's loss terms."""
     micro_batches: tuple[float, ...] = (1.0,)
-    """Every micro-batch's part of this rank's loss terms."""
+    """Every micro-batch's fraction of this rank's loss terms."""
 
 
 def _syncs(leaves: bool) -> AbstractContextManager[None]:
@@ -93,26 +94,31 @@ def _syncs(leaves: bool) -> AbstractContextManager[None]:
 
 @dataclass
 class Training:
-    """A module made ready for a plan: `step` trains it once on this rank's rows."""
+    """A module prepared for a plan: `step` trains it once on this rank's rows."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | GradientSharding
     timeline: Timeline
     scale: float
-    """Factor on the weighted loss before backward: the ranks, where a wrapper averages over them; 0: leave the rank's
-    mean as it is (the owner weighs it)."""
+    """Factor on the weighted loss before the backward: the number of ranks, if a wrapper averages over them; 0: use the
+
+    rank's mean unchanged (the owner weights it).
+    """
     last_gradient: list[Any] = field(default_factory=list)
     """DDP: the mark of the last gradient hook in this backward."""
     replicas: Any = None
     """DDP: the process group of its replicas."""
     sync_each: bool = False
-    """Whether gradients leave the device in every micro-batch, or in the last one only."""
+    """Whether gradients are synchronised in every micro-batch, or in the last one only."""
     syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
-    """What a micro-batch's forward and backward run in, where gradients leave in it (True) or stay (False)."""
+    """Context of a micro-batch's forward and backward.
+
+    True if its gradients are synchronised, False if they accumulate.
+    """
     slow: SlowDevice | None = None
-    """What makes this rank slower than its device for a while, where the run says so."""
+    """Emulates a slower device for a while, if the run says so."""
     follower: Follower | None = None
-    """Lets shares follow the ranks' paces, where the plan says so."""
+    """Rebalances shares by the measured rank speeds, if the plan says so."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:
         """Train on one batch, micro-batch by micro-batch. Returns this rank's mean loss."""
@@ -131,14 +137,17 @@ class Training:
         return torch.stack(losses).sum()
 
     def finish(self) -> None:
-        """Wait for what a step may leave under way: before parameters are read other than by a forward."""
+        """Wait for exchanges that a step may leave in flight.
+
+        Needed before parameters are read other than by a forward.
+        """
         if isinstance(self.optimizer, GradientSharding):
             self.optimizer.finish()
 
     def _micro_batches(
         self, inputs: Tensor, targets: Tensor, weights: Sequence[float]
     ) -> list[tuple[bool, Tensor, Tensor, float]]:
-        """Return whether gradients leave, inputs, targets and weight of each micro-batch."""
+        """Return (whether gradients are synchronised, inputs, targets, weight) of each micro-batch."""
         sizes = splitting.split(len(inputs), splitting.even(len(weights)))
         leaves = [self.sync_each or number == len(weights) - 1 for number in range(len(weights))]
         return list(zip(leaves, inputs.split(sizes), targets.split(sizes), weights, strict=True))
@@ -158,7 +167,7 @@ class Training:
         return loss.detach()
 
     def slow_down(self, ratio: float) -> None:
-        """Let this rank be slower than its device from now on, by `ratio`; 1: no more (where a run slows ranks)."""
+        """Slow this rank down by `ratio` from now on; 1: full speed (for runs with slowdowns)."""
         if self.slow is not None:
             self.slow.ratio = ratio
 

@@ -1,10 +1,8 @@
-"""From a model file back to the real module, its inputs and its loss.
+"""Builds the real module of a model file, its inputs and its loss, and refuses untrusted factories.
 
-Code that a file may name, and who allows it to run.
-
-Scenario, sweep and model files hold data, but a model file names the factory of its module, and `gsreal` calls that.
-Factories of `gsreal.models` and modules of `transformers.models` are trusted: what they do with plain data is to make
-a module. Any other code runs only where the command line has said so (--trust-code), or has named it itself.
+Scenario, sweep and model files are data, but a model file names the factory of its module, and `gsreal` calls it.
+Factories of `gsreal.models` and modules of `transformers.models` are trusted: with plain data they only create a
+module. Any other code runs only if the command line allows it (--trust-code), or names it itself.
 """
 
 import importlib
@@ -21,13 +19,13 @@ from gssim.errors import UserError
 from gssim.workload import HuggingFace, ImageInput, Model, Module, TokenInput
 
 VARIABLE = "GSREAL_TRUST_CODE"
-"""Environment variable in which ranks find what the command line said; every command sets or removes it."""
+"""Environment variable that passes the command line's trust to ranks; every command sets or removes it."""
 OURS = "gsreal.models"
 TRANSFORMERS = "transformers.models"
 
 
 def set_trust(trusted: bool) -> None:
-    """Allow, or no longer, any code that files name to run in this process and in those that it starts."""
+    """Allow or forbid code named by files to run in this process and in those that it starts."""
     if trusted:
         os.environ[VARIABLE] = "1"
     else:
@@ -35,7 +33,7 @@ def set_trust(trusted: bool) -> None:
 
 
 def check_factory(module: Module, *, where: str) -> None:
-    """Raise UserError where a model file names code that is not trusted; nothing is imported for that."""
+    """Raise UserError if a model file names code that is not trusted; nothing is imported for the check."""
     if module.factory is None or os.environ.get(VARIABLE) == "1":
         return
     inside, _, name = _parts(module.factory)
@@ -45,7 +43,7 @@ def check_factory(module: Module, *, where: str) -> None:
 
 
 def imported_factory(module: Module, *, where: str) -> Any:
-    """Return what a module's factory names, if that may run here; raise UserError otherwise."""
+    """Return a module's factory, if it may run here; raise UserError otherwise."""
     check_factory(module, where=where)
     assert module.factory is not None
     inside, _, name = _parts(module.factory)
@@ -63,7 +61,7 @@ def imported_factory(module: Module, *, where: str) -> Any:
 
 
 def _makes_modules(found: Any, inside: str) -> bool:
-    """Return whether a name of a trusted module is a factory defined there, not what that module has imported."""
+    """Return whether a name of a trusted module is a factory defined there, not an import of that module."""
     from torch import nn
 
     defined = str(getattr(found, "__module__", ""))
@@ -90,7 +88,7 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 def build_module(module: Module, *, where: str) -> nn.Module:
     """Return the real module with freshly initialised parameters; `where` names the file in error messages.
 
-    This runs the module's factory, so it must be trusted, see `trust`.
+    Runs the module's factory, which must therefore be trusted, see `set_trust`.
     """
     if module.hugging_face is not None:
         return _build_hugging_face(module.hugging_face, where)
@@ -120,14 +118,14 @@ def _build_hugging_face(source: HuggingFace, where: str) -> nn.Module:
 def _without_padding(
     padding: int | None, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Tell a Hugging Face model which of its tokens are padding: it does not look by itself."""
+    """Pass a Hugging Face model the mask of its padding tokens, which it does not derive itself."""
     if padding is None or "attention_mask" in kwargs:
         return args, kwargs
     return args, {**kwargs, "attention_mask": args[0] != padding}
 
 
 def example_batch(model: Model, *, batch_size: int, sequence_length: int | None) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of the right shape and type: zeros, for tracing (ones, where zero is padding)."""
+    """Return inputs and targets of the right shape and type: zeros, for tracing (ones, if zero is padding)."""
     source = model.input
     if isinstance(source, TokenInput):
         shape = (batch_size, sequence_length or 1)
@@ -140,7 +138,7 @@ def example_batch(model: Model, *, batch_size: int, sequence_length: int | None)
 def random_batch(
     model: Model, batch_size: int, sequence_length: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of the right shape and type, by chance: for timing."""
+    """Return random inputs and targets of the right shape and type, for timing."""
     inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
     if inputs.is_floating_point():
         return torch.rand_like(inputs).to(dtype), targets

@@ -1,4 +1,4 @@
-"""From what steps at several shapes showed to functions of batch size and sequence length."""
+"""Fits the records of traced steps at several shapes by polynomials in batch size and sequence length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reducti
 
 
 class NoPolynomialError(Exception):
-    """A quantity that is no polynomial in batch size and sequence length."""
+    """A quantity is not a polynomial in batch size and sequence length."""
 
 
 Shape = tuple[int, int | None] | tuple[int, int | None, int]
-"""Batch size, sequence length, and where blocks are cut the units of each that are held."""
+"""Batch size, sequence length, and for sliced blocks the units of the slice."""
 
 
 def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
@@ -62,7 +62,10 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
 def _recomputed(
     first: Record, index: int, name: str, fit: Callable[[Callable[[Record], int], str], Polynomial]
 ) -> dict[str, Any]:
-    """Return what of a block's forward checkpointing runs again, and selective checkpointing; what the latter keeps."""
+    """Return the costs of a block's forward under full and selective checkpointing.
+
+    And the positions saved by the latter.
+    """
 
     def cost(kind: str, read: Callable[[Again], Work]) -> dict[str, Any]:
         def work(record: Record) -> Work:
@@ -110,7 +113,7 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
 
 
 def _of_a_unit(shape: tuple[int, ...], cut: int | None, held: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape with the size of one unit in the dimension that is cut, from that of those that are held."""
+    """Return a shape with the size of one unit in the sliced dimension, given that of the slice."""
     return tuple(size // sum(held) if dimension == cut else size for dimension, size in enumerate(shape))
 
 
@@ -135,7 +138,7 @@ def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
 
 
 def fitted_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
-    """Return the buffers that a layer makes, their sizes as functions of the shape."""
+    """Return the buffers that a layer creates, their sizes as functions of the shape."""
     first = next(iter(everything.values()))
     found = []
     for number, alive in enumerate(first.alive):
@@ -158,7 +161,7 @@ def fitted_buffers(everything: dict[Shape, Record], checked: Shape, index: int, 
 
 
 def fitted_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
-    """Return the polynomial through all values but the checked one, which it must meet too."""
+    """Return the polynomial through all values but the checked one, which it must reproduce too."""
     shapes = [shape for shape in values if shape != checked]
     lengths = {shape[1] for shape in shapes}
     held = (0, 1) if len(checked) > 2 else (0,)
@@ -193,10 +196,10 @@ def _solve(rows: list[list[Fraction]], values: list[Fraction]) -> list[Fraction]
 
 
 def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
-    """Return layers with neighbours that differ only in their module put together.
+    """Merge adjacent layers that differ only in their module.
 
-    Of what is left of them where others are frozen, only when buffers end in their neighbours differs, which is found
-    again from these. The second has all of it, the model's first layer has not.
+    The partial costs of layers whose neighbours are frozen differ at most in where buffers end in adjacent layers,
+    which is recomputed from these. The second layer of a group has all of them, the model's first layer does not.
     """
     groups = []
     for _, members in groupby(layers, key=but_for_the_name):
@@ -208,6 +211,6 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
 
 
 def but_for_the_name(layer: Layer) -> str:
-    """Return what is the same for layers that one entry of a model file may stand for."""
+    """Return the text by which layers are compared that one entry of a model file may represent."""
     nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
     return repr(replace(layer, **nothing))

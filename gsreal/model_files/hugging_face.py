@@ -1,10 +1,8 @@
-"""Configs of Hugging Face models, as they are trained: made of plain data, without weights, code or a network.
+"""Hugging Face models from plain configs, without weights, code or a network, and their use under fake tensors.
 
-Hugging Face models under fake tensors, as they run on real ones.
-
-They look at values in one place: whether several sequences are packed into one sample, by the numbers of positions.
-Fake tensors have no values, and transformers then takes sequences for packed and makes a mask of them, where a real
-run of whole sequences has none.
+transformers reads tensor values in one place: whether several sequences are packed into one sample, by the position
+ids. Fake tensors have no values, and transformers then assumes packed sequences and creates a mask for them, which a
+real run of whole sequences does not.
 """
 
 import textwrap
@@ -22,16 +20,16 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, in one line of bounded length."""
+    """Return an error's message, in one line of bounded length."""
     message = str(error).strip() or type(error).__name__
     return textwrap.shorten(message.splitlines()[0], width=300, placeholder=" ...")
 
 
 def training_config(source: HuggingFace, where: str) -> Any:
-    """Return the transformers config of a model that is trained; raise UserError for one that cannot be.
+    """Return the transformers config of a model for training; raise UserError for one that cannot be trained.
 
-    Training keeps no keys and values of earlier tokens: with a cache, checkpointed blocks would keep what they give up,
-    and run into their own cache when they run again.
+    Training needs no keys and values of earlier tokens: with a cache, checkpointed blocks would keep tensors that they
+    should free, and find their own cache when recomputed.
     """
     transformers = _transformers(where)
     place = f"{where}: module.hugging_face"
@@ -54,7 +52,7 @@ def training_config(source: HuggingFace, where: str) -> Any:
 
 
 def auto_class(source: HuggingFace, where: str) -> Any:
-    """Return the class of transformers that makes a model of a config."""
+    """Return the class of transformers that creates a model of a config."""
     transformers = _transformers(where)
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -76,7 +74,7 @@ def _transformers(where: str) -> Any:
 
 
 def _refused(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a config, and of those inside of it, that would load code or weights, or cannot be trained."""
+    """Yield the keys of a config, and of nested ones, that would load code or weights, or cannot be trained."""
     for key, value in config.items():
         if key in ("auto_map", "trust_remote_code"):
             yield prefix + key, "names code outside of transformers, which is not run; use a factory of your own"
@@ -93,7 +91,7 @@ def _refused(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _with_inner_configs(config: Any) -> Iterator[Any]:
-    """Yield a config, and those of its parts (a text model, a vision model)."""
+    """Yield a config and its nested ones (a text model, a vision model)."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         inner = getattr(config, name, None)
@@ -106,7 +104,7 @@ PACKED = "find_packed_sequence_indices"
 
 @contextmanager
 def sequences_not_packed() -> Iterator[None]:
-    """Let transformers find that every sample is one sequence, by the operations that find it in a real run."""
+    """Make transformers treat every sample as one sequence, by the same operations as in a real run."""
     try:
         from transformers import masking_utils
     except ImportError:  # not installed: there is no such model

@@ -1,7 +1,7 @@
-"""Where one layer ends and the next begins, in the forward and in the backward of any `nn.Module`.
+"""Boundaries of the layers of any `nn.Module`, in the forward and in the backward.
 
-A layer begins where a chosen module is entered; what runs until the next one is entered belongs to it. Its backward
-begins where the gradient of its output is complete, which is that of the next layer's input.
+A layer begins where a chosen module is entered, and ends where the next one is. Its backward begins when the gradient
+of its output is complete, which is that of the next layer's input.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ LOSS = "loss"
 def layer_modules(model: nn.Module) -> dict[str, bool]:
     """Return the dotted paths of the modules at which layers begin -> whether it is a block of a repeated stack.
 
-    Repeated stacks (a ModuleList or Sequential of one class) are opened wherever they are; a module that holds none
-    is one layer.
+    Repeated stacks (a ModuleList or Sequential of one class) are opened at any depth; a module without one is a single
+    layer.
     """
     found: dict[str, bool] = {}
     _collect(model, "", found)
@@ -54,16 +54,16 @@ def _holds_stack(module: nn.Module) -> bool:
 
 
 def _wrapped_stack(module: nn.Module) -> bool:
-    """Return whether a module is nothing but a stack that it wraps (a stage of a ResNet).
+    """Return whether a module only wraps a stack (a stage of a ResNet).
 
-    One that also adds, activates or norms (a block whose convolutions are a stack) is a layer itself.
+    One that also adds, activates or normalises (a block whose convolutions are a stack) is a layer itself.
     """
     children = [child for child in module.children() if not _is_nothing(child)]
     return len(children) == 1 and isinstance(children[0], CONTAINERS) and _is_stack(children[0])
 
 
 def _is_nothing(module: nn.Module) -> bool:
-    """Return whether a module stands where others have something: it hands on what it is given."""
+    """Return whether a module is an identity that stands in place of another layer."""
     return isinstance(module, (nn.Identity, *CONTAINERS)) and not any(True for _ in module.modules() if _ is not module)
 
 
@@ -71,10 +71,10 @@ def _is_nothing(module: nn.Module) -> bool:
 def layer_boundaries(
     model: nn.Module, modules: list[str], *, enter: Callable[[int, str], None]
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Call `enter(layer, "f")` and `enter(layer, "b")` where layers begin, while the context lasts.
+    """Call `enter(layer, "f")` and `enter(layer, "b")` where layers begin, for the duration of the context.
 
     Layer i begins at `modules[i]`; the last layer (index `len(modules)`) is the loss. Yields a function that marks the
-    model's output as the loss's input: call the loss on what it returns.
+    model's output as the loss's input: call the loss on its result.
     """
     handles: list[Any] = []
     inner = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""Model files: what to trace, as asked on the command line, and the traced model as TOML."""
+"""Model files: the trace request of the command line, and the traced model as TOML."""
 
 import tomllib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ AUTO_CLASSES = {
     CLASSIFICATION: "AutoModelForSequenceClassification",
     "image": "AutoModelForImageClassification",
 }
-"""What Hugging Face calls the models of each task."""
+"""Hugging Face's auto class for each task."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Request:
     task: str = "next-token"
     padding: int = 0
     precision: str | None = None
-    """To trace in; None: that of the model file, or fp32."""
+    """Precision of the trace; None: that of the model file, or fp32."""
     source: str | None = None
-    """Where the model's numbers are published."""
+    """Publication of the model's numbers."""
 
 
 def traced_model(request: Request, *, on_counted: Callable[[Counted], None] = lambda _counted: None) -> Model:
-    """Return the model that `request` asks for, traced; raise UserError where it cannot be.
+    """Return the traced model for a `request`; raise UserError if it cannot be traced.
 
     `on_counted` is called with the operations of the largest step that was traced.
     """
@@ -70,7 +70,7 @@ def traced_model(request: Request, *, on_counted: Callable[[Counted], None] = la
 
 
 def check_options(request: Request) -> None:
-    """Raise UserError for an option of the command line that says nothing of such a model."""
+    """Raise UserError for an option of the command line that does not apply to such a model."""
     is_file, is_image = request.model.endswith(".toml"), request.image is not None
     is_text_classifier = request.task == CLASSIFICATION and not is_image
     without_effect = {
@@ -122,7 +122,7 @@ def _untraced(request: Request, where: str) -> Model:
 
 
 def _auto_class(request: Request) -> str:
-    """Return what Hugging Face calls a model for the task; a task that is unknown is refused with the input."""
+    """Return Hugging Face's auto class for the task; an unknown task is refused with the input."""
     return AUTO_CLASSES.get("image" if request.image else request.task, "AutoModel")
 
 
@@ -164,11 +164,11 @@ def _classes(request: Request, default: int) -> int:
 
 
 LISTED = 8
-"""Operations that a table of what was counted lists without FLOP: those that move the most bytes."""
+"""Number of operations without FLOP in a table of counts: those that move the most bytes."""
 
 
 def counted_table(counted: Counted) -> str:
-    """Return what was counted as lines: operation, calls, FLOP, bytes; all with FLOP, of the others the largest."""
+    """Return the counts as lines: operation, calls, FLOP, bytes; all with FLOP, of the others the largest."""
     works = counted.operations
     rows = [(name, work) for name, work in works.items() if work.flop]
     others = sorted(((n, w) for n, w in works.items() if not w.flop), key=lambda row: -row[1].bytes_moved)

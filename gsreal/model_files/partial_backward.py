@@ -1,8 +1,8 @@
-"""What is left of every layer where a rank trains only some: steps with all other parameters frozen.
+"""Cost of every layer if a rank trains only some: traced steps with all other parameters frozen.
 
-Three kinds of steps are traced: nothing is trained (autograd keeps nothing), the first layer alone (all others pass
-gradients on), and each layer alone (it gets its weight gradients, but its input no gradient). How these are put
-together for any run of layers that a rank owns is `gssim.program.owned`.
+Three kinds of steps are traced: no layer is trained (autograd saves nothing), the first layer alone (all others pass
+gradients on), and each layer alone (it gets its weight gradients, but its input no gradient). They are combined for any
+range of layers that a rank owns in `gssim.program.owned`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +26,10 @@ NOTHING, FIRST = -1, 0
 def with_parts(
     model: Model, layers: Sequence[Layer], shapes: Sequence[Shape], checked: Shape, *, where: str
 ) -> list[Layer]:
-    """Return `layers` (one for each module) with what is left of them where a rank trains only some.
+    """Return `layers` (one for each module) with the partial costs of ranks that train only some.
 
-    As they are where each layer is not a function of the one before it alone, or where what it does depends on the
-    shape: the file then says nothing of it, and a plan that needs it is refused.
+    Unchanged if a layer is not a function of the one before it alone, or if its operations depend on the shape: the
+    file then has no partial costs, and a plan that needs them is refused.
     """
     if not _is_chain(layers):
         return list(layers)
@@ -44,9 +44,9 @@ def with_parts(
 
 
 def _is_chain(layers: Sequence[Layer]) -> bool:
-    """Return whether each layer uses what the one before it made, and parameters of its own, alone.
+    """Return whether each layer uses only the output of the one before it, and parameters of its own.
 
-    The gradient of a parameter that two layers use (tied embeddings) would be a buffer between layers far apart.
+    The gradient of a parameter that two layers use (tied embeddings) would be a buffer between distant layers.
     """
     buffers = [buffer for layer in layers if layer.modules for buffer in layer.buffers]
     parameters = [parameter for layer in layers for parameter in layer.parameters]
@@ -60,9 +60,9 @@ def _parameter_names(layer: Layer) -> list[str]:
 
 
 def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
-    """Return each layer that may be the deepest trained one -> the first of the layers that do the same.
+    """Return each layer that may be the deepest trained one -> the first of the layers with the same operations.
 
-    What lies beside it may differ: only where buffers end that are handed on to other layers tells of that.
+    Adjacent layers may differ: that shows only in where buffers end that are passed to other layers.
     """
     found: dict[str, int] = {}
     return {
@@ -85,7 +85,7 @@ def _what_it_does(layer: Layer) -> str:
 def recorded(
     model: Model, layers: Sequence[Layer], steps: Sequence[int], shape: Shape, where: str
 ) -> dict[int, Record]:
-    """Return what each of the steps shows at one shape; `layers`: one for each module."""
+    """Return the record of each of the steps at one shape; `layers`: one for each module."""
     found = {}
     names = [layer.name for layer in layers if layer.modules]
     with without_values(model):
@@ -101,7 +101,9 @@ def recorded(
 def record_trained(
     module: nn.Module, names: list[str], trained: AbstractSet[str], inputs: Tensor, targets: Tensor
 ) -> Record:
-    """Return what a step shows in which only the `trained` parameters are; `names`: the modules at which layers begin.
+    """Return the record of a step that trains only the `trained` parameters.
+
+    `names`: the modules at which layers begin.
 
     To be called under fake tensors; it freezes the module's other parameters.
     """
@@ -143,7 +145,7 @@ def _noting(
 
 
 def _fitted(layers: Sequence[Layer], steps: Mapping[int, Records], checked: Shape) -> list[Layer]:
-    """Return the layers with their parts, as functions of the shape."""
+    """Return the layers with their partial costs, as functions of the shape."""
     likes = _representatives(layers)
     frozen = [None, *(_part(steps[FIRST], checked, layers, k) for k in range(1, len(layers)))]
     alone = {k: _part(steps[k], checked, layers, k) for k in set(likes.values())}
@@ -156,7 +158,7 @@ def _fitted(layers: Sequence[Layer], steps: Mapping[int, Records], checked: Shap
 
 
 def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int) -> PartialBackward:
-    """Return what the steps show of one layer's backward."""
+    """Return one layer's partial backward from the steps' records."""
     first = next(iter(records.values()))
     if any(len(record.alive) != len(first.alive) for record in records.values()):
         raise NoPolynomialError("the operations depend on batch size or sequence length")

@@ -1,9 +1,8 @@
-"""What the operations of one training step do, seen under fake tensors.
+"""Records the operations of one training step under fake tensors: FLOP, bytes, and lives of storages.
 
-FLOP of PyTorch's operations: those of matrix products, convolutions and attention; all others take time by bytes.
-
-Every operation on floating-point numbers is either counted by a formula, or known to be bound by the bytes it moves.
-One that is neither is refused: it would count nothing, however much it computes.
+FLOP are those of matrix products, convolutions and attention; all other operations are costed by the bytes they move.
+Every operation on floating-point numbers either has a FLOP formula, or is known to be bound by the bytes it moves. Any
+other is refused: it would count nothing, however much it computes.
 """
 
 import weakref
@@ -25,7 +24,7 @@ aten = torch.ops.aten
 
 
 class UnknownOperationError(Exception):
-    """An operation on floating-point numbers that does an unknown number of FLOP."""
+    """An operation on floating-point numbers with an unknown number of FLOP."""
 
 
 # torch counts no FLOP for these; their arguments begin as those of the operations that it counts
@@ -41,10 +40,10 @@ ALIASES = {
 
 
 def _grouped_product_flop(a: Tensor, b: Tensor, *_rest: Any, **_settings: Any) -> int:
-    """Return the FLOP of the products of a group's rows (or columns) with the group's matrix, of all groups.
+    """Return the FLOP of the products of a group's rows (or columns) with the group's matrix, for all groups.
 
-    Each row of a belongs to one group, so that the groups' sizes make no difference. Two matrices of two dimensions
-    are cut along what they have in common, as in the gradient of the groups' matrices.
+    Each row of a belongs to one group, so the groups' sizes do not matter. Two matrices of two dimensions are split
+    along their common dimension, as in the gradient of the groups' matrices.
     """
     batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
     rows, common, columns = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -54,7 +53,7 @@ def _grouped_product_flop(a: Tensor, b: Tensor, *_rest: Any, **_settings: Any) -
 def _convolution_backward_flop(gradient: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_settings: Any) -> int:
     """Return the FLOP of the gradients of input and weight, each as many as the forward's.
 
-    torch's own formula takes the weight's gradient of a convolution in groups for that of one without.
+    torch's own formula treats the weight's gradient of a grouped convolution as that of an ungrouped one.
     """
     transposed, wanted = rest[4], rest[7]
     places = (inputs if transposed else gradient).shape
@@ -70,7 +69,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten.vdot: lambda a, *_rest, **_settings: 2 * a.numel(),
     aten.addbmm: lambda _bias, a, b, *_rest, **_settings: 2 * prod(a.shape) * b.shape[-1],
 }
-"""Of operations that torch's counter does not know, or miscounts; they take tensors."""
+"""FLOP formulas of operations that torch's counter lacks or miscounts; they take tensors."""
 
 # without leading and trailing underscores, and without the suffixes below
 SUFFIXES = ("_backward_data", "_backward", "_forward", "_functional", "_copy", "_impl")
@@ -79,7 +78,7 @@ FAMILIES = (
     *("fractional_max_pool", "functional_assert", "grid_sampler_", "max_pool", "max_unpool", "native_batch_norm"),
     *("new_", "rand", "reflection_pad", "replication_pad", "unique", "upsample_"),
 )
-"""First words of operations that are bound by the bytes they move."""
+"""Name prefixes of operations that are bound by the bytes they move."""
 BOUND_BY_BYTES = (
     # made, filled, drawn
     "arange bernoulli cauchy complex exponential eye fill full full_like geometric linspace log_normal logspace "
@@ -108,7 +107,7 @@ BOUND_BY_BYTES = (
     "linalg_cross linalg_vector_norm logcumsumexp logsumexp max mean median min mode nanmedian nansum norm prod "
     "searchsorted sort std std_mean sum topk var var_mean"
 )
-"""Operations that are bound by the bytes they move, beside those that torch marks as element by element."""
+"""Operations that are bound by the bytes they move, in addition to those that torch tags as pointwise."""
 NAMES = frozenset(BOUND_BY_BYTES.split())
 TAGS = {tag for tag in (torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)) if tag is not None}
 
@@ -129,7 +128,7 @@ def flop_of(func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[Te
 
 
 def is_bound_by_bytes(func: Any) -> bool:
-    """Return whether an operation's time is that of the bytes which it reads and writes."""
+    """Return whether an operation's time is that of the bytes it reads and writes."""
     if func.namespace not in ("aten", "prims", "prim"):
         return False
     if TAGS & set(func.tags):
@@ -150,79 +149,82 @@ class Alive:
     born: tuple[int, str, int]
     freed: tuple[int, str, int] | None = None
     unsaved: int | None = None
-    """Position of its own layer's forward at which it would go if autograd did not save it."""
+    """Position of its own layer's forward at which it would be freed if autograd did not save it."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What operations do."""
+    """FLOP, bytes and number of operations."""
 
     flop: int = 0
     bytes_moved: int = 0
     operations: int = 0
     streamed: int = 0
-    """Of `bytes_moved`, those of operations without FLOP (all but matrix products, convolutions and attention) that
-    move something: `_unsafe_view`, which torch does not call a view, is one."""
+    """Of `bytes_moved`, those of operations without FLOP (all but matrix products.
+
+    Convolutions and attention) that move
+    data: `_unsafe_view`, which torch does not call a view, is one.
+    """
 
     def __add__(self, other: "Work") -> "Work":
-        """Return what both do."""
+        """Return the sum of both."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Work(*(one + another for one, another in pairs))
 
     def times(self, count: int) -> "Work":
-        """Return what so many of them do."""
+        """Return the work of `count` repetitions."""
         return Work(*(count * one for one in astuple(self)))
 
 
 @dataclass(frozen=True)
 class Again:
-    """What checkpointing runs again of a module's forward."""
+    """Work that checkpointing recomputes of a module's forward."""
 
     work: Work = Work()
     light: Work = Work()
-    """Of that, what is not compute-heavy."""
+    """The part of it that is not compute-heavy."""
 
 
 @dataclass
 class Record:
-    """What one traced step showed, per layer index."""
+    """Record of one traced step, per layer index."""
 
     modules: list[str]
     blocks: set[str]
     flop: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes_moved: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     streamed: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Of `bytes_moved`, those of operations without FLOP that move something."""
+    """Of `bytes_moved`, those of operations without FLOP that move data."""
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     until_saved: dict[int, Again] = field(default_factory=dict)
-    """What a module's forward does until autograd has saved the last of its tensors: checkpointing repeats that."""
+    """Work of a module's forward until autograd has saved the last of its tensors: checkpointing recomputes it."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Positions at which operations (not views) run, by layer and phase."""
+    """Positions of operations (not views), by layer and phase."""
     names: dict[tuple[int, str], list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Their names."""
+    """Names of these operations."""
     by_operation: dict[int, dict[str, Work]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Work)))
     """By layer: name of an operation -> its work, forward and backward."""
     heavy: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Those of compute-heavy operations."""
+    """Positions of the compute-heavy operations."""
     overwritten: set[int] = field(default_factory=set)
-    """Layers that change the output of a compute-heavy operation in place, so that it cannot be kept."""
+    """Layers that change the output of a compute-heavy operation in place, so that it cannot be saved."""
     alive: list[Alive] = field(default_factory=list)
     parameters: dict[str, tuple[int, tuple[int, ...], tuple[int, str, int], tuple[int, str, int]]] = field(
         default_factory=dict
     )
     """Name -> (layer of first use, shape, gradient born, gradient ready)."""
     units: dict[int, int] = field(default_factory=dict)
-    """Of blocks that are cut: into how many units they can be."""
+    """Of sliced blocks: the number of their units."""
     linear: dict[int, bool] = field(default_factory=dict)
-    """Of blocks that are cut: whether all that is cut are linear maps."""
+    """Of sliced blocks: whether all sliced modules are linear maps."""
     reductions: dict[int, list[tuple[tuple[int, str, int], int]]] = field(default_factory=lambda: defaultdict(list))
-    """Of blocks that are cut: moment and bytes of every sum over the ranks."""
+    """Of sliced blocks: moment and bytes of every sum over the ranks."""
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation of a step and books it on the layer that runs."""
+    """Dispatch mode that records every operation of a step for the current layer."""
 
     def __init__(self, record: Record, known: set[int]) -> None:
         super().__init__()
@@ -234,20 +236,20 @@ class Recorder(TorchDispatchMode):
         self.light: dict[tuple[int, str], Work] = defaultdict(Work)
 
     def enter(self, layer: int, phase: str) -> None:
-        """Book what comes to a phase of a layer."""
+        """Record subsequent operations for a phase of a layer."""
         self.layer, self.phase = layer, phase
 
     def work(self) -> Work:
-        """Return what the present phase of the present layer has done so far."""
+        """Return the work of the current phase of the current layer so far."""
         place, record = (self.layer, self.phase), self.record
         return Work(record.flop[place], record.bytes_moved[place], record.operations[place], record.streamed[place])
 
     def again(self) -> Again:
-        """Return what is run again where the present layer's forward need not go on."""
+        """Return the work to recompute if the current layer's forward ended here."""
         return Again(self.work(), self.light[self.layer, self.phase])
 
     def now(self) -> tuple[int, str, int]:
-        """Return the moment: layer, phase, position."""
+        """Return the current moment: layer, phase, position."""
         place = (self.layer, self.phase)
         return (*place, max(0, self.position[place]))
 
@@ -296,7 +298,7 @@ class Recorder(TorchDispatchMode):
             self.record.heavy[place[0]].append(self.position[place])
 
     def _written(self, func: Any, args: Any) -> None:
-        """Note the layer whose compute-heavy operation made what is now changed in place."""
+        """Note the layer whose compute-heavy operation created a tensor that is changed in place."""
         if self.phase != "f" or not func._schema.is_mutable:
             return
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -306,7 +308,7 @@ class Recorder(TorchDispatchMode):
                     self.record.overwritten.add(alive.born[0])
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Stand in for a sum over ranks: what torch's functional all-reduce does on its own rank, which is a copy."""
+        """Replace a sum over ranks by a copy, which is the effect of torch's functional all-reduce on its own rank."""
         copy = tensor.clone(memory_format=torch.contiguous_format)
         self.record.reductions[self.layer].append((self.now(), copy.numel() * copy.element_size()))
         return copy
@@ -328,7 +330,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_alias(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Return whether an operation writes nothing, and hands on what it reads."""
+    """Return whether an operation writes nothing, and returns its input."""
     if func._schema.is_mutable:
         return False
     there = {tensor.untyped_storage()._cdata for tensor in inputs}

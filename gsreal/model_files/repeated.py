@@ -1,8 +1,8 @@
-"""A deep model is traced with a few of its blocks, and those in the middle are repeated.
+"""Traces a deep model with a few of its blocks, and repeats those in the middle.
 
-What costs time in a trace is the number of blocks, and blocks that are built alike do the same wherever they stand: all
-but the first and the last, beside which other layers are. So a sibling with a few blocks is traced, made by the
-model's own factory or config, and the layers of its middle, which must prove to be equal, are repeated.
+The time of a trace grows with the number of blocks, and equal blocks have equal costs at any depth: all but the first
+and the last, which are adjacent to other layers. So a sibling with a few blocks, created by the model's own factory or
+config, is traced, and the layers of its middle, which are verified to be equal, are repeated.
 """
 
 from collections import defaultdict
@@ -19,23 +19,23 @@ from gssim.errors import UserError
 from gssim.workload import Buffer, Layer, Model, Module, Moment, Parameter, PartialBackward, Reduction
 
 KEPT = 5
-"""Blocks of the sibling: the first, the last, and between them three, of which one has equal ones on both sides."""
+"""Blocks of the sibling: the first, the last, and three between them, of which one has equal ones on both sides."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The blocks of a model: the path of what holds them, and how many they are."""
+    """The blocks of a model: the path of their container, and their number."""
 
     path: str
     count: int
 
 
 def shortened(model: Model, where: str) -> tuple[Model, Stack] | None:
-    """Return the model with `KEPT` of its blocks, and what it has more of; None where no such sibling is known.
+    """Return the model with `KEPT` of its blocks, and its full stack; None if no such sibling is known.
 
-    It is known where one argument of the factory, or key of the config, is the number of blocks.
+    It is known if one argument of the factory, or key of the config, is the number of blocks.
     """
     with without_values(model):
         whole = fake_module(model, where)
@@ -63,7 +63,7 @@ def _stack(module: nn.Module) -> Stack | None:
 
 
 def _siblings(module: Module, count: int) -> Iterator[Module]:
-    """Yield the module with one of its numbers, which is that of blocks, made smaller."""
+    """Yield the module with one of its numbers, which equals the number of blocks, reduced."""
     source = module.hugging_face
     settings = module.arguments if source is None else source.config
     keys = [key for key, value in settings.items() if value == count and isinstance(value, int)]
@@ -80,7 +80,7 @@ def _all_alike(module: nn.Module, stack: Stack) -> bool:
 
 
 def _alike(block: nn.Module, first: nn.Module, number: int) -> bool:
-    """Return whether a block is built as the stack's first is, but for its own number."""
+    """Return whether a block is configured like the stack's first, except for its own number."""
     modules, others = dict(block.named_modules()), dict(first.named_modules())
     return (
         modules.keys() == others.keys()
@@ -102,13 +102,16 @@ def _same_settings(module: nn.Module, other: nn.Module, number: int) -> bool:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return what the module's own code may ask of it; a container's keys and a module's tensors are compared apart."""
+    """Return the attributes that the module's own code may read.
+
+    A container's keys and tensors are compared separately.
+    """
     plain = (bool, int, float, str, tuple, type(None))
     return {key: value for key, value in vars(module).items() if key[0] != "_" and isinstance(value, plain)}
 
 
 def _is_sibling(made: nn.Module, whole: nn.Module, stack: Stack) -> bool:
-    """Return whether all but the number of blocks is the same."""
+    """Return whether everything but the number of blocks is the same."""
     inside = f"{stack.path}."
     rest, other = ({k: v for k, v in _shapes(m).items() if not k.startswith(inside)} for m in (made, whole))
     block = whole.get_submodule(f"{stack.path}.0")
@@ -118,7 +121,7 @@ def _is_sibling(made: nn.Module, whole: nn.Module, stack: Stack) -> bool:
 def lengthened(layers: Sequence[Layer], stack: Stack) -> list[Layer] | None:
     """Return the layers (one for each module) of the whole model, from those of the one with `KEPT` blocks.
 
-    None where its middle blocks differ, or use what is not beside them: all of the model must be traced.
+    None if its middle blocks differ, or use tensors of distant layers: all of the model must be traced.
     """
     paths = [f"{stack.path}.{i}" for i in range(KEPT)]
     places = [i for i, layer in enumerate(layers) if layer.modules and layer.modules[0] in paths]
@@ -150,19 +153,19 @@ def _named(layer: Layer, path: str) -> Layer:
 
 
 class _OutOfReachError(Exception):
-    """A moment in a block of the middle that is not beside the layer that tells of it."""
+    """A moment in a middle block that is not adjacent to the layer that refers to it."""
 
 
 @dataclass(frozen=True)
 class _Gap:
-    """Where layers are put in: behind the layer `after`; the stack ends with `before_last`."""
+    """Insertion point of the repeated layers: after the layer `after`; the stack ends with `before_last`."""
 
     after: int
     before_last: int
     more: int
 
     def offset(self, layer: int | None, offset: int) -> int:
-        """Return what a layer's offset becomes; None is a layer of the middle, the same wherever it stands."""
+        """Return a layer's offset in the whole model; None: a layer of the middle, the same at any depth."""
         if abs(offset) <= 1:
             return offset
         first = self.after - KEPT // 2
@@ -173,7 +176,7 @@ class _Gap:
 
 
 def _moved(value: T, layer: int | None, gap: _Gap) -> T:
-    """Return what a layer says (or a part of that) with its moments where they are in the whole model."""
+    """Return a layer (or part of one) with its moments at their positions in the whole model."""
     if isinstance(value, Moment):
         return replace(value, layer_offset=gap.offset(layer, value.layer_offset))
     if isinstance(value, tuple):
@@ -184,6 +187,6 @@ def _moved(value: T, layer: int | None, gap: _Gap) -> T:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields in which there may be moments."""
+    """Return the fields that may contain moments."""
     kept = (Moment, tuple, PartialBackward)
     return {key: each for key in value.__dataclass_fields__ if isinstance(each := getattr(value, key), kept)}

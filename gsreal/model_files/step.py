@@ -1,4 +1,4 @@
-"""One training step of a module under fake tensors, and what it showed."""
+"""Records one training step of a module under fake tensors."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from gssim.workload import Model
 
 
 def fake_module(model: Model, where: str) -> nn.Module:
-    """Return the module; one initialisation of torch's asks for values, which fake tensors do not have."""
+    """Return the module; one of torch's initialisers reads values, which fake tensors do not have."""
     with mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_settings: tensor):
         module = build_module(model.module, where=where)
     others = {str(p.dtype) for p in module.parameters()} - {str(DTYPES[model.traced_precision])}
@@ -41,7 +41,10 @@ def fake_module(model: Model, where: str) -> nn.Module:
 
 
 class _GroupedProductsOfAnyType(TorchDispatchMode):
-    """Gives fake tensors grouped products in the types that kernels take; torch's shape function takes bf16 alone."""
+    """Gives fake tensors grouped products in the types that kernels support.
+
+    Torch's shape function accepts bf16 only.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,7 +55,7 @@ class _GroupedProductsOfAnyType(TorchDispatchMode):
 
 @contextmanager
 def traced_precision(model: Model) -> Iterator[None]:
-    """Let modules and images be made in the precision that the model is traced in, while the context lasts."""
+    """Create modules and images in the precision of the trace, for the duration of the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[model.traced_precision])
     try:
@@ -63,7 +66,7 @@ def traced_precision(model: Model) -> Iterator[None]:
 
 @contextmanager
 def without_values(model: Model) -> Iterator[None]:
-    """Let tensors have no values while the context lasts, and the model do what it does where they have."""
+    """Use tensors without values for the duration of the context, with the model's operations as for real values."""
     whole = sequences_not_packed() if model.module.hugging_face is not None else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=False), _GroupedProductsOfAnyType(), traced_precision(model), whole:
         yield
@@ -72,9 +75,9 @@ def without_values(model: Model) -> Iterator[None]:
 def record_step(
     model: Model, batch_size: int, sequence_length: int | None, units: int | None = None, *, where: str
 ) -> Record:
-    """Return what one training step at this shape does, layer by layer.
+    """Return the record of one training step at this shape, layer by layer.
 
-    `units`: each block is cut, and these are what is left of it here.
+    `units`: each block is sliced to this number of units.
     """
     with without_values(model):
         module = fake_module(model, where)
@@ -99,7 +102,7 @@ def record_step(
 
 
 class _StandIn:
-    """Stands in for the sums over ranks: whichever recorder is at work notes them."""
+    """Stands in for the sums over ranks, and passes them to the active recorder."""
 
     recorder: Recorder | None = None
 
@@ -110,7 +113,10 @@ class _StandIn:
 def _cut_blocks(
     module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _StandIn
 ) -> dict[str, tuple[int, bool]]:
-    """Leave so many units of each block; return of how many units each was, and whether they are of linear maps."""
+    """Slice each block to this number of units.
+
+    Return the whole number of units of each, and whether they are linear maps.
+    """
     found = {}
     for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
         cut = cut_of(block)
@@ -121,7 +127,7 @@ def _cut_blocks(
 
 
 def fewest_units(model: Model, where: str) -> int:
-    """Return into how many units the model's blocks can be cut, the least of all; 0 where one cannot be."""
+    """Return the smallest number of units of the model's blocks; 0 if one cannot be sliced."""
     with without_values(model):
         module = fake_module(model, where)
         blocks = [module.get_submodule(name) for name, is_block in layer_modules(module).items() if is_block]
@@ -130,7 +136,10 @@ def fewest_units(model: Model, where: str) -> int:
 
 
 def _check_positions(module: nn.Module, sequence_length: int | None, where: str) -> None:
-    """Raise UserError where a Hugging Face model has no embedding for the last positions: fake tensors do not tell."""
+    """Raise UserError if a Hugging Face model has no embedding for the last positions.
+
+    Which fake tensors do not detect.
+    """
     longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     if sequence_length is not None and isinstance(longest, int) and sequence_length > longest:
         raise UserError(
@@ -140,7 +149,7 @@ def _check_positions(module: nn.Module, sequence_length: int | None, where: str)
 
 
 def _check_logits(logits: Tensor, model: Model, where: str) -> None:
-    """Raise UserError where a module has fewer logits than targets may say: fake tensors do not tell."""
+    """Raise UserError if a module has fewer logits than classes of targets, which fake tensors do not detect."""
     source = model.input
     key = "classes" if source.classes is not None else "vocabulary"
     needed = getattr(source, key)
@@ -151,9 +160,9 @@ def _check_logits(logits: Tensor, model: Model, where: str) -> None:
 def _executed(
     module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, model: Model, where: str
 ) -> list[str]:
-    """Return the chosen modules at which a layer begins, in the order in which they run.
+    """Return the chosen modules at which a layer begins, in execution order.
 
-    Modules that take nothing that carries a gradient (embeddings side by side) belong to the first of them.
+    Modules without an input that carries a gradient (parallel embeddings) belong to the first of them.
     """
     order: list[str] = []
     inner = dict(module.named_modules())
@@ -196,13 +205,13 @@ def _executed(
 
 
 def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
-    """Return the storages that are there before a step, by address."""
+    """Return the storages that exist before a step, by address."""
     kept = [*module.parameters(), *module.buffers(), *tensors]
     return {tensor.untyped_storage()._cdata for tensor in kept}
 
 
 def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
-    """Book the unique storages that autograd saves, what comes before the last of them, and each layer's output."""
+    """Record the unique storages that autograd saves, the work before the last of them, and each layer's output."""
     known = known_storages(module, inputs, targets)
     seen: set[int] = set()
     keep = []
@@ -229,7 +238,10 @@ def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Te
 
 
 def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
-    """Book when what a forward makes would go if autograd saved nothing, as in the forward of a checkpointed block."""
+    """Record when a forward's tensors would be freed if autograd saved nothing.
+
+    As in the forward of a checkpointed block.
+    """
     seen = Record(record.modules, record.blocks)
     hooks = saved_tensors_hooks(lambda _tensor: None, lambda _nothing: _nothing)
     stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
@@ -260,7 +272,7 @@ def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
 def _record_operations(
     record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _StandIn
 ) -> None:
-    """Book every operation and every storage of one forward and backward."""
+    """Record every operation and every storage of one forward and backward."""
     known = known_storages(module, inputs, targets)
     stand_in.recorder = recorder = Recorder(record, known)
     ready: dict[str, tuple[int, str, int]] = {}

@@ -1,9 +1,9 @@
-"""Any `nn.Module` or Hugging Face config -> a model file, under fake tensors: no weights, no GPU.
+"""Traces any `nn.Module` or Hugging Face config into a model file, under fake tensors: no weights, no GPU.
 
-One training step runs per traced shape. What is recorded per layer is exact for these shapes; as a function of batch
-size b and sequence length s it is a polynomial (up to b*s^2), fitted over six shapes and checked at a seventh. Where
-it is known how to cut the model's blocks among ranks, steps with cut blocks are traced as well, see [Note: units]. Of
-many equal blocks a few are traced, see `repeated`.
+One training step runs per traced shape. The quantities of each layer are exact for these shapes; as a function of batch
+size b and sequence length s they are polynomials (up to b*s^2), fitted over six shapes and checked at a seventh. If the
+model's blocks can be sliced among ranks, steps with sliced blocks are traced as well, see [Note: units]. Of many equal
+blocks only a few are traced, see `repeated`.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from gssim.workload import Layer, Model, TokenInput
 TRACED_BATCH_SIZES = (2, 3)
 CHECKED_BATCH_SIZE = 5
 TRACED_UNITS = (2, 3)
-"""One alone may be of another kind: torch takes a dimension of one element as contiguous however it is laid out."""
+"""Not one alone, which may behave differently: torch treats a dimension of one element as contiguous in any layout."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Counted:
 
 
 def _ignored(_counted: Counted) -> None:
-    """Take no notice of what was counted."""
+    """Ignore the counts."""
 
 
 def trace(model: Model, *, where: str, on_counted: Callable[[Counted], None] = _ignored) -> Model:
     """Return `model` (name, source, module, input; its layers are ignored) with its layers traced.
 
-    `on_counted` is called with the operations of the largest step. Raises UserError where the module cannot be built,
-    where its cost is no polynomial in the batch size, and for an operation whose cost is unknown.
+    `on_counted` is called with the operations of the largest step. Raises UserError if the module cannot be built, if
+    its cost is not a polynomial in the batch size, and for an operation whose cost is unknown.
     """
     lengths = _sequence_lengths(model)
     checked = (CHECKED_BATCH_SIZE, _checked_length(model, lengths))
@@ -92,7 +92,7 @@ def _layers(
     where: str,
     on_counted: Callable[[Counted], None],
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Return the model's layers, whole, and with their blocks cut (none where these cannot be)."""
+    """Return the model's layers, whole, and with sliced blocks (empty if they cannot be sliced)."""
     found = shortened(model, where)
     if found is not None:
         short, stack = found
@@ -107,7 +107,7 @@ def _layers(
 
 
 def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
-    """Return the work of all layers by operation; `stack`: the block in its middle stands for those left out."""
+    """Return the work of all layers by operation; `stack`: its middle block is counted for those left out."""
     found: dict[str, Work] = {}
     middle = record.modules.index(f"{stack.path}.{KEPT // 2}") if stack else -1
     for layer, operations in record.by_operation.items():
@@ -120,7 +120,7 @@ def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
 def _traced(
     model: Model, lengths: Sequence[int | None], checked: tuple[int, int | None], where: str
 ) -> tuple[list[Layer], list[Layer], Record]:
-    """Return all layers, one for each module, whole and with their blocks cut, and what the largest step showed."""
+    """Return all layers, one for each module, whole and with sliced blocks, and the record of the largest step."""
     shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
     largest = record_step(model, *checked, where=where)
@@ -135,7 +135,7 @@ def _traced(
 def _traced_cut(
     model: Model, shapes: Sequence[tuple[int, int | None]], checked: tuple[int, int | None], where: str
 ) -> list[Layer]:
-    """Return all layers with their blocks cut, as functions of the units held too."""
+    """Return all layers with sliced blocks, as functions of the units of the slice too."""
     units = fewest_units(model, where)
     if units < 2:
         return []

@@ -1,21 +1,20 @@
-"""Training that is saved as it goes, with torch.distributed.checkpoint, and taken up by however many ranks there are.
+"""Checkpoints of a training with torch.distributed.checkpoint, resumable by any number of ranks.
 
 A checkpoint is a folder `step-N`. It is written under another name and renamed once every rank has written its part, so
-that what a killed rank leaves is never taken; one that is not as it was written, by the digests of its files, is passed
-over for the one before it. One run at a time saves in a folder: it holds the folder's lock. Parameters and optimizer
-state are saved by parameter name and element: other ranks, other shares, other cuts of the model by layers or inside of
-blocks, and with Gradient Sharding other buckets too, read what they need of them. Data are a function of seed and step.
+that leftovers of a killed rank are never loaded; one whose files do not match their digests is skipped for the one
+before it. One run at a time saves in a folder: it holds the folder's lock. Parameters and optimizer state are saved by
+parameter name and element: other ranks, other shares, other partitions of the model by layers or inside blocks, and
+with Gradient Sharding other buckets too, read the elements they need. Data are a function of seed and step.
 
-What is a rank's own goes on where there are as many ranks as before, with the same shares: torch's random numbers (of
-dropout), and what a thresholded push has kept and estimated. Else random numbers begin anew from seed, step and rank,
-and what was kept is dropped: those who kept it are gone, and each element loses less than the threshold, once. Shares
-that follow the ranks' paces go on as they were too, where there are as many ranks; the paces are measured anew.
+Rank-specific state is restored if there are as many ranks as before, with the same shares: torch's random states (of
+dropout), and the residuals and threshold estimates of a push. Otherwise random states are seeded from seed, step and
+rank, and residuals are dropped: each element loses less than the threshold, once. Shares that follow the rank speeds
+are restored too, if there are as many ranks; speeds are measured anew.
 
-Reads checkpoints of torch.distributed.checkpoint without running code: a pickle may name any function to call.
-
-torch's own reader unpickles `.metadata` and each value that is no tensor without restrictions (torch 2.13,
-checkpoint/filesystem.py and default_planner.py). Here the first may name only what describes a checkpoint, and the
-others only what `torch.load(weights_only=True)` lets pass.
+Checkpoints are read without running code, although a pickle may name any function to call. torch's own reader unpickles
+`.metadata` and each non-tensor value without restrictions (torch 2.13, checkpoint/filesystem.py and
+default_planner.py). Here the first may name only classes that describe a checkpoint, and the others only those that
+`torch.load(weights_only=True)` accepts.
 """
 
 import hashlib
@@ -62,16 +61,16 @@ NAMES = frozenset(
         )
     ]
 )
-"""Classes and functions that the description of a checkpoint may name, beside torch's data types."""
+"""Classes and functions that a checkpoint's metadata may name, in addition to torch's data types."""
 
 
 class _ForbiddenNameError(Exception):
-    """A pickle names something that is no part of a checkpoint's description."""
+    """A pickle names a class or function that is not allowed in a checkpoint's metadata."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names, if that only holds data."""
+        """Return the named class or function, if it only holds data."""
         if (module, name) in NAMES:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -80,14 +79,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a checkpoint's folder; raises UserError at once where its description is none."""
+    """torch's reader of a checkpoint's folder; raises UserError immediately if its metadata are invalid."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._metadata = _metadata_in(folder / ".metadata")
 
     def read_metadata(self, *_args: Any, **_settings: Any) -> Metadata:
-        """Return the description of the checkpoint."""
+        """Return the metadata of the checkpoint."""
         described = getattr(self._metadata, "storage_meta", None) or StorageMeta()
         described.load_id = self.load_id
         self._metadata.storage_meta = described
@@ -95,10 +94,10 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner; it takes up no values but plain ones and tensors."""
+    """torch's load planner, restricted to plain values and tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take up a value that is no tensor."""
+        """Load a value that is not a tensor."""
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
@@ -119,41 +118,41 @@ def _metadata_in(file: Path) -> Metadata:
 
 
 KEPT = 2
-"""Checkpoints that are kept: the last, and the one before it."""
+"""Checkpoints that are kept: the last two."""
 PROGRESS = "progress.json"
 METADATA = ".metadata"
 LOCK = ".gsreal-checkpoint.lock"
-"""In a folder of checkpoints; the run that saves there holds it, and so do its ranks."""
+"""Lock file of a checkpoint folder, held by the run that saves there, and by its ranks."""
 FORMAT = 3
 OURS = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp|progress\.json|\.gssim-\w+\.partial|\.metadata(\.tmp)?")
-"""Names of all files of a checkpoint; nothing else is removed from its folder."""
+"""Names of all files of a checkpoint; no other files are removed from its folder."""
 UNFINISHED = re.compile(r"step-\d{8}(\.replaced)?\.partial")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training has come."""
+    """Progress of a training at a checkpoint."""
 
     step: int = 0
-    """Steps that are done, warm-up steps too."""
+    """Completed steps, including warm-up."""
     losses: tuple[float, ...] = ()
     """Of the steps after the warm-up."""
     ranks: int = 0
-    """By which the checkpoint was written."""
+    """Number of ranks that wrote the checkpoint."""
     training: dict[str, Any] = field(default_factory=dict)
-    """What makes it this training and no other."""
+    """Identity of the training, see `identity`."""
     samples: tuple[int, ...] = ()
-    """Of each rank in the next step, where shares follow the ranks' paces."""
+    """Of each rank in the next step, if shares follow the rank speeds."""
     shard_shares: tuple[float, ...] = ()
-    """Of each rank, there."""
+    """Of each rank, in the same case."""
     files: dict[str, str] = field(default_factory=dict)
-    """The digest (SHA-256) of each of its other files."""
+    """Digest (SHA-256) of each of its other files."""
     format: int = FORMAT
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a training is saved, and after how many steps each time."""
+    """Folder of a training's checkpoints, and the number of steps between them."""
 
     folder: Path
     every: int
@@ -163,9 +162,9 @@ class Checkpoints:
         return step % self.every == 0 or step == total
 
     def resume(self, scenario: Scenario, training: Training) -> Progress:
-        """Bring the last checkpoint into the training, if there is one; return how far it had come (a collective).
+        """Load the last checkpoint into the training, if there is one; return its progress (a collective).
 
-        One of the end is passed over: ranks that are started again after it have all to measure yet.
+        One of the final step is skipped: ranks restarted after it have yet to measure.
         """
         rank, total = dist.get_rank(), scenario.run.warmup_steps + scenario.run.steps
         last: tuple[Path, Progress] | None = None
@@ -207,7 +206,7 @@ class Checkpoints:
 
 
 def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: str) -> None:
-    """Raise UserError where the scenario's training cannot be saved, or the folder has another one's checkpoints."""
+    """Raise UserError if the scenario's training cannot be saved, or the folder has another training's checkpoints."""
     if every < 1:
         raise UserError(f"--every {every}: must be at least 1")
     reason = _unsaved(scenario)
@@ -243,9 +242,9 @@ def latest(folder: Path, *, before: int | None = None) -> Path | None:
 def last_whole(
     folder: Path, *, before: int | None = None, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[Path, Progress] | None:
-    """Return the last checkpoint that is as it was written (of fewer steps than `before`), and how far it had come.
+    """Return the last undamaged checkpoint (of fewer steps than `before`), and its progress.
 
-    `tell` hears of each that is passed over. None where there is none; raises UserError where none of them is whole.
+    `tell` is called with a line for each that is skipped. None if there are none; raises UserError if all are damaged.
     """
     faults: list[str] = []
     for path in reversed(_complete(folder)):
@@ -265,7 +264,7 @@ def last_whole(
 
 
 def read_progress(path: Path) -> Progress:
-    """Return how far a checkpoint's training had come; raise UserError where the file is not one of ours."""
+    """Return a checkpoint's progress; raise UserError if the file is not one of ours."""
     try:
         values = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
         found = values.get("format") if isinstance(values, dict) else FORMAT
@@ -284,7 +283,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def _check_files(path: Path, progress: Progress) -> None:
-    """Raise UserError where a file of a checkpoint is not as it was written."""
+    """Raise UserError if a file of a checkpoint does not match its digest."""
     for name, digest in progress.files.items():
         if not OURS.fullmatch(name) or not (path / name).is_file():
             raise UserError(f"{path}: is damaged: {name[:80]} is missing")
@@ -303,7 +302,10 @@ def _tell(line: str) -> None:
 
 @contextmanager
 def _with_reasons(path: Path, done: str) -> Iterator[None]:
-    """Raise what torch.distributed.checkpoint does, which is no Exception, as a failed run with a rank's reason."""
+    """Raise RunFailedError with a rank's reason in place of torch.distributed.checkpoint's error.
+
+    Which is no Exception.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -313,14 +315,14 @@ def _with_reasons(path: Path, done: str) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what ranks have left that were killed as they wrote a checkpoint; whoever calls it holds the lock."""
+    """Remove unfinished checkpoints of killed ranks; the caller holds the lock."""
     for left in folder.iterdir() if folder.is_dir() else ():
         if UNFINISHED.fullmatch(left.name):
             _remove(left)
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, whole or not, and no other file that somebody may have put there."""
+    """Remove a checkpoint, complete or not, but no file that may be somebody else's."""
     if path.is_symlink() or not path.is_dir():
         return
     for file in path.iterdir():
@@ -331,7 +333,7 @@ def _remove(path: Path) -> None:
 
 
 def identity(scenario: Scenario) -> dict[str, Any]:
-    """Return what a training's loss curve depends on beside the number of ranks and their shares."""
+    """Return the settings that a training's loss curve depends on, except the number of ranks and their shares."""
     workload, run = scenario.workload, scenario.run
     return {
         "form": _form(scenario),
@@ -350,7 +352,7 @@ def identity(scenario: Scenario) -> dict[str, Any]:
 
 
 def _form(scenario: Scenario) -> str:
-    """Return what kind of state is saved: torch's, or that of Gradient Sharding, with master copies or without."""
+    """Return the kind of saved state: torch's, or that of Gradient Sharding, with or without master copies."""
     policies, copies = scenario.policies, has_master_copy(scenario.workload)
     if policies.gradients != "push":
         return "torch" + (", master copies" if copies and policies.parameters == "replicated" else "")
@@ -359,9 +361,9 @@ def _form(scenario: Scenario) -> str:
 
 
 def _unsaved(scenario: Scenario) -> str | None:
-    """Return why a plan's training cannot be saved, if it cannot.
+    """Return why a plan's training cannot be saved, or None.
 
-    Owners' shards are ranges of flat buckets, which a slice of a block has no single place for in the whole.
+    Owners' shards are ranges of flat buckets, for which a slice of a block has no single index in the whole.
     """
     if scenario.policies.gradients == "push" and scenario.policies.tp > 1:
         return "shards of blocks that are cut too (plan.tp beside pushes) are not saved yet"
@@ -378,7 +380,7 @@ def _step_of(path: Path) -> int:
 
 
 def _commit(partial: Path, path: Path) -> None:
-    """Give a complete checkpoint its name; from then on it is one, also after a loss of power."""
+    """Give a complete checkpoint its final name, durably even across a power failure."""
     sync_folder(partial)
     before = path.with_name(f"{path.name}.replaced.partial")
     if path.exists():  # a damaged one, or one of the end
@@ -389,14 +391,14 @@ def _commit(partial: Path, path: Path) -> None:
 
 
 def _state_of(training: Training) -> dict[str, Any]:
-    """Return what torch.distributed.checkpoint saves of a training, or loads into it."""
+    """Return the state that torch.distributed.checkpoint saves of a training, or loads into it."""
     if isinstance(training.optimizer, GradientSharding):
         return {"model": training.module, "optimizer": training.optimizer.sharded()}
     return {"training": Elements(training.module, training.optimizer)}
 
 
 def _share_as_before(training: Training, progress: Progress, step: int) -> None:
-    """Divide batch and shards as they were divided when it was saved, where they follow the ranks' paces."""
+    """Restore the division of batch and shards at the checkpoint, if they follow the rank speeds."""
     follower, optimizer = training.follower, training.optimizer
     if follower is None or len(progress.samples) != dist.get_world_size():
         return
@@ -420,7 +422,7 @@ def _own_file(folder: Path) -> Path:
 
 
 def _write_own(training: Training, folder: Path) -> None:
-    """Write what is this rank's own."""
+    """Write this rank's own state."""
     own: dict[str, Any] = {"random": torch.get_rng_state(), "ranges": _ranges(training)}
     if torch.cuda.is_available():
         own["random_cuda"] = torch.cuda.get_rng_state()
@@ -434,7 +436,7 @@ def _write_own(training: Training, folder: Path) -> None:
 
 
 def _read_own(training: Training, folder: Path) -> bool:
-    """Go on with what is this rank's own, if shards are cut as they were; return whether they are."""
+    """Restore this rank's own state, if the shards' ranges are the same; return whether they are."""
     own = torch.load(_own_file(folder), weights_only=True)
     if own["ranges"] != _ranges(training):
         return False
@@ -447,7 +449,7 @@ def _read_own(training: Training, folder: Path) -> bool:
 
 
 def _ranges(training: Training) -> list[list[tuple[int, int]]]:
-    """Return what every rank owns of every bucket."""
+    """Return every rank's range of every bucket."""
     if not isinstance(training.optimizer, GradientSharding):
         return []
     return [[(int(first), int(end)) for first, end in bucket.ranges] for bucket in training.optimizer.buckets]

@@ -1,4 +1,4 @@
-"""What a scenario must be to run for real, beyond being a scenario."""
+"""Checks that a scenario can run on real hardware, in addition to being a valid scenario."""
 
 from gsreal.data.sources import check_data
 from gsreal.machine import check_machine
@@ -10,7 +10,7 @@ from gssim.scenario import Loaded, Scenario
 
 
 def check_real(loaded: Loaded) -> None:
-    """Raise UserError for what cannot run on this machine."""
+    """Raise UserError if the scenario cannot run on this machine."""
     ours, where = loaded.scenario, loaded.file
     check_factory(ours.workload.model.module, where=where)
     check_precision(ours, where=where)
@@ -27,7 +27,7 @@ def check_real(loaded: Loaded) -> None:
 
 
 def check_precision(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for a precision that is predicted only."""
+    """Raise UserError for a precision that can only be predicted."""
     precision = scenario.workload.precision
     if precision not in DTYPES:
         raise UserError(
@@ -37,9 +37,9 @@ def check_precision(scenario: Scenario, *, where: str) -> None:
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError where nothing shall overlap, but PyTorch lets collectives run beside the compute in any case.
+    """Raise UserError if the plan disables overlap, but PyTorch overlaps collectives with compute in any case.
 
-    On gloo, FSDP2's collectives do not (they are waited for where they begin), and a plan need not say so.
+    FSDP2's collectives on gloo do not overlap (they are awaited where they start), and a plan need not say so.
     """
     policies = scenario.policies
     if scenario.plan.overlap or policies.data_ranks == 1:

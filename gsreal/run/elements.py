@@ -1,9 +1,8 @@
-"""What a rank holds of a training, by the model's own names and elements, for torch.distributed.checkpoint.
+"""Sharded checkpoints of a rank's parameters and optimizer state, by the model's own names and elements.
 
-A rank of a pipeline has some of the model's parameters, one of a tensor group slices of them, and one of those that
-tensors are dealt out to the optimizer's state of some. All is saved under the name that the parameter has in the model,
-at the places that its elements have there: when the training goes on, however it is divided then, each rank reads what
-it holds.
+A pipeline rank has some of the model's parameters, a tensor-parallel rank slices of them, and a rank of a sharded
+optimizer the state of some. All are saved under the parameter's name in the model, at the indices that their elements
+have there: after a resume, however the training is partitioned then, each rank reads the elements it needs.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from gsreal.methods.tensor_slices import Slice
 
 
 class Elements:
-    """A module and its optimizer's state, but no options of it: dcp.save({"training": Elements(module, optimizer)}).
+    """A module and its optimizer's state, without options: dcp.save({"training": Elements(module, optimizer)}).
 
     dcp.load alike: into the tensors themselves.
     """
@@ -29,7 +28,7 @@ class Elements:
         self.module, self.optimizer = module, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return views of what is held: `model` by name, `optimizer` by name and key of state."""
+        """Return views of this rank's tensors: `model` by name, `optimizer` by name and key of state."""
         states = dict(_states(self.optimizer))
         model: dict[str, Tensor] = {}
         optimizer: dict[str, dict[str, Tensor]] = {}
@@ -43,11 +42,11 @@ class Elements:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: what was loaded is in place."""
+        """Do nothing: values are loaded in place."""
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor, Slice | None]]:
-    """Give the name in the model, the tensor and, where it is a slice, which one, of all that a module keeps."""
+    """Give (name in the model, tensor, slice or None) of all tensors of a module."""
     if isinstance(module, StageModules):
         for stage in module.stages:
             yield from _named(stage)
@@ -67,7 +66,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor, Slice | None]]:
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Give every parameter that is updated here with the tensors of its state, among them its master copy."""
+    """Give every parameter updated on this rank with the tensors of its state, including its master copy."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
@@ -87,7 +86,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _placed(value: Tensor, part: Slice | None) -> Tensor:
-    """Return a view of a tensor, or of a slice of one, that says where in the whole it is."""
+    """Return a view of a tensor, or of a slice with its position in the whole."""
     value = value.detach()
     if part is None:
         return value
@@ -97,7 +96,7 @@ def _placed(value: Tensor, part: Slice | None) -> Tensor:
 
 
 def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...], Tensor]:
-    """Return the pieces of a slice of which rows from `first_row` on are held, by where they are in the whole."""
+    """Return the pieces of a slice, of which rows from `first_row` on are local, by their index in the whole."""
     found: dict[tuple[int, ...], Tensor] = {}
     along_rows = part.dimension == 0
     held = range(first_row, first_row + local.shape[0]) if along_rows else range(local.shape[part.dimension])
@@ -114,7 +113,7 @@ def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...],
 
 
 def _first_row(value: Tensor, local: Tensor, part: Slice) -> int:
-    """Return which row of its slice the local tensor begins with: FSDP2 deals rows out in chunks, as `torch.chunk`."""
+    """Return the first row of the local tensor in its slice: FSDP2 shards rows in chunks, as `torch.chunk`."""
     names = value.device_mesh.mesh_dim_names or () if isinstance(value, DTensor) else ()
     if "dp_shard" not in names:
         return 0

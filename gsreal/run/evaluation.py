@@ -1,4 +1,4 @@
-"""How good a model is on data that no training draws from."""
+"""Evaluation of a model during a run, on held-out data."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ from gssim.scenario import Scenario
 
 
 def check_evaluation(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError where a run asks to be evaluated and cannot be; `where` names the file."""
+    """Raise UserError if a run asks for an evaluation that is impossible; `where` names the file."""
     if scenario.run.evaluate_every_steps is None:
         return
     if scenario.policies.pp > 1:
@@ -28,7 +28,7 @@ def check_evaluation(scenario: Scenario, *, where: str) -> None:
 
 
 class HeldOut:
-    """This rank's part of the held-out data, in as many forwards on every rank: FSDP2's are collectives."""
+    """This rank's part of the held-out data, in equally many forwards on every rank: FSDP2's are collectives."""
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.device, self.precision = device, DTYPES[scenario.workload.precision]
@@ -44,7 +44,7 @@ class HeldOut:
         self.start = start
 
     def evaluate(self, module: nn.Module, *, step: int) -> Evaluation:
-        """Return what the model makes of all held-out data, by a forward that leaves nothing behind; a collective."""
+        """Return loss and accuracy on all held-out data, without side effects on the training (a collective)."""
         module.eval()
         with torch.no_grad():
             sums = torch.stack([self._sums(module, *batch) for batch in self._batches()]).sum(0)
@@ -64,7 +64,7 @@ class HeldOut:
             start += size
 
     def _sums(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of losses, how many they are, the samples classified rightly, and all samples."""
+        """Return the sum of losses, their number, the number of correctly classified samples, and of all samples."""
         logits = logits_of(module(inputs))
         terms = data.loss_terms(targets)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -74,7 +74,7 @@ class HeldOut:
 
 
 def _free_gathered(module: nn.Module) -> None:
-    """Give back what FSDP2 keeps gathered for a backward that does not come: the next step gathers as any other."""
+    """Free parameters that FSDP2 keeps gathered for a backward: the next step gathers them as usual."""
     from torch.distributed.fsdp import FSDPModule
 
     for unit in module.modules():

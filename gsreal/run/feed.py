@@ -1,4 +1,4 @@
-"""What a rank reads in each step: its rows of the batch, and what every rank counts in the loss."""
+"""Batches of a rank: its rows of every step's batch, and every rank's weight in the loss."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
 
 
 class Feed:
-    """This rank's rows of every step's batch, and every rank's part of its loss terms."""
+    """This rank's rows of every step's batch, and every rank's fraction of its loss terms."""
 
     def __init__(self, scenario: Scenario, rank: int, device: torch.device) -> None:
         self.scenario, self.rank, self.device = scenario, rank, device
@@ -25,14 +25,14 @@ class Feed:
         self.divide(scenario.data_batch_sizes)
         places = [policies.mesh.place(i).pp for i in range(scenario.ranks)]
         self.counts = [place == policies.pp - 1 for place in places]
-        """Which ranks compute a loss: in a pipeline, those of the last stage."""
+        """Whether each rank computes a loss: in a pipeline, those of the last stage."""
         self.reads = places[rank] == 0
         self.copies = scenario.ranks // policies.pp // policies.data_ranks
-        """Ranks that compute the same loss: those that hold slices of one replica, or make parts of its gradients."""
+        """Ranks that compute the same loss: those with slices of one replica, or parts of its gradients."""
         self.source = data.open_source(scenario.workload)
 
     def divide(self, sizes: Sequence[int]) -> None:
-        """Let the parts of the batch have so many rows from now on; together they are the same."""
+        """Set the number of rows of each part of the batch from now on; their sum stays the same."""
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         # the ranks that hold parts of one replica take the same rows
@@ -40,13 +40,13 @@ class Feed:
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, steps: range) -> None:
-        """Make the first batches of these steps now, so that no step waits for its data: each is handed out once."""
+        """Create the first batches of these steps now, so that no step waits for its data: each is returned once."""
         size = self._made(steps.start)[0].nbytes
         for step in steps[: min(PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))]:
             self._prepared[step] = self._made(step)
 
     def at(self, step: int) -> Batch:
-        """Return inputs and targets of this rank for a step, and what ranks and micro-batches count in its loss."""
+        """Return this rank's inputs and targets of a step, and the weights of ranks and micro-batches in its loss."""
         inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._made(step)
         return inputs.to(self.device), targets.to(self.device), weights
 

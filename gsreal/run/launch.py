@@ -1,9 +1,9 @@
-"""Starts the ranks of a real run, watches them, and says which rank failed and why.
+"""Launcher of a real run: starts the ranks, watches them, and reports which rank failed and why.
 
 Ranks find each other by a file in a folder that only this user can read: torchrun's store would listen on every address
-of the machine, and answer whoever asks. gloo and NCCL listen on the loopback interface, or on one that is named.
+of the machine, and answer anyone. gloo and NCCL listen on the loopback interface, or on the one that is named.
 
-Signals that end a lab: its network is taken down first, and that is not interrupted.
+While a lab's network is taken down, the signals that end a lab are ignored.
 """
 
 import json
@@ -30,7 +30,7 @@ from gssim.terminal import ENDING
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore those signals and the user's interrupt meanwhile."""
+    """Ignore termination signals and the user's interrupt inside."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
     try:
         yield
@@ -41,9 +41,10 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let those signals and the user's interrupt wait meanwhile.
+    """Defer termination signals and the user's interrupt until the end of the context.
 
-    Raised in what Python calls around a fork, where it can but say that it ignores them, they would be lost.
+    Raised in callbacks that Python runs around a fork, where it can only report that it ignores exceptions, they would
+    be lost.
     """
     noted: list[int] = []
     before = {
@@ -59,30 +60,30 @@ def deferred() -> Iterator[None]:
 
 
 GRACE_S = 10.0
-"""How long the other ranks get to end, and to report, after one has failed."""
+"""Time that the other ranks get to end, and to report, after one has failed."""
 LOOK_S = 0.05
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that say where backends listen."""
+"""Environment variables with the interface on which backends listen."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What ends a run that hangs, where its ranks listen, and what they keep others from."""
+    """Timeout of a hanging run, the network interface of its ranks, and locks that it holds."""
 
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """For how long no rank may have finished a step."""
+    """Longest time without progress of any rank."""
     interface: str | None = None
-    """Of the network, on which backends listen; None: the loopback's."""
+    """Network interface on which backends listen; None: the loopback."""
     locks: tuple[int, ...] = ()
-    """Handles of locks that ranks hold too: a launcher that is killed leaves none open while a rank still writes."""
+    """File descriptors of locks that ranks hold too: a killed launcher releases none while a rank still writes."""
 
 
 def launch(
     module: str, arguments: Sequence[str], *, ranks: int, max_restarts: int = 0, guard: Guard | None = None
 ) -> None:
-    """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError where one of them fails.
+    """Run `python -m module arguments...` on `ranks` ranks; raise RunFailedError if one of them fails.
 
-    Up to `max_restarts` times, all of them are started again instead. No process outlives the call, whatever ends it.
+    Up to `max_restarts` times, all of them are restarted instead. No process outlives the call, however it ends.
     """
     guard = guard or Guard()
     for attempt in range(max_restarts + 1):
@@ -101,9 +102,11 @@ def launch(
 
 
 def listening_on(interface: str | None) -> dict[str, str]:
-    """Return what lets backends listen on a network interface alone; None: on the loopback, or where the user says.
+    """Return the environment that makes backends listen on one network interface.
 
-    Raises UserError where there is no such interface.
+    None: the loopback, or the user's choice.
+
+    Raises UserError if there is no such interface.
     """
     names = [name for _, name in socket.if_nameindex()]
     if interface is not None and interface not in names:
@@ -116,17 +119,17 @@ def listening_on(interface: str | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Start:
-    """How a rank is started."""
+    """Command of a rank."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    """Beside what all ranks have."""
+    """In addition to the variables common to all ranks."""
     before: Callable[[], None]
-    """Called in the new process before it becomes the command."""
+    """Called in the new process before it executes the command."""
 
 
 class Rank:
-    """A rank's process and what it says."""
+    """A rank's process and its log."""
 
     def __init__(self, number: int, start: Start, environment: Mapping[str, str], log: Path, guard: Guard) -> None:
         self.number, self.log = number, log
@@ -150,10 +153,10 @@ def run_ranks(
     check: Callable[[], None] = lambda: None,
     explain: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Run ranks to their end; raise RunFailedError where one of them fails, or none comes any further in time.
+    """Run ranks to their end; raise RunFailedError if one of them fails, or none makes progress within the timeout.
 
-    `check` is called now and then, to raise where what the ranks stand on has failed; `explain` says why ranks wait for
-    one another, if it knows. No process outlives the call, whatever ends it.
+    `check` is called periodically, to raise if the ranks' environment has failed; `explain` returns why ranks wait for
+    one another, if known. No process outlives the call, however it ends.
     """
     with scratch_folder("gsreal-run-") as reports:
         ranks: list[Rank] = []
@@ -179,9 +182,9 @@ def _wait(
     check: Callable[[], None],
     explain: Callable[[], str | None],
 ) -> list[Rank]:
-    """Wait until all ranks have ended, or some time after one has failed; return those that failed.
+    """Wait until all ranks have ended, or for a grace time after one has failed; return those that failed.
 
-    The time is for the others, to report why they fail then. Rank 0's progress is passed on meanwhile.
+    The grace time lets the others report their reasons. Rank 0's progress is passed on meanwhile.
     """
     watch = Watch({rank.number: rank.process.pid for rank in ranks}, reports)
     until_s = float("inf")
@@ -202,7 +205,7 @@ def _wait(
 
 
 def _pass_on(log: IO[str]) -> None:
-    """Show our own lines of progress; all else is kept for the reason of a failure."""
+    """Print progress lines; everything else stays in the log for the reason of a failure."""
     for line in log:
         if line.startswith("gsreal:"):
             sys.stderr.write(line)
@@ -218,16 +221,16 @@ def _end(ranks: Sequence[Rank]) -> None:
 
 
 def _reason(reports: Path, failed: Sequence[Rank]) -> str:
-    """Return why ranks failed: what one reported, or how one died that had no time to."""
+    """Return why ranks failed: a rank's report, or the exit of one that died without a report."""
     dead = min(failed, key=lambda rank: (Path(reports, f"rank-{rank.number}.json").exists(), rank.number))
     log = dead.log.read_text(encoding="utf-8", errors="replace")
     return str(reason_of(reports, (dead.number, dead.process.returncode), log))
 
 
 def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | None:
-    """Return why a run failed, from what ranks reported, or from (rank, exit code) of one that died; None if unknown.
+    """Return why a run failed, from the ranks' reports, or from (rank, exit code) of one that died; None if unknown.
 
-    `log`: what that rank said. Raises UserError where a rank reported a fault of the user's.
+    `log`: output of that rank. Raises UserError if a rank reported a user error.
     """
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(reports.glob("rank-*.json"))]
     if found:
@@ -255,6 +258,9 @@ def _signal(number: int) -> str:
 
 
 def _last_words(log: str) -> str:
-    """Return what C++ or Python's interpreter said as it gave up, or nothing: a signal alone tells nobody why."""
+    """Return the last messages of C++ or of Python's interpreter before an abort, or nothing.
+
+    A signal alone explains little.
+    """
     words = re.compile(r"terminate called|what\(\):|Fatal Python error|malloc\(\)|free\(\)|double free|corrupt")
     return "; ".join(line.strip() for line in log.splitlines() if words.search(line))[:500]

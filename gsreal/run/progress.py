@@ -1,8 +1,8 @@
-"""Notes how far the ranks of a run have come, and finds which of them holds up the others.
+"""Progress files of a run's ranks, and diagnosis of the rank that blocks the others.
 
-A rank overwrites a file of its own after each step. Where none of them has been written for the time-out, the launcher
-asks the kernel which rank is stopped, and each rank where it is: `faulthandler` writes the stack of its main thread
-when a signal comes, also while it waits in C++.
+A rank overwrites a file of its own after each step. If none of them has been written for the timeout, the launcher
+asks the kernel which rank is stopped, and each rank for its stack: `faulthandler` writes the stack of its main thread
+on a signal, also while it waits in C++.
 """
 
 import faulthandler
@@ -16,19 +16,19 @@ from functools import cache
 from pathlib import Path
 
 REPORTS = "GSREAL_REPORTS"
-"""Environment variable in which a rank finds the folder of what it tells the launcher."""
+"""Environment variable with the folder of a rank's reports to the launcher."""
 DEFAULT_TIMEOUT_S = 600.0
 ANSWER_S = 3.0
-"""How long ranks get to say where they are."""
+"""Time that ranks get to write their stacks."""
 WAITS = re.compile(
     r'File "[^"]*[/\\](torch[/\\]distributed|gsreal[/\\]gradient_sharding[/\\]point_to_point|concurrent)[^"]*", '
     r"line \d+ in (\w+)"
 )
-"""A line of a stack in which a rank waits for others."""
+"""A stack line of a rank that waits for others."""
 
 
 def note_progress(done: str) -> None:
-    """Say that this rank has come so far; nothing where no launcher listens."""
+    """Record this rank's progress; does nothing without a launcher."""
     handle = _progress_file()
     if handle is not None:
         os.pwrite(handle, done.ljust(80)[:80].encode(errors="replace"), 0)
@@ -45,7 +45,7 @@ def _progress_file() -> int | None:
 
 
 def answer_where() -> None:
-    """Let this rank write the stack of its main thread when the launcher asks."""
+    """Install the handler that writes the stack of this rank's main thread on the launcher's signal."""
     folder = os.environ.get(REPORTS)
     if folder and hasattr(faulthandler, "register"):
         stream = Path(folder, f"stack-{_rank()}").open("w", encoding="utf-8")  # noqa: SIM115 (open as long as the rank)
@@ -57,7 +57,7 @@ def _rank() -> str:
 
 
 class Watch:
-    """What the launcher sees of the ranks' progress, by the ids of their processes."""
+    """The launcher's view of the ranks' progress, by process id."""
 
     def __init__(self, processes: Mapping[int, int], reports: Path) -> None:
         self.processes, self.reports = processes, reports
@@ -65,7 +65,7 @@ class Watch:
         self._since_s = time.monotonic()
 
     def idle_s(self) -> float:
-        """Return for how long no rank has come any further."""
+        """Return the time since any rank last made progress."""
         now = {}
         for rank in self.processes:
             with suppress(OSError):
@@ -75,7 +75,7 @@ class Watch:
         return time.monotonic() - self._since_s
 
     def finding(self) -> str:
-        """Return which rank holds up the others, and where it is, as far as can be told."""
+        """Return a text that names the rank which blocks the others, and its position, as far as known."""
         stopped = [rank for rank, process in self.processes.items() if _is_stopped(process)]
         if stopped:
             return f"{_ranks(stopped)} stopped ({self._done(stopped[0])}); `kill -CONT` lets it go on"
@@ -99,7 +99,7 @@ class Watch:
         return "it has not begun"
 
     def _stacks(self) -> dict[int, str]:
-        """Return the stacks of the ranks that answer."""
+        """Return the stacks of the ranks that respond."""
         files = {rank: self.reports / f"stack-{rank}" for rank in self.processes}
         for rank, process in self.processes.items():
             if files[rank].exists():  # others would die of the signal
@@ -120,7 +120,7 @@ def _text(file: Path) -> str:
 
 
 def _is_stopped(process: int) -> bool:
-    """Return whether a process is stopped by a signal or a debugger; False where the kernel does not tell."""
+    """Return whether a process is stopped by a signal or a debugger; False if the kernel does not say."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     return False

@@ -1,4 +1,4 @@
-"""A rank of a real run: how it joins the others, how it says why it failed, and how it ends."""
+"""Life cycle of a rank process: joining the process group, reporting failures to the launcher, and exiting."""
 
 import gc
 import json
@@ -20,22 +20,22 @@ from gssim.errors import RunFailedError, UserError
 from gssim.files import write_text
 
 LAUNCHER = "GSREAL_LAUNCHER"
-"""Environment variable in which a rank finds the process id of the command line that wants it."""
+"""Environment variable with the process id of the launching command line."""
 STORE = "GSREAL_STORE"
-"""Environment variable in which a rank finds the file by which ranks of this launcher find each other."""
+"""Environment variable with the file through which ranks of this launcher find each other."""
 TIMEOUT = "GSREAL_TIMEOUT_S"
-"""Environment variable with the launcher's time-out."""
+"""Environment variable with the launcher's timeout."""
 LATER_S = 60.0
-"""By how much a collective's time-out is longer than that of the launcher, which can tell who holds up whom."""
+"""Margin of a collective's timeout over the launcher's, which can name the rank that blocks the others."""
 INIT = "1"
-"""The process to which those fall whose parent has died."""
+"""The process that adopts those whose parent has died."""
 
 
 def run_on_rank(main: Callable[..., None], arguments: Sequence[str]) -> NoReturn:
-    """Call `main` with the command line's arguments, then end this process; the launcher hears of what fails.
+    """Call `main` with the command line's arguments, then end this process; failures are reported to the launcher.
 
-    The interpreter is not torn down. A thread of gloo's that lets go of its last tensor while that happens aborts the
-    process, although all of its work is done (pytorch/pytorch#179291).
+    The interpreter is not torn down: a gloo thread that releases its last tensor meanwhile aborts the process, although
+    all of its work is done (pytorch/pytorch#179291).
     """
     die_with_parent()  # before anything that takes time: a launcher may be killed while ranks still import torch
     if str(os.getppid()) == INIT != os.environ.get(LAUNCHER, INIT):
@@ -55,11 +55,11 @@ def run_on_rank(main: Callable[..., None], arguments: Sequence[str]) -> NoReturn
 
 
 def join(backend: str) -> None:
-    """Make the process group of all ranks.
+    """Create the process group of all ranks.
 
-    Those of our launcher find each other by a file, others as torchrun says. torchrun's static rendezvous keeps one
-    store for all attempts: ranks that are started again would find there where those listened that are gone (torch
-    2.13, distributed/rendezvous.py, _create_c10d_store).
+    Ranks of our launcher find each other by a file, others through torchrun. torchrun's static rendezvous keeps one
+    store for all attempts: restarted ranks would find the addresses of ended ones there (torch 2.13,
+    distributed/rendezvous.py, _create_c10d_store).
     """
     timeout = timedelta(seconds=float(os.environ[TIMEOUT])) if TIMEOUT in os.environ else None
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -82,7 +82,7 @@ def join(backend: str) -> None:
 def leave() -> None:
     """Leave the process group, if this rank is in one.
 
-    Wrappers and the group refer to each other: until they are collected, gloo's threads live on.
+    Wrappers and the group refer to each other: gloo's threads live until they are collected.
     """
     gc.collect()
     if dist.is_initialized():
@@ -90,9 +90,9 @@ def leave() -> None:
 
 
 def everybodys(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what each rank of the group hands in, by rank: plain data, as from JSON (a collective).
+    """Return each rank's value, by rank: plain data, as from JSON (a collective).
 
-    torch's own `all_gather_object` unpickles what the others send, which may run code.
+    torch's own `all_gather_object` unpickles the received data, which may run code.
     """
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(wire_device(group))
     sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
@@ -111,7 +111,7 @@ def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def note_failure(error: BaseException) -> None:
-    """Write why this rank failed to where the launcher looks."""
+    """Write the reason of this rank's failure to the launcher's report folder."""
     folder = os.environ.get(REPORTS)
     if folder:
         kind = "user" if isinstance(error, UserError) else "bug"

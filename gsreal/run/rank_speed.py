@@ -1,4 +1,4 @@
-"""The ranks' paces in a real run: slow ranks made so on purpose, and shares that follow what all have measured."""
+"""Rank speeds in a real run: emulated slow ranks, and shares that follow the measured speeds."""
 
 import time
 from collections.abc import Iterator
@@ -14,26 +14,26 @@ from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Division
 from gssim.scenario import Scenario, after_step, begin
 
 WORK = 64
-"""Side of the matrices that a slow rank multiplies."""
+"""Size of the square matrices that a slow rank multiplies."""
 
 
 @dataclass
 class SlowDevice:
-    """Makes a rank as slow as a slower device would be (emulated): it works longer, by `ratio`.
+    """Emulates a device slower by `ratio`: the rank computes longer.
 
-    What a phase takes more is worked off before it, by what it took the last times: the phase's messages are late then,
-    as a slower device's are, and what it waits for others meanwhile is no part of it.
+    The extra time of a phase is spent before it, from the mean of its last durations: the phase's messages are then
+    late, as a slower device's are, and waiting for other ranks does not count.
     """
 
     timeline: Timeline
     device: torch.device
     ratio: float = 1.0
     own_s: dict[str, float] = field(default_factory=dict)
-    """Running mean of what a unit of each phase takes without that."""
+    """Running mean of the time of a unit of each phase at full speed."""
 
     @contextmanager
     def phase(self, phase: str, units: int = 1) -> Iterator[None]:
-        """Let what is done inside take as long as on the slow device; `units`: samples, or 1."""
+        """Make the phase inside take as long as on the slow device; `units`: samples, or 1."""
         before_s = self.own_s.get(phase)
         if self.ratio > 1 and before_s is not None:
             with self.timeline.span(f"slowed down {phase} (emulated)", phase):
@@ -45,7 +45,7 @@ class SlowDevice:
 
 
 def work(seconds: float, device: torch.device) -> None:
-    """Multiply matrices for so long."""
+    """Multiply matrices for this long."""
     end_s = time.perf_counter() + seconds
     matrix = torch.ones(WORK, WORK, device=device)
     while time.perf_counter() < end_s:
@@ -55,7 +55,10 @@ def work(seconds: float, device: torch.device) -> None:
 
 
 class Follower:
-    """Divides batch and shards by the ranks' paces: all tell their times, and the controller decides alike on each."""
+    """Rebalances batch and shards by rank speeds.
+
+    All ranks exchange their times, and the controller decides alike on each.
+    """
 
     def __init__(self, scenario: Scenario, device: torch.device) -> None:
         self.following, self.device = begin(scenario), device
@@ -64,7 +67,7 @@ class Follower:
         """Of every rank, in the last step."""
 
     def share(self, timeline: Timeline) -> None:
-        """Tell all ranks how long this one has worked since its last step's end, and learn the same of them."""
+        """Exchange with all ranks the time that each has worked since its last step's end."""
         phases = timeline.phases_since(timeline.step_mark)
         with timeline.span("share compute times", "exposed_communication", dist.group.WORLD):
             mine = [sum(phases[name] for name in names) for names in (COMPUTE_PHASES, UPDATE_PHASES)]
@@ -75,11 +78,11 @@ class Follower:
 
     @property
     def shared(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Samples of every rank in the next step, and its part of the parameters."""
+        """Samples of every rank in the next step, and its share of the parameters."""
         return self.following.samples, self.following.shard_shares
 
     def go_on(self, step: int, samples: tuple[int, ...], shard_shares: tuple[float, ...]) -> None:
-        """Let them be these from `step` on, as they were when the training was saved; paces are measured anew."""
+        """Restore the shares of a saved training from `step` on; speeds are measured anew."""
         if (samples, shard_shares) == self.shared:
             return
         most = tuple(map(max, self.following.most_samples, samples))

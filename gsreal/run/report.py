@@ -1,7 +1,4 @@
-"""What each rank of a real run measured, and the Result that all of them make.
-
-How the timed steps of a run went, one by one: what was pushed in each, and between them how good the model was.
-"""
+"""Measurements of each rank of a real run, step by step, and the Result that combines them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ from gssim.scenario import Loaded, Scenario
 
 
 class Course:
-    """Notes of one rank, made after every step; `evaluations` are the same on all."""
+    """Records of one rank, taken after every step; `evaluations` are the same on all."""
 
     def __init__(self, scenario: Scenario, training: Training, rank: int, device: torch.device) -> None:
         self.run, self.training = scenario.run, training
@@ -34,12 +31,12 @@ class Course:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was pushed and carried: what is counted begins anew."""
+        """Reset the counts of pushed entries and of carried bytes."""
         self._pushed = [(0, 0)]
         self.carried.restart()
 
     def note(self, step: int) -> None:
-        """Take notes of a step, counted from 0 with the warm-up's; evaluates, a collective, where the run says so."""
+        """Record a step, counted from 0 with the warm-up's; evaluates (a collective) if the run says so."""
         done = step + 1 - self.run.warmup_steps
         if done <= 0:
             return
@@ -62,7 +59,7 @@ class Course:
 
 
 def density_by_step(ranks: Sequence[Sequence[tuple[int, int]]], threshold: float | None) -> tuple[float, ...]:
-    """Return what all ranks sent of what they could, by step; nothing where all always is.
+    """Return the fraction of entries that all ranks sent, by step; empty if nothing is thresholded.
 
     >>> density_by_step([[(1, 4), (2, 4)], [(1, 4), (0, 4)]], threshold=0.1)
     (0.25, 0.25)
@@ -74,7 +71,7 @@ def density_by_step(ranks: Sequence[Sequence[tuple[int, int]]], threshold: float
 
 
 def refuse_divergence(losses: Sequence[float], evaluations: Sequence[Evaluation]) -> None:
-    """Raise UserError where a loss is no finite number: JSON has none, and the training is of no use."""
+    """Raise UserError if a loss is not finite: JSON cannot represent it, and the training is useless."""
     if all(map(isfinite, (*losses, *(each.loss for each in evaluations)))):
         return
     first = next((step for step, loss in enumerate(losses, start=1) if not isfinite(loss)), len(losses))
@@ -86,13 +83,13 @@ def refuse_divergence(losses: Sequence[float], evaluations: Sequence[Evaluation]
 
 @dataclass
 class RankReport:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     device: str
     ends_s: list[float]
     phases_s: dict[str, float]
     step: RankStep | None
-    """One step, where a trace is asked for."""
+    """One step, if a trace is asked for."""
     losses: list[float]
     """This rank's part of the losses since the training began, or was resumed."""
     losses_before: tuple[float, ...]
@@ -100,7 +97,7 @@ class RankReport:
     pushed_by_step: list[tuple[int, int]]
     """Entries sent and offered."""
     carried_by_step: tuple[float, float] | None
-    """Bytes that its device sent and received in a step, where they are counted: in the lab."""
+    """Bytes that its device sent and received per step, if they are counted: in the lab."""
     evaluations: list[Evaluation]
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
@@ -176,6 +173,6 @@ def result_of(loaded: Loaded, reports: list[RankReport], device: torch.device) -
 
 
 def _density(ranks: Sequence[tuple[int, int]], threshold: float | None) -> float | None:
-    """Return the part of what all ranks could send that they sent; None where nothing is thresholded."""
+    """Return the fraction of entries that all ranks sent; None if nothing is thresholded."""
     sent, offered = map(sum, zip(*ranks, strict=True))
     return sent / offered if threshold is not None and offered else None

@@ -1,4 +1,4 @@
-"""One rank of a real run: builds, trains, measures; rank 0 writes the Result. Started by torchrun."""
+"""Process of one rank of a real run, started by torchrun: builds, trains, measures; rank 0 writes the Result."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from gssim.scenario import Loaded, Scenario, load_scenario
 def main(scenario_file: str, overrides: str, out: str, trace: str, folder: str, every: str) -> None:
     """Run one rank.
 
-    `overrides`: a JSON list; `trace`, `folder`: empty, where no spans or checkpoints are to be written.
+    `overrides`: a JSON list; `trace`, `folder`: empty if no spans or checkpoints are to be written.
     """
     warnings.filterwarnings("ignore")
     loaded = load_scenario(Path(scenario_file), json.loads(overrides), gradients_needed=False)
@@ -46,7 +46,7 @@ def main(scenario_file: str, overrides: str, out: str, trace: str, folder: str, 
 def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoints | None = None) -> None:
     """Train the scenario on this rank; on rank 0 write its Result to `out` and the spans to `trace`.
 
-    With checkpoints, it goes on from the last one.
+    With checkpoints, it resumes from the last one.
     """
     scenario = loaded.scenario
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -70,7 +70,9 @@ def measure(
     *,
     traced: bool = False,
 ) -> RankReport:
-    """Return what training the scenario shows on this rank: timed steps first, then steps for memory and traffic.
+    """Return the measurements of training the scenario on this rank.
+
+    Timed steps first, then steps for memory and traffic.
 
     `traced`: with the spans of one of the timed steps.
     """
@@ -112,7 +114,7 @@ def measure(
 
 
 def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Training:
-    """Return the scenario's module, the same on every rank, made ready for its plan."""
+    """Return the scenario's module, the same on every rank, prepared for its plan."""
     torch.manual_seed(scenario.run.seed)
     module = build_module(scenario.workload.model.module, where="workload.model")
     module = module.to(device=device, dtype=DTYPES[scenario.workload.precision])
@@ -122,7 +124,7 @@ def build(scenario: Scenario, timeline: Timeline, device: torch.device) -> Train
 
 
 def check_parameters(scenario: Scenario, module: nn.Module) -> None:
-    """Raise UserError where the model file does not describe the module that its factory makes."""
+    """Raise UserError if the model file does not describe the module that its factory creates."""
     real = sum(parameter.numel() for parameter in module.parameters())
     if real != scenario.workload.model.elements:
         raise UserError(
@@ -136,11 +138,11 @@ def _sharding(training: Training) -> GradientSharding | None:
 
 
 SENT_AS = ("all-to-all-v", "all-gather-v")
-"""What pushes and thresholded publishes are, as collectives."""
+"""Kinds of collectives of pushes and thresholded publishes."""
 
 
 def _sent(training: Training) -> dict[str, Sent]:
-    """Return what this rank has pushed and published since the last reset, by kind of collective."""
+    """Return the counts of this rank's pushes and publishes since the last reset, by kind of collective."""
     sharding = _sharding(training)
     sent = (sharding.sent, sharding.published) if sharding else (Sent(), Sent())
     return dict(zip(SENT_AS, sent, strict=True))
@@ -155,10 +157,10 @@ def _timed_steps(
     begun: Progress,
     checkpoints: Checkpoints | None,
 ) -> list[float]:
-    """Train warm-up and timed steps from where they had come; return this rank's part of the losses after the warm-up.
+    """Train warm-up and timed steps from the resumed step on; return this rank's part of the losses after the warm-up.
 
-    Resumed, as many steps as the warm-up has are not timed, as long as some are left. A step that follows a save is
-    longer by it.
+    After a resume, as many steps as the warm-up has are untimed, as long as some are left. A step that follows a save
+    includes its duration.
     """
     run, sharding = scenario.run, _sharding(training)
     losses: list[Tensor] = []
@@ -189,13 +191,13 @@ def _timed_steps(
 
 
 def losses_so_far(begun: Progress, losses: Sequence[Tensor], rank: int) -> list[float]:
-    """Return this rank's part of all losses; those from before it was resumed are the first rank's."""
+    """Return this rank's part of all losses; those from before the resume are on the first rank."""
     before = begun.losses if rank == 0 else (0.0,) * len(begun.losses)
     return [*before, *(float(loss) for loss in losses)]
 
 
 def _follow(training: Training, feed: Feed, step: int) -> None:
-    """Divide batch and shards anew after a step, where they follow the ranks' pace and that has changed."""
+    """Rebalance batch and shards after a step, if they follow the rank speeds and these have changed."""
     if training.follower is None:
         return
     owned = training.follower.following.shard_shares
@@ -214,7 +216,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
-    """Return (allocated, reserved) peak bytes of three more steps, the middle ones.
+    """Return (allocated, reserved) peak bytes: medians of three more steps.
 
     gloo's threads may hold a buffer a moment longer than the call that used it, so that single steps vary.
     """
@@ -241,10 +243,10 @@ def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
 
 
 def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, list[float]]) -> list[Seen]:
-    """Return what one more step hands to the process group.
+    """Return the collectives that one more step submits to the process group.
 
-    `payloads`: by kind, the mean bytes of the timed steps for each bucket. That step shows how what the sharding counts
-    as sent compares to what the process group saw: they must be equal.
+    `payloads`: by kind, the mean bytes of the timed steps for each bucket. That step checks the sharding's own counts
+    of bytes sent against those of the process group: they must be equal.
     """
     sharding = _sharding(training)
     if sharding:
@@ -261,7 +263,10 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, 
 
 
 def _set_payloads(dependent: list[Seen], counted: list[int], payloads: list[float]) -> None:
-    """Give entries of one step, one for each bucket in turn, the mean payload of all; `counted`: bytes of this step."""
+    """Set the payloads of one step's entries, one for each bucket in turn, to the mean.
+
+    `counted`: bytes of this step.
+    """
     buckets = len(counted)
     seen = [sum(entry.sent_bytes for entry in dependent[i::buckets]) for i in range(buckets)]
     if seen != counted:
@@ -271,7 +276,7 @@ def _set_payloads(dependent: list[Seen], counted: list[int], payloads: list[floa
 
 
 def _step(training: Training, feed: Feed, counter: MemoryCounter, rank: int, number: int) -> RankStep:
-    """Return a timed step, and what is held in one more."""
+    """Return a timed step, with the memory of one more."""
     inputs, targets, weights = feed.at(1)
     again = partial(training.step, inputs, targets, weights, rank)
     return rank_step(training.timeline, number, device=device_name(counter.device), counter=counter, again=again)
