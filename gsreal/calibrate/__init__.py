@@ -1,1 +1,1 @@
-"""Calibration: micro-benchmarks of this machine, and the cluster file that they make."""
+"""Calibration: micro-benchmarks of this machine, and the cluster file written from them."""

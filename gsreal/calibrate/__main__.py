@@ -1,4 +1,4 @@
-"""Every rank of `gsreal calibrate` runs this; rank 0 writes what was measured."""
+"""Process of each rank of `gsreal calibrate`: runs all micro-benchmarks; rank 0 writes the measurements."""
 
 import json
 import statistics
@@ -29,7 +29,7 @@ BESIDE: dict[str, Callable[[Bench, Model], Any]] = {
 
 
 def main(settings: str, out: str) -> None:
-    """Measure on one rank; `settings` is JSON, and rank 0 writes what was found to the file `out`."""
+    """Measure on one rank; `settings` is JSON, and rank 0 writes the measurements to the file `out`."""
     asked: dict[str, Any] = json.loads(settings)
     for key in ("models", "batch_sizes"):
         asked[key] = tuple(asked[key])
@@ -90,7 +90,7 @@ def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
 
 
 def _beside(bench: Bench, measure: Callable[[Bench, Model], Any]) -> dict[str, Any]:
-    """Return what is measured of each model, by its name."""
+    """Return the measurement of each model, by its name."""
     found = {}
     for path in bench.settings.models:
         model = load_model(Path(path))

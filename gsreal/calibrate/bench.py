@@ -1,7 +1,4 @@
-"""One rank's place in the benchmarks.
-
-Steps of a model as benchmarks take them.
-"""
+"""Benchmark context of one rank (device, timing, turns with the other ranks), and steps of a model for benchmarks."""
 
 import statistics
 import sys
@@ -28,7 +25,7 @@ DISPLACED_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Settings:
-    """What `gsreal calibrate` was asked for."""
+    """Arguments of `gsreal calibrate`."""
 
     models: tuple[str, ...]
     batch_sizes: tuple[int, ...]
@@ -36,11 +33,11 @@ class Settings:
     precision: str
     kind: str
     only: Literal["", "layers", "neighbours", "communication"] = ""
-    """Measure only the models' layers, or how much slower they are while all ranks compute or communicate."""
+    """Measure only the models' layers, or only their slow-down while all ranks compute or communicate."""
 
 
 class Bench:
-    """One rank's place in the benchmarks: its device, and who else is there."""
+    """One rank's benchmark context: its device, and the other ranks."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -50,10 +47,10 @@ class Bench:
         self._measurements = 0
         self._touched: torch.Tensor | None = None
         self.displace: Callable[[], object] = self._touch
-        """Fills the caches with something else than what is measured next."""
+        """Fills the caches with other data before the next measurement."""
 
     def alone(self, measure: Callable[[], Any]) -> Any:
-        """Return what `measure` returns on rank 0, while the others wait; None elsewhere."""
+        """Return the result of `measure` on rank 0, while the others wait; None on other ranks."""
         dist.barrier()
         self._note()
         found = measure() if self.rank == 0 else None
@@ -61,7 +58,7 @@ class Bench:
         return found
 
     def together(self, measure: Callable[[], Any]) -> Any:
-        """Return what `measure` returns here, while every other rank measures too."""
+        """Return the result of `measure` on this rank, while every other rank measures too."""
         dist.barrier()
         self._note()
         found = measure()
@@ -73,18 +70,18 @@ class Bench:
         note_progress(f"measurement {self._measurements} begun")
 
     def mean_over_ranks(self, value: float) -> float:
-        """Return the mean of what every rank gives; all of them call this."""
+        """Return the mean of all ranks' values (a collective)."""
         total = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(total)
         return float(total) / self.ranks
 
     def finish(self) -> None:
-        """Wait until the device is done."""
+        """Synchronise with the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def time_s(self, call: Callable[[], object], *, repeats: int = 15, warmups: int = 3) -> float:
-        """Return the median time of a call, as the device lives it; waits for others do not count in the lab."""
+        """Return the median device time of a call; in the lab, waiting for other ranks does not count."""
         for _ in range(warmups):
             call()
         times = []
@@ -97,7 +94,7 @@ class Bench:
         return statistics.median(times)
 
     def cold_time_s(self, call: Callable[[], object], *, repeats: int = 9) -> float:
-        """Return the median time of a call that finds the caches full of something else, as after a backward."""
+        """Return the median time of a call with cold caches, as after a backward."""
         times = []
         for _ in range(repeats):
             self.displace()
@@ -117,7 +114,7 @@ class Bench:
 
 
 def _bare_cluster(settings: Settings, ranks: int) -> Cluster:
-    """Return the cluster that says how ranks are pinned, before anything is measured."""
+    """Return the cluster that defines the pinning of ranks, before anything is measured."""
     nothing = DeviceType(
         kind=settings.kind,  # type: ignore[arg-type]
         memory_bytes=1,
@@ -137,7 +134,7 @@ def _bare_cluster(settings: Settings, ranks: int) -> Cluster:
 
 
 def optimizer_alone(name: str, parameters: Any, device: torch.device) -> torch.optim.Optimizer:
-    """Return an optimizer as a workload of that name would make it."""
+    """Return an optimizer as for a workload with an optimizer of that name."""
     module = {"factory": "torch.nn.Identity"}
     source = {"kind": "image", "shape": (1, 8, 8), "classes": 10}
     model = {"name": "none", "source": "none", "module": module, "input": source}
@@ -146,7 +143,7 @@ def optimizer_alone(name: str, parameters: Any, device: torch.device) -> torch.o
 
 
 def trained(bench: Bench, model: Model) -> tuple[nn.Module, torch.optim.Optimizer, list[str]]:
-    """Return the model as it is trained, its optimizer, and the names of the modules that are its layers."""
+    """Return the model as for training, its optimizer, and the names of the modules that are its layers."""
     module = build_module(model.module, where=model.name).to(bench.device, DTYPES[bench.settings.precision])
     module.train()
     names = [instance.layer.modules[instance.repetition] for instance in unrolled(model) if instance.layer.modules]
@@ -154,19 +151,19 @@ def trained(bench: Bench, model: Model) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def middle_batch_size(bench: Bench) -> int:
-    """Return the batch size that stands for the others."""
+    """Return the representative batch size."""
     return sorted(bench.settings.batch_sizes)[len(bench.settings.batch_sizes) // 2]
 
 
 def batch_of(bench: Bench, model: Model, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of so many samples and its targets, on the device."""
+    """Return a batch of this size and its targets, on the device."""
     sequence_length = bench.settings.sequence_length if model.input.kind == "tokens" else 1
     inputs, targets = random_batch(model, batch_size, sequence_length, DTYPES[bench.settings.precision])
     return inputs.to(bench.device), targets.to(bench.device)
 
 
 def step_marks(bench: Bench, module: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Any, Any]]:
-    """Return (start, end) marks of a forward and of its backward in which nothing is observed."""
+    """Return (start, end) marks of a forward and of its backward without hooks."""
     began = now(bench.device)
     loss = loss_of(logits_of(module(batch[0])), batch[1])
     turned = now(bench.device)
@@ -177,14 +174,14 @@ def step_marks(bench: Bench, module: nn.Module, batch: tuple[Tensor, Tensor]) ->
 
 
 def update(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
-    """Take the optimizer's step, and wait until it is done."""
+    """Run the optimizer's step, and wait until it is done."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     bench.finish()
 
 
 def now(device: torch.device) -> Any:
-    """Return a mark of the time as the device lives it: seconds, or a GPU's event."""
+    """Return a mark of the device's time: seconds, or a GPU's event."""
     if device.type != "cuda":
         return device_time_s()
     event = torch.cuda.Event(enable_timing=True)

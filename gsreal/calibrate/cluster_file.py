@@ -1,4 +1,4 @@
-"""From measurements of this machine to a cluster file that predictions read."""
+"""Writes a cluster file for predictions from the measurements of this machine."""
 
 import json
 from dataclasses import asdict
@@ -16,11 +16,11 @@ from gssim.scenario import read_toml
 from gssim.units import validated
 
 GUARD = Guard(timeout_s=1800)
-"""Of micro-benchmarks: one rank may measure for long while the others wait."""
+"""For micro-benchmarks: one rank may measure for long while the others wait."""
 
 
 def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
-    """Return what the micro-benchmarks show on `ranks` ranks of this machine."""
+    """Return the measurements of the micro-benchmarks on `ranks` ranks of this machine."""
     with scratch_folder("gsreal-run-") as folder:
         made = Path(folder, "measured.json")
         launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(made)], ranks=ranks, guard=GUARD)
@@ -32,7 +32,7 @@ LINK_KEYS = ("bandwidth_bytes_per_s", "latency_s")
 
 
 def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return the cluster file's content: this machine's devices, one a rank, wired by its own loopback."""
+    """Return the cluster file's content: this machine's devices, one a rank, connected by its loopback."""
     source = source_of(measured)
     names = [f"device{rank}" for rank in range(measured["ranks"])]
     data: dict[str, Any] = {
@@ -53,7 +53,7 @@ def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]
 
 
 def source_of(measured: dict[str, Any]) -> str:
-    """Return when, how and on what something was measured."""
+    """Return the date, method and hardware of a measurement."""
     made = measured["provenance"]
     return (
         f"measured {made['date']} by gsreal calibrate on {made.get('gpu', made['processor'])}, {made['system']}, "
@@ -62,7 +62,7 @@ def source_of(measured: dict[str, Any]) -> str:
 
 
 def backend_cost_data(communication: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the backend's costs of a cluster file: what was measured of communication, less what is the link's."""
+    """Return the backend's costs for a cluster file: the measured communication costs without the link's."""
     return {**{key: value for key, value in communication.items() if key not in LINK_KEYS}, "source": source}
 
 
@@ -118,11 +118,11 @@ def _device_in(data: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Return a cluster file's content with layers that were measured again averaged into its profiles.
+    """Return a cluster file's content with repeated measurements of layers averaged into its profiles.
 
-    A shared machine drifts by minutes: several measurements at different times say better what a run will find. A model
-    that is there in another precision gets a profile, and the device a peak, of this one beside it. Raises UserError
-    where the file is of another device, or has no profile of such a model and shape.
+    A shared machine drifts within minutes: several measurements at different times predict a run better. A model that
+    is there in another precision gets a second profile, and the device a peak, for this one. Raises UserError if the
+    file is of another device, or has no profile of such a model and shape.
     """
     device = _device_in(data, measured["name"], where)
     count = max((profile.get("measurements", 1) for profile in device["profiles"]), default=1)
@@ -175,7 +175,7 @@ def _average(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
 
 
 def write_cluster(path: Path, data: dict[str, Any]) -> None:
-    """Write the cluster file, or nothing; what is written is checked first."""
+    """Write the cluster file atomically, after checking the content."""
     written = rounded(data)
     validated(Cluster, written, file=str(path))
     write_text(
@@ -186,7 +186,7 @@ def write_cluster(path: Path, data: dict[str, Any]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Return the data with five significant digits: more is noise."""
+    """Return the data with five significant digits: more would be noise."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

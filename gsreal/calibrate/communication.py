@@ -1,7 +1,4 @@
-"""What messages and collectives cost, and what they cost the compute beside them.
-
-How much slower a model's steps are beside communication, by how much of it there is.
-"""
+"""Benchmarks of messages and collectives, and of the slow-down of compute that overlaps them."""
 
 import itertools
 import math
@@ -26,11 +23,11 @@ STEPS_PER_ROUND = 3
 
 
 def communicating_excess(bench: Bench, model: Model) -> tuple[float, float]:
-    """Return (bytes/s that a rank sends and receives, by how much longer steps take meanwhile, over steps alone).
+    """Return (bytes/s that a rank sends and receives, relative excess of step time meanwhile).
 
-    All ranks compute, with and without all-reduces beside, in turns. Their threads and the kernel's share cores with
-    the compute, and caches: it hangs on the layers, and on how much memory is sent, which is what the model's gradients
-    have. Both were measured.
+    All ranks compute, with and without concurrent all-reduces, in turns. The all-reduces' threads and the kernel share
+    cores and caches with the compute: the excess depends on the layers, and on the amount of memory sent, which here is
+    that of the model's gradients. Both were measured.
     """
     module, optimizer, _ = trained(bench, model)
     batch = batch_of(bench, model, middle_batch_size(bench))
@@ -59,7 +56,7 @@ def communicating_excess(bench: Bench, model: Model) -> tuple[float, float]:
 
 
 def _beside(payload: torch.Tensor, works: int, step_s: Callable[[], float]) -> list[float]:
-    """Return what steps take while so many all-reduces go on; the last, which outlasts them, is left out."""
+    """Return the duration of steps during this many all-reduces; the last step, which outlasts them, is left out."""
     dist.barrier()
     going = [dist.all_reduce(payload, async_op=True) for _ in range(works)]
     found = []
@@ -73,7 +70,7 @@ def _beside(payload: torch.Tensor, works: int, step_s: Callable[[], float]) -> l
 
 
 def _reduced_s(payload: torch.Tensor) -> float:
-    """Return what an all-reduce takes, one after another."""
+    """Return the duration of an all-reduce in a sequence."""
     dist.all_reduce(payload)
     began_s = time.perf_counter()
     for _ in range(2):
@@ -84,39 +81,39 @@ def _reduced_s(payload: torch.Tensor) -> float:
 REPEATS, WARMUPS = 21, 2
 EXCHANGE_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20, 22))
 POSTED_BYTES = tuple(2**k for k in (12, 14, 16, 18, 20))
-"""What sockets take at once on any system of today's."""
+"""Sizes that sockets accept at once on any current system."""
 OVERFLOWING_BYTES = 2**24
 MANY_MESSAGES = 4
-"""What they do not."""
+"""Number of messages whose posting is timed."""
 OUTLIERS = 0.1
-"""Part of the repeats, at either end, that is left out: others' work on a shared machine."""
+"""Fraction of the repeats that is left out at either end: interference on a shared machine."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a collective's algorithm makes of its size."""
+    """Coefficients of a collective's algorithm, relative to its size."""
 
     rounds: int
-    """Latencies, one after another, those of receivers' notices among them."""
+    """Latencies in sequence, including those of receivers' notifications."""
     carried: float
-    """Part of the size that crosses each link."""
+    """Fraction of the size that crosses each link."""
     handled: float
-    """Part of the size that the busiest rank sends and receives, together."""
+    """Fraction of the size that the busiest rank sends and receives, in total."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Times by size: a fixed part, and seconds per byte."""
+    """Time as a linear function of size: a fixed part, and seconds per byte."""
 
     fixed_s: float
     byte_s: float
 
 
 def communication_cost(bench: Bench) -> dict[str, Any]:
-    """Return what messages take of links and processors, and each collective's fixed cost beside it.
+    """Return the costs of messages on links and processors, and each collective's fixed cost.
 
-    A collective is taken as  t = overhead + rounds * latency + max(carried / bandwidth, handled * processor_byte).
-    On a loopback the processors are what limits it; the bandwidth is the fastest that was seen, by any kind.
+    A collective is modelled as  t = overhead + rounds * latency + max(carried / bandwidth, handled * processor_byte).
+    On a loopback the processors are the limit; the bandwidth is the highest of any kind.
     """
     lines = {}
     for kind, make in _calls(bench).items():
@@ -130,8 +127,8 @@ def communication_cost(bench: Bench) -> dict[str, Any]:
 def shapes(n: int) -> dict[str, Shape]:
     """Return the shape of each kind that is measured, among n ranks.
 
-    All ranks come at once, so that a message waits for its receive's notice, but where receives are posted ahead: below
-    the first level of a broadcast's tree, and after the first step of rings of messages.
+    All ranks arrive at once, so that a message waits for its receive's notification, except where receives are posted
+    in advance: below the first level of a broadcast's tree, and after the first step of rings of messages.
     """
     share = (n - 1) / n
     depths = [rank.bit_count() for rank in range(n)]
@@ -166,7 +163,7 @@ def costs_of(lines: dict[str, Line], ranks: int) -> dict[str, Any]:
 
 
 def _line(sizes: Sequence[int], times: Sequence[float]) -> Line:
-    """Return the line through the times, every point weighted by its own size of error."""
+    """Return the line through the times, each point weighted by its own size of error."""
     x, y = np.array(sizes, dtype=float), np.array(times)
     slope, fixed = np.polyfit(x, y, 1, w=1 / y)
     return Line(max(1e-7, float(fixed)), max(1e-13, float(slope)))
@@ -175,8 +172,8 @@ def _line(sizes: Sequence[int], times: Sequence[float]) -> Line:
 def _mean(times: Sequence[float]) -> float:
     """Return the mean of all but the outliers.
 
-    Not the median: in the lab, whether a thread of the backend's finds a free core makes two kinds of times, and a step
-    meets both.
+    Not the median: in the lab, times have two modes, depending on whether a thread of the backend finds a free core,
+    and a step meets both.
     """
     cut = round(OUTLIERS * len(times))
     return statistics.fmean(sorted(times)[cut : len(times) - cut])
@@ -185,11 +182,11 @@ def _mean(times: Sequence[float]) -> float:
 def _synchronised_s(bench: Bench, call: Callable[[], object]) -> float:
     """Return the mean time of a collective from its last rank's arrival to its last rank's end.
 
-    As in training, ranks compute before it, and go on at once when they are done, with nothing between that would bring
-    them together: caches are cold for the message; and in the lab, where a rank is done before another, its compute
-    holds a core that the threads need which still carry the other's bytes, until the scheduler's next tick. Where all
-    wait for each other afterwards, cores are free for them, and a collective takes about half the time. Times are of
-    one host's clock.
+    As in training, ranks compute before it, and continue immediately after it, with nothing between that would
+    synchronise them: caches are cold for the message; and in the lab, when one rank is done before another, its compute
+    holds a core that the threads need which still carry the other's bytes, until the scheduler's next tick. If all
+    ranks waited for each other afterwards, cores would be free for them, and a collective would take about half the
+    time. Times are of one host's clock.
     """
     moments = torch.zeros(2, REPEATS + WARMUPS, dtype=torch.float64)
     dist.barrier()
@@ -213,7 +210,7 @@ def _compute(bench: Bench) -> None:
 
 
 def _posting_cost(bench: Bench) -> dict[str, float]:
-    """Return what posting takes, by size up to what the sockets take at once, and how much that is."""
+    """Return the time of posting, by size up to the amount that sockets accept at once, and that amount."""
     line = _line(POSTED_BYTES, [_posting_s(bench, size) for size in POSTED_BYTES])
     limit_bytes = (_posting_s(bench, OVERFLOWING_BYTES) - line.fixed_s) / line.byte_s
     return {
@@ -225,7 +222,7 @@ def _posting_cost(bench: Bench) -> dict[str, float]:
 
 
 def _posting_s(bench: Bench, size_bytes: int) -> float:
-    """Return the mean time that posting an exchange takes, before it is waited for."""
+    """Return the mean time to post an exchange, before it is awaited."""
     post = _exchange(bench, size_bytes, wait=False)
     times = []
     for _ in range(REPEATS):
@@ -239,13 +236,13 @@ def _posting_s(bench: Bench, size_bytes: int) -> float:
 
 
 def _posting_message_s(bench: Bench) -> float:
-    """Return what each message more adds to the time that posting takes: sent and received, all by the next rank."""
+    """Return the time that each additional message adds to posting: sent and received, all by the next rank."""
     few, many = (_mean([_posted_s(bench, count) for _ in range(REPEATS)]) for count in (1, MANY_MESSAGES))
     return max(0.0, (many - few) / (MANY_MESSAGES - 1))
 
 
 def _posted_s(bench: Bench, count: int) -> float:
-    """Return what posting so many small messages, to the next rank and from the last, takes after some compute."""
+    """Return the time to post this many small messages, to the next rank and from the last, after some compute."""
     following, before = (bench.rank + 1) % bench.ranks, (bench.rank - 1) % bench.ranks
     outgoing, incoming = (torch.zeros(count, POSTED_BYTES[0] // 4) for _ in range(2))
     dist.barrier()
@@ -261,7 +258,10 @@ def _posted_s(bench: Bench, count: int) -> float:
 
 
 def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[], object]:
-    """Return a call in which every rank sends `size_bytes` to the next one, and waits or returns what to wait for."""
+    """Return a call in which every rank sends `size_bytes` to the next one.
+
+    And waits or returns the pending exchange.
+    """
     outgoing, incoming = (torch.zeros(size_bytes // 4, device=bench.device) for _ in range(2))
     sends: list[Tensor | None] = [None] * bench.ranks
     receives: list[Tensor | None] = [None] * bench.ranks
@@ -280,15 +280,15 @@ def _exchange(bench: Bench, size_bytes: int, *, wait: bool = True) -> Callable[[
 
 
 ABSENT = object()
-"""What a call returns on a rank that takes no part in it."""
+"""Result of a call on a rank that takes no part in it."""
 Makers = dict[str, Callable[[int], Callable[[], object]]]
 """By kind: from a size to a call of it."""
 
 
 def _one_way_calls(bench: Bench) -> Makers:
-    """Return how to make calls in which one rank sends.
+    """Return the makers of calls in which one rank sends.
 
-    It is another one in each: a rank that never waits for the others would run away from them.
+    The sender alternates: a rank that never waits for the others would run ahead of them.
     """
 
     def send(size: int) -> Callable[[], object]:
@@ -312,7 +312,7 @@ def _one_way_calls(bench: Bench) -> Makers:
 
 
 def _calls(bench: Bench) -> Makers:
-    """Return how to make a call of a size, by kind."""
+    """Return the makers of calls of a size, by kind."""
     n, device = bench.ranks, bench.device
 
     def buffers(size: int) -> tuple[Tensor, Tensor]:
@@ -361,7 +361,7 @@ def _calls(bench: Bench) -> Makers:
 
 
 def communicating_slowdown(bench: Bench) -> float:
-    """Return compute time while all-reduces run on all ranks over compute time without them, taking turns."""
+    """Return compute time during all-reduces on all ranks over compute time without them, measured in turns."""
     a, b = (torch.randn(256, 256, device=bench.device) for _ in range(2))
     payload = torch.zeros(2**20, device=bench.device)
 

@@ -1,7 +1,4 @@
-"""What one device does: arithmetic, memory, optimizers.
-
-What it costs to find, keep, pack and add gradients over a threshold: the very functions that a push runs.
-"""
+"""Benchmarks of one device: arithmetic, memory, optimizers, and the compression functions of a thresholded push."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +17,11 @@ from gssim.plan import SAMPLE_ELEMENTS
 ELEMENTS = 2**20
 REPEATS = 9
 FEW, MANY = 0.01, 0.2
-"""Densities between which the cost of an entry shows."""
+"""Densities whose difference gives the cost of an entry."""
 
 
 def compression_cost(bench: Bench) -> dict[str, float]:
-    """Return the costs per element and per call; caches hold something else before each, as after a backward."""
+    """Return the costs per element and per call, with cold caches, as after a backward."""
     gradient = torch.rand(ELEMENTS, device=bench.device)
     scratch = Scratch(ELEMENTS, ELEMENTS, gradient.dtype, bench.device)
     call_s = bench.time_s(lambda: mark(gradient[:64], [(slice(0, 64), 0.5)], scratch), repeats=51)
@@ -36,13 +33,13 @@ def compression_cost(bench: Bench) -> dict[str, float]:
 
 
 def _pack(gradient: Tensor, scratch: Scratch, kind: str, density: float, *, clear: bool = False) -> tuple[Tensor, int]:
-    """Find and pack the elements above 1 - `density`, which are so many of those between 0 and 1."""
+    """Find and pack the elements above 1 - `density`, which is this fraction of those uniform in 0 to 1."""
     flags = mark(gradient, [(slice(0, gradient.numel()), 1 - density)], scratch)
     return Encoding(kind, gradient.dtype, scratch).pack(gradient, flags, clear=clear)
 
 
 def _sending(bench: Bench, gradient: Tensor, scratch: Scratch, call_s: float) -> dict[str, float]:
-    """Return what it costs to find entries and to write them; they are told apart by densities and encodings."""
+    """Return the costs of finding and of writing entries, separated by densities and encodings."""
 
     def pack_s(kind: str, density: float, *, clear: bool = False) -> float:
         fresh = iter([gradient.clone() if clear else gradient for _ in range(REPEATS)])
@@ -67,7 +64,7 @@ def _sending(bench: Bench, gradient: Tensor, scratch: Scratch, call_s: float) ->
 
 
 def _receiving(bench: Bench, gradient: Tensor, scratch: Scratch, call_s: float) -> dict[str, float]:
-    """Return what it costs an owner to add entries, and to find them in a bitmap."""
+    """Return the owner's costs of adding entries, and of finding them in a bitmap."""
     owned = torch.zeros_like(gradient)
 
     def add_s(kind: str, density: float) -> float:
@@ -113,7 +110,7 @@ def matrix_rate(bench: Bench) -> float:
 
 
 def _copy_rate(bench: Bench) -> float:
-    """Return the bytes per second, read and written, of copying an array that no cache holds."""
+    """Return the bytes per second, read and written, of copying an array larger than any cache."""
     count = 2**24 if bench.device.type == "cpu" else 2**28
     source = torch.ones(count, device=bench.device)
     target = torch.empty_like(source)
@@ -121,7 +118,7 @@ def _copy_rate(bench: Bench) -> float:
 
 
 def _issue_s(bench: Bench) -> float:
-    """Return the time to issue one operation that has next to nothing to do."""
+    """Return the time to issue one operation with almost no work."""
     small = torch.ones(8, device=bench.device)
 
     def issue() -> None:
@@ -132,7 +129,7 @@ def _issue_s(bench: Bench) -> float:
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    """Return what libraries keep of the allocator's memory once a forward and a backward have run.
+    """Return the allocator memory that libraries keep after a forward and a backward.
 
     cuBLAS keeps a workspace for each thread that calls it: the program's own, and the one that runs the backward.
     """
@@ -156,7 +153,7 @@ OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
 
 
 def optimizer_cost(bench: Bench, name: str) -> dict[str, Any]:
-    """Return the time of a tensor more, and of one tensor by its elements."""
+    """Return the time per additional tensor, and of one tensor by its elements."""
 
     def step_s(tensors: int, elements: int) -> float:
         parameters = [nn.Parameter(torch.zeros(elements, device=bench.device)) for _ in range(tensors)]

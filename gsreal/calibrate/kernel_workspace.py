@@ -1,9 +1,9 @@
-"""What the kernels of a model's layers allocate for themselves, operation by operation, at the positions of a trace.
+"""Measures the kernel workspace of a model's layers, operation by operation, at the positions of a trace.
 
-An operation's scratch is the most bytes alive while it runs, above what is alive before or after it, whichever is more:
-its results, which a trace knows, are alive after it. It depends on shapes in steps (oneDNN takes other kernels where
-channels are no multiple of its vectors), so that each way to run a layer is measured: whole, cut to so many units, and
-with some of its backward left out.
+An operation's workspace is the peak of allocated bytes while it runs, above those before or after it, whichever are
+more: its results, which a trace knows, are allocated after it. It depends on shapes in steps (oneDNN selects other
+kernels if channels are not a multiple of its vectors), so each variant of a layer is measured: whole, sliced to each
+number of units, and with parts of its backward left out.
 """
 
 from collections import defaultdict
@@ -35,27 +35,27 @@ Place = tuple[int, str]
 Batches = Mapping[int, tuple[Tensor, Tensor]]
 """Inputs and targets by batch size."""
 Taken = Mapping[Place, Sequence[tuple[str, int]]]
-"""Name and scratch of every operation, one after another in each place."""
+"""Name and workspace of every operation, in order, for each place."""
 FEWEST_BYTES = 64
-"""Less is a number, not an array."""
+"""Smaller allocations are numbers, not arrays."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to run the layers, and the places of a step so made at which it is run by itself."""
+    """A variant of the layers, and the places of a step so prepared at which it applies."""
 
     name: str
     places: tuple[Place, ...]
     step: int | None = None
-    """Which parameters are trained, as in `gsreal.model_files.partial_backward`; absent: all."""
+    """Trained parameters, as in `gsreal.model_files.partial_backward`; None: all."""
     units: int | None = None
-    """Of each block that can be cut, what is left of it."""
+    """Units of the slice of each block that can be sliced."""
 
 
 def layer_scratch(
     model: Model, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the scratch of every layer entry of the model file by the way it is run; see `LayerProfile`."""
+    """Return the workspace of every layer entry of the model file by variant; see `LayerProfile`."""
     found: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
     instances, ways = unrolled(model), list(_ways(model))
     for way, record in zip(ways, _traced(model, ways, batches), strict=True):
@@ -70,7 +70,7 @@ def layer_scratch(
 
 
 def _ways(model: Model) -> Iterator[_Way]:
-    """Give the ways in which plans may run the model's layers."""
+    """Give the variants in which plans may run the model's layers."""
     instances = unrolled(model)
     everywhere = tuple((each.index, phase) for each in instances for phase in ("f", "b"))
     yield _Way("whole", everywhere)
@@ -86,7 +86,7 @@ def _ways(model: Model) -> Iterator[_Way]:
 
 
 def _traced(model: Model, ways: Sequence[_Way], batches: Batches) -> list[Record]:
-    """Return what a trace shows of each way: its positions are those of the model file."""
+    """Return the trace of each variant: its positions are those of the model file."""
     inputs = next(iter(batches.values()))[0]
     shape = (TRACED_BATCH_SIZES[0], inputs.shape[1] if model.input.kind == "tokens" else None)
     whole = record_step(model, *shape, where=model.name)
@@ -102,7 +102,7 @@ def _modules(model: Model) -> list[str]:
 
 
 def _prepared(module: nn.Module, model: Model, way: _Way) -> nn.Module:
-    """Return the module made ready to be run in a way; sums over ranks are stood in for by what one of them takes."""
+    """Return the module prepared for a variant; sums over ranks are replaced by one rank's allocations."""
     module.train()
     for name in _modules(model) if way.units else []:
         block = module.get_submodule(name)
@@ -117,7 +117,7 @@ def _prepared(module: nn.Module, model: Model, way: _Way) -> nn.Module:
 
 
 def _seen(model: Model, way: _Way, batches: Batches, counter: MemoryCounter, dtype: torch.dtype) -> dict[int, Taken]:
-    """Return the scratch of every operation by batch size."""
+    """Return the workspace of every operation by batch size."""
     device = next(iter(batches.values()))[0].device
     module = _prepared(build_module(model.module, where=model.name).to(device, dtype), model, way)
     found: dict[int, Taken] = {}
@@ -134,7 +134,7 @@ def _seen(model: Model, way: _Way, batches: Batches, counter: MemoryCounter, dty
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the scratch of every operation."""
+    """Dispatch mode that measures the workspace of every operation."""
 
     def __init__(self, counter: MemoryCounter) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Watch(TorchDispatchMode):
         self.taken: dict[Place, list[tuple[str, int]]] = defaultdict(list)
 
     def enter(self, layer: int, phase: str) -> None:
-        """Book what comes to a phase of a layer."""
+        """Record subsequent operations for a phase of a layer."""
         self.place = (layer, phase)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +157,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _lines(places: Sequence[Place], record: Record, seen: Mapping[int, Taken]) -> list[str]:
-    """Return what scratch there is in an entry, by moment: the most of its repetitions."""
+    """Return the workspace of an entry, by moment: the maximum of its repetitions."""
     most: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: dict.fromkeys(seen, 0))
     for batch_size, taken in seen.items():
         for place in places:
@@ -172,9 +172,11 @@ def _lines(places: Sequence[Place], record: Record, seen: Mapping[int, Taken]) -
 
 
 def _aligned(names: Sequence[str], traced: Sequence[str], positions: Sequence[int]) -> list[int]:
-    """Return the position of every operation: that of its like in the trace, or of the one before it that has one.
+    """Return the traced position of every operation.
 
-    What is traced of a few units, or for the CPU, may differ in copies from what runs of one, or on another device.
+    That of the same operation in the trace, or of the last one before it.
+
+    The trace of a few units, or for the CPU, may differ in copies from a run of one unit, or on another device.
 
     >>> _aligned(["mm", "copy", "add"], ["mm", "add"], [0, 4])
     [0, 0, 4]
@@ -187,7 +189,7 @@ def _aligned(names: Sequence[str], traced: Sequence[str], positions: Sequence[in
 
 
 def _bends(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last point, and those at which the straight line between others bends.
+    """Return the first and the last point, and those between at which the slope changes.
 
     >>> _bends([(1, 10), (2, 20), (4, 40), (8, 90)])
     ((1, 10), (4, 40), (8, 90))

@@ -1,4 +1,4 @@
-"""What the layers of a model cost, one after another, alone and beside busy neighbours."""
+"""Profiles of a model's layers: time of each layer alone and beside busy neighbours, jitter, and kernel workspace."""
 
 import statistics
 import time
@@ -37,15 +37,15 @@ from gssim.workload import Model, unrolled
 ROUNDS = 6
 PAUSE_ROUNDS = 31
 PAUSES_S = (0.005, 0.02, 0.1)
-"""After which a step is timed: waits for messages are of such lengths."""
+"""Pauses before a timed step: waits for messages are of such lengths."""
 STEPS_PER_ROUND = 6
-"""Batch sizes, alone and together, take turns round by round: a slow minute of the machine falls on all of them."""
+"""Batch sizes, alone and together, alternate in rounds: slow periods of the machine affect all of them equally."""
 
 
 def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[dict[str, Any], tuple[float, float]]:
     """Return (profile, (step jitter, task jitter)) of a model's layers.
 
-    The profile is of a device alone, and of how much slower it is beside busy neighbours.
+    The profile is of a device alone, and of its slow-down beside busy neighbours.
     """
     dtype = DTYPES[bench.settings.precision]
     module, optimizer, names = trained(bench, model)
@@ -71,9 +71,9 @@ def profile_model(bench: Bench, model: Model, counter: MemoryCounter) -> tuple[d
 
 @contextmanager
 def trained_between(bench: Bench) -> Iterator[None]:
-    """Let what `bench.cold_time_s` measures inside come after a forward and backward of the first model, if any.
+    """Run a forward and backward of the first model, if any, before each measurement of `bench.cold_time_s` inside.
 
-    How cold the optimizer finds its states depends on how much memory the rest of the step goes through.
+    How cold the caches are for the optimizer's states depends on the memory traffic of the rest of the step.
     """
     before = bench.displace
     if bench.settings.models:
@@ -89,25 +89,25 @@ def trained_between(bench: Bench) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Step:
-    """One profiled step: seconds by (layer, phase), and by phase of a step beside it in which nothing was observed."""
+    """One profiled step: seconds by (layer, phase), and by phase of an adjacent step without hooks."""
 
     seconds: dict[tuple[int, str], float]
     unobserved: dict[str, float]
     lasted_s: float
-    """The unobserved step by the clock on the wall: with the bursts of a slowed-down device's sleep."""
+    """Wall-clock time of the unobserved step: with the bursts of a slowed-down device's sleep."""
 
     @property
     def unobserved_s(self) -> float:
-        """Seconds of the step in which nothing was observed."""
+        """Seconds of the step without hooks."""
         return sum(self.unobserved.values())
 
     def observed_s(self, phase: str) -> float:
-        """Seconds of a phase of the observed step: more than the unobserved one's by what the observation costs."""
+        """Seconds of a phase of the observed step: longer than the unobserved one's by the cost of the hooks."""
         return sum(seconds for (_, each), seconds in self.seconds.items() if each == phase)
 
 
 def neighbour_slowdown(bench: Bench, model: Model) -> float:
-    """Return by how much a step of a model is slower while all ranks compute it than while one does, at least 1."""
+    """Return a model's step time while all ranks compute it over that while one does, at least 1."""
     module, optimizer, names = trained(bench, model)
     middle = middle_batch_size(bench)
     batches = {middle: batch_of(bench, model, middle)}
@@ -143,9 +143,9 @@ def _timed(
     *,
     together: bool = False,
 ) -> list[_Step]:
-    """Return `steps` profiled steps, after one to warm up; an optimizer step lies between.
+    """Return `steps` profiled steps, after one for warm-up; an optimizer step lies between.
 
-    `together`: all ranks are here, and begin each step at the same time, as training makes them do.
+    `together`: all ranks take part, and begin each step at the same time, as in training.
     """
     found = []
     for step in range(steps + 1):
@@ -171,11 +171,12 @@ def _timed(
 def _pause_excess(
     bench: Bench, module: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
 ) -> dict[str, Any]:
-    """Return how much longer a step's compute takes after pauses than without one; nothing for a GPU, which has no
-    caches to speak of from one step to the next.
+    """Return the additional time of a step's compute after pauses.
 
-    A few milliseconds, whatever the batch and wherever in the step the pause is (measured): of a small batch they are
-    the largest part. Pauses take turns: a slow minute of the machine falls on all of them.
+    Zero for a GPU, whose caches hold little between steps.
+
+    A few milliseconds, whatever the batch and wherever in the step the pause is (measured): for a small batch they are
+    the largest part. Pauses alternate: slow periods of the machine affect all of them equally.
     """
     if bench.device.type == "cuda":
         return {}
@@ -220,7 +221,7 @@ def _observed(
 def _layer_peaks(
     bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor], counter: MemoryCounter
 ) -> dict[tuple[int, str], float]:
-    """Return the most bytes alive in each layer's phase, above what was alive when it began."""
+    """Return the peak bytes of each layer's phase, above those allocated when it began."""
     if counter.method == "dispatch":
         return {}
     found: dict[tuple[int, str], float] = {}
@@ -249,7 +250,7 @@ def _profile(
     peaks: dict[int, dict[tuple[int, str], float]],
     scratch: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the profile by layer entry of the model file: median times; scratch, or where it is not known, peaks."""
+    """Return the profile by layer entry of the model file: median times; workspace, or if unknown, peaks."""
     members: dict[str, list[int]] = defaultdict(list)
     for instance in unrolled(model):
         members[instance.layer.name].append(instance.index)
@@ -286,7 +287,7 @@ def _unobserved_ratio(steps: list[_Step], phase: str) -> float:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return a robust coefficient of variation from one step to the next: slow drifts of the machine are left out.
+    """Return a robust coefficient of variation from one step to the next, which excludes slow drifts of the machine.
 
     For independent normal values the median distance of neighbours is 0.6745 * sqrt(2) standard deviations.
     """
@@ -296,7 +297,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _lateness(bench: Bench, steps: list[_Step]) -> float | None:
-    """Return by how much ranks that do the same differ, step by step: the standard deviation of each, over its time.
+    """Return the standard deviation between ranks with equal work, step by step, over the step time.
 
     Two ranks with independent variations of s differ by sqrt(2) s; the median distance is 0.6745 of that.
     """
@@ -308,10 +309,10 @@ def _lateness(bench: Bench, steps: list[_Step]) -> float | None:
 
 
 def _jitter(times: dict[int, list[_Step]], lateness: float | None) -> tuple[float, float]:
-    """Return (step, task) jitter: the part of a step's variation that all its layers share, and each layer's own.
+    """Return (step, task) jitter: the part of a step's variation common to all its layers, and each layer's own.
 
     var(step) = shared^2 T^2 + own^2 sum(t_i^2), with own from the layers' variation less the shared part, and the
-    step's from how far apart ranks are, where there are several.
+    step's from the distance between ranks, if there are several.
     """
     shared, own = [], []
     for steps in times.values():

@@ -1,7 +1,4 @@
-"""What FSDP2 and Gradient Sharding add to a module's own time.
-
-What the host adds where blocks are cut: DTensor's dispatch and propagation of shardings, and to sums over ranks.
-"""
+"""Host-time overhead of wrappers: FSDP2, Gradient Sharding, DTensor's dispatch, and sums over ranks."""
 
 import statistics
 from collections.abc import Callable
@@ -24,20 +21,22 @@ from gsreal.methods.tensor_slices import cut_of, slices_of
 from gsreal.models import TransformerBlock
 
 BLOCKS, PAIRS, SUMS = 2, 2, 4
-"""Blocks one after another; in each, pairs of maps cut by columns and by rows, and sums over ranks."""
+"""Consecutive blocks; in each, pairs of maps sliced by columns and by rows, and sums over ranks."""
 WIDTH, HEADS, SAMPLES = 128, 4, 8
 TOKENS = (1, 64, 256, 512)
-"""Of each sample. The more there are, the less of the host's code and objects do the caches still have after a map."""
+"""Of each sample. The more tokens, the less of the host's code and objects remain in the caches after a map."""
 BLOCK_WARMUPS, BLOCK_STEPS = 3, 15
-"""Plain and cut steps take turns: a slow second of the machine falls on both."""
+"""Plain and sliced steps alternate: slow periods of the machine affect both."""
 
 
 def cut_block_cost(bench: Bench) -> dict[str, Any]:
-    """Return DTensor's own time in forward and backward of a pair of cut maps, and in a sum over ranks, by its bytes.
+    """Return DTensor's own time in forward and backward of a pair of sliced maps, and in a sum over ranks.
 
-    Blocks cut in two, by DTensor and by hand, on one rank, whose peer is made up: its collectives return at once. What
-    a plain call of such a collective takes is left out of a sum's time: the collective's own cost has it. Slices of our
-    own take as long for a sum: both use torch's functional collectives.
+    By its bytes.
+
+    Blocks sliced in two, by DTensor and by hand, on one rank with a fake peer, whose collectives return immediately.
+    The time of a plain call of such a collective is subtracted from a sum's: the collective's own cost includes it.
+    Slices of our own take as long for a sum: both use torch's functional collectives.
     """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  it makes the backend `fake` known
 
@@ -57,7 +56,7 @@ def _curves(bench: Bench, group: Any) -> dict[str, Any]:
 
 
 def _blocks(bench: Bench, mesh: DeviceMesh | None, timeline: Timeline) -> nn.Sequential:
-    """Return blocks of which half is left: cut by DTensor for a mesh, else by hand, with no sums."""
+    """Return blocks sliced to half: by DTensor for a mesh, else by hand, without sums."""
     blocks = nn.Sequential(*(TransformerBlock(WIDTH, HEADS, causal=True) for _ in range(BLOCKS))).to(bench.device)
     for block in blocks:
         cut = cut_of(block)
@@ -76,7 +75,7 @@ def _blocks(bench: Bench, mesh: DeviceMesh | None, timeline: Timeline) -> nn.Seq
 def _added_s(
     bench: Bench, kinds: tuple[nn.Module, nn.Module], x: Tensor, group: Any, timeline: Timeline
 ) -> dict[str, float]:
-    """Return what cutting adds to (forward, backward) of a pair of maps, and the host time of a sum."""
+    """Return the overhead of slicing in (forward, backward) of a pair of maps, and the host time of a sum."""
     steps: tuple[list[dict[str, float]], ...] = ([], [])
     for step in range(BLOCK_WARMUPS + BLOCK_STEPS):
         for module, found in zip(kinds, steps, strict=True):
@@ -111,11 +110,11 @@ def _step_phases(bench: Bench, module: nn.Module, x: Tensor, timeline: Timeline)
 
 
 WARMUPS, STEPS = 4, 21
-"""Plain and wrapped steps take turns: a slow second of the machine falls on both."""
+"""Plain and wrapped steps alternate: slow periods of the machine affect both."""
 
 
 class _Stack(nn.Module):
-    """Units of `tensors` tiny vectors: their compute is nothing beside the host time of what wraps them."""
+    """Units of `tensors` tiny vectors: their compute is negligible beside the host time of their wrapper."""
 
     def __init__(self, units: int, tensors: int, elements: int) -> None:
         super().__init__()
@@ -142,10 +141,12 @@ UNITS = 6
 
 
 def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]:
-    """Return FSDP2's own time per unit, per tensor and per byte, and what a DTensor adds to each optimizer's step.
+    """Return FSDP2's own time per unit, per tensor and per byte.
 
-    Differences between stacks of tiny units, wrapped and plain, with the time inside collectives left out. An optimizer
-    pays for every operation on a DTensor: AdamW's are a dozen, of SGD one or two.
+    And the overhead of a DTensor in each optimizer's step.
+
+    Differences between stacks of tiny units, wrapped and plain, without the time inside collectives. An optimizer pays
+    for every operation on a DTensor: AdamW has a dozen, SGD one or two.
     """
     units = UNITS
     few, many = (_wrapped_minus_plain(bench, units, tensors, 64) for tensors in (2, 12))
@@ -164,7 +165,7 @@ def sharded_unit_cost(bench: Bench) -> tuple[dict[str, float], dict[str, float]]
 
 
 def _sharded_tensor_s(bench: Bench, optimizer: str) -> float:
-    """Return what a DTensor adds to a step of the optimizer."""
+    """Return the overhead of a DTensor in a step of the optimizer."""
     few, many = (_wrapped_minus_plain(bench, UNITS, tensors, 64, optimizer)[2] for tensors in (2, 12))
     return (many - few) / 10
 
@@ -172,7 +173,7 @@ def _sharded_tensor_s(bench: Bench, optimizer: str) -> float:
 def _wrapped_minus_plain(
     bench: Bench, units: int, tensors: int, elements: int, optimizer: str = "adamw"
 ) -> tuple[float, float, float]:
-    """Return what wrapping adds to (forward, backward, optimizer) of one unit."""
+    """Return the overhead of wrapping one unit in (forward, backward, optimizer)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -220,7 +221,7 @@ def _wrapped_minus_plain(
 def _step_parts(
     bench: Bench, module: nn.Module, optimizer: torch.optim.Optimizer, spent: list[float]
 ) -> tuple[float, float, float]:
-    """Return the seconds of forward, backward and optimizer of one step, without what was spent in collectives."""
+    """Return the seconds of forward, backward and optimizer of one step, without the time in collectives."""
 
     def timed(call: Callable[[], Any]) -> tuple[float, Any]:
         bench.finish()
@@ -239,7 +240,7 @@ def _step_parts(
 
 
 def gradient_hook_cost(bench: Bench) -> float:
-    """Return the time that collecting one gradient adds to the backward under Gradient Sharding, copying left out."""
+    """Return the time that collecting one gradient adds to the backward under Gradient Sharding, without copying."""
     tensors = 48
     group = dist.new_group([0])  # every rank must call it; only rank 0 uses it
 

@@ -1,1 +1,1 @@
-"""Data: the sources that real runs train on."""
+"""Data sources for real runs: bundled data, folders of text or images, and GLUE."""

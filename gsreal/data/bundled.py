@@ -1,4 +1,4 @@
-"""Real data that every machine has: the Python standard library's own source, and scikit-learn's digits.
+"""Bundled real data: the Python standard library's own source, and scikit-learn's digits.
 
 A part of each is held out: no training ever draws from it.
 """
@@ -20,7 +20,7 @@ from gssim.units import Ints
 HELD_OUT_DIGITS = 540
 """Of 1797, of each class in proportion: three in ten."""
 HELD_OUT_RATIO = 0.1
-"""Of the standard library's bytes, the last ones by file name; of a module that is to be recognised, its end."""
+"""Of the standard library's bytes, the last ones by file name; of a module to be classified, its end."""
 
 
 @cache
@@ -46,12 +46,12 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained_part(tokens: np.ndarray) -> np.ndarray:
-    """Return the bytes that may be trained on: all but the last tenth."""
+    """Return the bytes for training: all but the last tenth."""
     return tokens[: len(tokens) - _held_out_bytes(tokens)]
 
 
 def held_out_part(tokens: np.ndarray) -> np.ndarray:
-    """Return the bytes that no training draws from: the last tenth."""
+    """Return the held-out bytes: the last tenth."""
     return tokens[len(tokens) - _held_out_bytes(tokens) :]
 
 
@@ -61,7 +61,7 @@ def _held_out_bytes(tokens: np.ndarray) -> int:
 
 @cache
 def digits_parts() -> tuple[Ints, Ints]:
-    """Return which digits may be trained on and which are held out: drawn once and for all, class by class."""
+    """Return the indices of digits for training and of those held out: drawn once, class by class."""
     from sklearn.model_selection import train_test_split
 
     classes = digits()[1]
@@ -90,10 +90,10 @@ class Digits:
 
 @dataclass(frozen=True)
 class HeldOutDigits:
-    """The images of digits that no training draws, each once, in one batch."""
+    """The held-out images of digits, each once, in one batch."""
 
     def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return images and classes of these rows, whatever the seed and the step."""
+        """Return images and classes of these rows, independent of seed and step."""
         return _digits_of(digits_parts()[1][rows])
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
@@ -108,15 +108,15 @@ def _digits_of(samples: Ints) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class WhichModule:
-    """Pieces of the standard library's longest modules, to be classified by the module that they are from."""
+    """Pieces of the standard library's longest modules, to be classified by their module."""
 
     modules: tuple[np.ndarray, ...]
-    """Of each class, the bytes that pieces are from."""
+    """Of each class, the bytes from which pieces are drawn."""
     length: int
     batch_size: int
 
     def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return token ids (a start, then bytes) and the modules of these rows; no class is likelier than another."""
+        """Return token ids (a start, then bytes) and the modules of these rows; all classes are equally likely."""
         random = np.random.default_rng([seed, step])
         classes = random.integers(0, len(self.modules), self.batch_size)
         room = np.array([len(module) for module in self.modules])[classes] - (self.length - 1)

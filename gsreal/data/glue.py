@@ -1,4 +1,4 @@
-"""The tasks of the GLUE benchmark, from the files that it distributes."""
+"""Tasks of the GLUE benchmark, from its distributed files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from gssim.workload import Glue, TokenInput
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a task's file has its sentences and its label; by number where the file has no line of names."""
+    """Columns of a task's sentences and label; by number if the file has no header line."""
 
     sentences: tuple[str | int, ...]
     label: str | int
     labels: tuple[bytes, ...] = (b"0", b"1")
-    """What stands for class 0, 1, ..."""
+    """Text of class 0, 1, ..."""
     broken_rows: bool = False
-    """Some rows of the file as distributed are cut by line ends in their text: left out, as everybody does."""
+    """Some rows of the distributed file are broken by line ends in their text: they are left out, as is common."""
 
 
 ENTAILMENT = (b"entailment", b"not_entailment")
@@ -66,7 +66,7 @@ class Sentences:
             )
 
     def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return token ids, filled up to the sequence length, and classes of these rows."""
+        """Return token ids, padded to the sequence length, and classes of these rows."""
         samples = samples_at(len(self.table), seed=seed, step=step, batch_size=self.batch_size, rows=rows)
         ids = np.full((len(samples), self.length), self.tokeniser.padding, dtype=np.int64)
         for row, sentences in enumerate(self.table.sentences(samples)):
@@ -75,12 +75,12 @@ class Sentences:
         return torch.from_numpy(ids), torch.from_numpy(self.table.classes[samples])
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
-        """Return how many rows each part has."""
+        """Return the number of rows of each part."""
         return sizes_of(rows)
 
 
 class Table:
-    """A file of tab-separated rows (no quoting): where each row begins, and its class; text stays in the file."""
+    """A file of tab-separated rows (no quoting): the start of each row, and its class; text stays in the file."""
 
     def __init__(self, path: Path, columns: Columns) -> None:
         self.path, self._columns = path, columns
@@ -106,7 +106,7 @@ class Table:
         return found
 
     def _scanned(self) -> tuple[list[int], list[int]]:
-        """Return where rows begin, and their classes."""
+        """Return the starts of the rows, and their classes."""
         begins, classes = [], []
         try:
             with self.path.open("rb") as file:
@@ -125,7 +125,10 @@ class Table:
         return begins, classes
 
     def _header(self, first: bytes) -> tuple[int, int, int]:
-        """Return the label's column, the columns that a row needs, where rows begin; note the sentences' columns."""
+        """Return the label's column, the number of columns of a row, and the start of the rows.
+
+        Store the sentences' columns.
+        """
         wanted = (*self._columns.sentences, self._columns.label)
         numbers = [each for each in wanted if isinstance(each, int)]
         if len(numbers) < len(wanted):
@@ -141,7 +144,7 @@ class Table:
         return label, max(numbers) + 1, 0 if isinstance(self._columns.label, int) else len(first)
 
     def _class(self, fields: list[bytes], label: int, width: int, number: int) -> int | None:
-        """Return a row's class; None where the row is empty, or is one of those known to be broken."""
+        """Return a row's class; None if the row is empty, or known to be broken."""
         if len(fields) >= width and fields[label] in self._columns.labels:
             return self._columns.labels.index(fields[label])
         if self._columns.broken_rows or fields == [b""]:

@@ -1,4 +1,4 @@
-"""Images in one folder a class, decoded when they are drawn."""
+"""Image folders, one folder per class; images are decoded when they are drawn."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ from gssim.workload import ImageFolder, ImageInput
 
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's mode of each number of channels."""
+"""Pillow's mode for each number of channels."""
 CROPPED_RATIO = 224 / 256
-"""Of the shorter side, what the centre crop keeps: ImageNet's usual evaluation (256 pixels, of them 224)."""
+"""Of the shorter side, kept by the centre crop: ImageNet's usual evaluation (256 pixels, of them 224)."""
 AREA_RATIOS, SIDE_RATIOS, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 """Random resized crop (Szegedy et al. 2015, "Going deeper with convolutions", section 6), as torchvision draws it."""
 Box = tuple[float, float, float, float]
@@ -58,7 +58,7 @@ class Images:
         return torch.from_numpy(images), torch.from_numpy(self.index.classes_of(samples))
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
-        """Return how many images each part has."""
+        """Return the number of images of each part."""
         return sizes_of(rows)
 
     def _cropped(self, sample: int) -> Pixels:
@@ -74,9 +74,9 @@ class Images:
         return found[:, ::-1] if random.random() < 0.5 else found
 
     def _keep(self, sample: int, made: Callable[[Any], Pixels]) -> Pixels:
-        """Return what `made` makes of an image, from memory where it is there; it is kept while there is room.
+        """Return the result of `made` for an image, cached in memory as long as there is room.
 
-        What is kept stays: an epoch comes by every image once, so the least recently used is what is needed next.
+        Cached images stay: an epoch visits every image once, so the least recently used is needed next.
         """
         found = self._kept.get(sample)
         if found is None:
@@ -96,7 +96,7 @@ class Images:
 
 
 class Index:
-    """Which images there are: paths and classes, in a few bytes each (ImageNet has 1.3 million)."""
+    """Index of the images: paths and classes, in a few bytes each (ImageNet has 1.3 million)."""
 
     def __init__(self, data: ImageFolder) -> None:
         root = Path(data.folder) / data.split
@@ -118,11 +118,11 @@ class Index:
         return len(self._names)
 
     def classes_of(self, samples: Ints) -> Ints:
-        """Return the classes of these images: the place of their folders by name."""
+        """Return the classes of these images: the index of their folders by name."""
         return np.searchsorted(self._ends, samples, side="right").astype(np.int64)
 
     def path(self, sample: int) -> Path:
-        """Return where an image is."""
+        """Return an image's path."""
         class_ = int(np.searchsorted(self._ends, sample, side="right"))
         return self.root / self.classes[class_] / os.fsdecode(self._names[sample])
 
@@ -141,7 +141,7 @@ def _of_channels(values: tuple[float, ...], channels: int) -> Floats:
 
 
 def centre(size: tuple[int, int], wanted: tuple[int, int]) -> Box:
-    """Return the part of an image of `size` (width, height) that resizing its shorter side and cropping leaves.
+    """Return the part of an image of `size` (width, height) that remains after resizing its shorter side and cropping.
 
     >>> centre((512, 256), (224, 224))
     (144.0, 16.0, 368.0, 240.0)

@@ -1,4 +1,4 @@
-"""What every source of data offers: a rank's rows of a step's batch, and how many loss terms any rows have."""
+"""Interface of data sources: a rank's rows of a step's batch, and the number of loss terms of any rows."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,17 +14,17 @@ IGNORED = -100
 
 
 class Source(Protocol):
-    """Data as training takes them: a function of seed, step and rows alone, so that no rank talks about data."""
+    """Training data as a function of seed, step and rows alone, so that ranks need not communicate about data."""
 
     def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of these rows of the step's batch; no other rows are read."""
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
-        """Return over how many targets the loss of each of these parts of the batch is a mean; nothing is read."""
+        """Return the number of loss terms of each of these parts of the batch; nothing is read."""
 
 
 def sizes_of(rows: Sequence[slice]) -> list[int]:
-    """Return how many rows each slice has.
+    """Return the number of rows of each slice.
 
     >>> sizes_of([slice(0, 3), slice(3, 3)])
     [3, 0]
@@ -33,7 +33,9 @@ def sizes_of(rows: Sequence[slice]) -> list[int]:
 
 
 def samples_at(count: int, *, seed: int, step: int, batch_size: int, rows: slice) -> Ints:
-    """Return which of `count` samples the rows of a step are: every epoch is a shuffle of all, and none is cut off.
+    """Return the indices, out of `count` samples, of a step's rows.
+
+    Every epoch is a shuffle of all, without truncation.
 
     A batch may begin in one epoch and end in the next.
     """

@@ -1,7 +1,7 @@
-"""Real data: what a scenario names, or what every machine has.
+"""Opens the data source that a scenario names, or the bundled default, for training or evaluation.
 
-Every rank makes its own rows of a step's batch from (seed, step), so no rank talks about data. What is held out for
-evaluation is a source too, with one batch.
+Every rank creates its own rows of a step's batch from (seed, step), so that ranks need not communicate about data.
+Held-out data for evaluation are a source too, with one batch.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 CHECKED_SAMPLES = 256
-"""Samples of a run that are read before ranks start; a fault of a later one ends the run, in one line too."""
+"""Samples of a run that are read before ranks start; a fault in a later one ends the run, in one line too."""
 
 
 def open_source(workload: Workload) -> Source:
-    """Return the workload's data; raise UserError where they are missing or are none that the model can be trained on.
+    """Return the workload's data; raise UserError if they are missing or the model cannot be trained on them.
 
-    Hugging Face's `tokenizers`, Pillow and scikit-learn are imported where they are needed.
+    Hugging Face's `tokenizers`, Pillow and scikit-learn are imported only if needed.
     """
     named = workload.data if isinstance(workload.data, str) else workload.data.kind
     opening: dict[str, Callable[[Workload], Source]] = {
@@ -52,14 +52,14 @@ def open_source(workload: Workload) -> Source:
 
 
 HELD_OUT_WINDOWS, MOST_HELD_OUT = 256, 1024
-"""Windows of text, and samples of other data, that a model is evaluated on; drawn once and for all."""
+"""Windows of text, and samples of other data, for the evaluation of a model; drawn once."""
 
 
 def open_held_out(workload: Workload) -> tuple[Source, int]:
-    """Return data that no training draws from, and how many samples its one batch (of seed 0, step 0) has.
+    """Return data that no training draws from, and the number of samples of its one batch (of seed 0, step 0).
 
     Of the standard library the last tenth, of the digits three in ten, of GLUE the split `dev` (of MNLI
-    `dev_matched`), of a folder of images the split `val`. Raises UserError where nothing is held out.
+    `dev_matched`), of a folder of images the split `val`. Raises UserError if nothing is held out.
     """
     data = workload.data
     if isinstance(data, TextFolder):
@@ -86,7 +86,7 @@ def _refuse_trained_on(data: Glue | ImageFolder, split: str) -> None:
 
 
 def check_held_out(workload: Workload, *, where: str) -> None:
-    """Raise UserError where there is nothing that the model can be evaluated on."""
+    """Raise UserError if there are no data to evaluate the model on."""
     try:
         source, _ = open_held_out(workload)
         source.batch(seed=0, step=0, rows=slice(0, 1))
@@ -95,12 +95,12 @@ def check_held_out(workload: Workload, *, where: str) -> None:
 
 
 def takes_data(model: Model) -> str:
-    """Return the name of the data that `auto` stands for."""
+    """Return the name of the data that `auto` resolves to."""
     return "stdlib-bytes" if isinstance(model.input, TokenInput) else "digits"
 
 
 def check_data(workload: Workload, *, where: str, seed: int = 0, steps: int = 1) -> None:
-    """Raise UserError where the model cannot be trained on the data that there is; reads a run's first samples."""
+    """Raise UserError if the model cannot be trained on the available data; reads a run's first samples."""
     try:
         source = open_source(workload)
         size = workload.global_batch_size
@@ -111,12 +111,12 @@ def check_data(workload: Workload, *, where: str, seed: int = 0, steps: int = 1)
 
 
 def global_batch(workload: Workload, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of the whole step's batch: what all ranks take together."""
+    """Return the inputs and targets of the whole step's batch, of all ranks together."""
     return open_source(workload).batch(seed=seed, step=step, rows=slice(0, workload.global_batch_size))
 
 
 def loss_terms(targets: Tensor) -> int:
-    """Return over how many targets the loss is a mean."""
+    """Return the number of targets that the loss is a mean over."""
     return int((targets != IGNORED).sum())
 
 
@@ -156,7 +156,7 @@ def _cannot_read(source: TokenInput, data: str) -> UserError:
 
 
 def _mask(source: TokenInput, known: int | None) -> int | None:
-    """Return the token for what is masked, where the task has it: the tokeniser's own, else the vocabulary's last."""
+    """Return the mask token, if the task has one: the tokeniser's own, else the vocabulary's last."""
     if source.task != "masked-token":
         return None
     return source.vocabulary - 1 if known is None else known

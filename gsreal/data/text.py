@@ -1,8 +1,7 @@
-"""A folder of text as one stream of tokens, kept in a file that is mapped: no corpus is in memory as a whole.
+"""Text folders as one memory-mapped stream of tokens: tokenisers, windows for next-token and masked-token prediction.
 
-Windows of one long stream of tokens: for predicting the next token, or masked ones.
-
-From text to token ids: bytes, or a tokeniser trained with the `tokenizers` library.
+The tokens are kept in a file, so that no corpus is in memory as a whole. A tokeniser is that of bytes, or one trained
+with the `tokenizers` library.
 """
 
 import gzip
@@ -37,14 +36,14 @@ MASKED_RATIO = 0.15
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of `length` tokens and the one after them, every start as likely as any other."""
+    """Windows of `length` tokens and the one after them, with every start equally likely."""
 
     tokens: NDArray[np.unsignedinteger]
-    """The stream; may be a mapped file: only what is drawn is read."""
+    """The stream; may be a mapped file: only the drawn windows are read."""
     length: int
     batch_size: int
     mask: int | None
-    """The token that stands for masked ones; None: the next token is predicted."""
+    """The token that replaces masked ones; None: the next token is predicted."""
 
     def batch(self, *, seed: int, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         """Return token ids and targets of these rows."""
@@ -58,7 +57,7 @@ class Windows:
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
-        """Return how many tokens each part predicts."""
+        """Return the number of predicted tokens of each part."""
         if self.mask is None:
             return [size * self.length for size in sizes_of(rows)]
         _, masked = self._draw(seed, step)
@@ -66,7 +65,7 @@ class Windows:
         return [int(masked[each].sum()) for each in rows]
 
     def _draw(self, seed: int, step: int) -> tuple[Ints, NDArray[np.bool_] | None]:
-        """Return where every row of the step's batch starts, and which of its tokens are masked."""
+        """Return the start of every row of the step's batch, and its masked positions."""
         random = np.random.default_rng([seed, step])
         starts = random.integers(0, len(self.tokens) - self.length, self.batch_size)
         if self.mask is None:
@@ -83,25 +82,25 @@ _CONTROL = bytes.maketrans(bytes([PADDING, START, SEPARATOR, END]), bytes([SUBST
 
 
 class Tokeniser(Protocol):
-    """Text to token ids; `size`: ids are below it."""
+    """Converts text to token ids below `size`."""
 
     size: int
     mask: int | None
-    """The token that stands for masked ones, if there is one."""
+    """The token that replaces masked ones, if there is one."""
 
     @property
     def padding(self) -> int:
-        """The token that fills sequences up; raises UserError where there is none."""
+        """The padding token; raises UserError if there is none."""
 
     @property
     def end(self) -> int:
-        """The token between documents; raises UserError where there is none."""
+        """The token between documents; raises UserError if there is none."""
 
     def ids(self, text: bytes) -> Ints:
-        """Return the ids of a piece of a document, nothing added."""
+        """Return the ids of a piece of a document, without special tokens."""
 
     def sequence(self, sentences: tuple[bytes, ...], length: int) -> Ints:
-        """Return the ids of one or two sentences, marked as the tokeniser does it, cut to at most `length`."""
+        """Return the ids of one or two sentences with the tokeniser's special tokens, truncated to `length`."""
 
 
 class ByteTokeniser:
@@ -111,11 +110,11 @@ class ByteTokeniser:
     mask: int | None = None
 
     def ids(self, text: bytes) -> Ints:
-        """Return the bytes; control codes that mark something become substitutes."""
+        """Return the bytes; control codes used as special tokens become substitutes."""
         return np.frombuffer(text.translate(_CONTROL), dtype=np.uint8).astype(np.int64)
 
     def sequence(self, sentences: tuple[bytes, ...], length: int) -> Ints:
-        """Return a start, and each sentence with a separator after it; the longest sentences are cut."""
+        """Return a start, and each sentence with a separator after it; the longest sentences are truncated."""
         room = max(0, length - 1 - len(sentences))
         parts = [np.array([START])]
         for size, sentence in zip(_cut([len(each) for each in sentences], room), sentences, strict=True):
@@ -124,7 +123,7 @@ class ByteTokeniser:
 
 
 def _cut(sizes: list[int], room: int) -> list[int]:
-    """Return how much of each there is room for, the longest cut first.
+    """Return the truncated size of each, the longest truncated first.
 
     >>> _cut([10, 3], 8), _cut([10, 7], 8), _cut([2, 3], 8)
     ([5, 3], [4, 4], [2, 3])
@@ -137,7 +136,7 @@ def _cut(sizes: list[int], room: int) -> list[int]:
 
 
 class TrainedTokeniser:
-    """A `tokenizer.json` of the `tokenizers` library; its special tokens are known by their usual names."""
+    """A `tokenizer.json` of the `tokenizers` library; special tokens are recognised by their usual names."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inner = path, _loaded(path)
@@ -146,7 +145,7 @@ class TrainedTokeniser:
 
     @property
     def padding(self) -> int:
-        """The token that fills sequences up: one of padding, else the end of text, as GPT-2's users do."""
+        """The padding token: one for padding, else the end of text, as common for GPT-2."""
         return self._needed("[PAD]", "<pad>", "<|endoftext|>", "</s>")
 
     @property
@@ -155,12 +154,12 @@ class TrainedTokeniser:
         return self._needed("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 
     def ids(self, text: bytes) -> Ints:
-        """Return the ids of a piece of a document, nothing added."""
+        """Return the ids of a piece of a document, without special tokens."""
         found = self._inner.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.array(found.ids, dtype=np.int64)
 
     def sequence(self, sentences: tuple[bytes, ...], length: int) -> Ints:
-        """Return the ids of one or two sentences by the tokeniser's own template, the longest cut first."""
+        """Return the ids of one or two sentences by the tokeniser's own template, the longest truncated first."""
         texts = [each.decode("utf-8", errors="replace") for each in sentences]
         self._inner.enable_truncation(max_length=length)
         try:
@@ -210,9 +209,9 @@ LONGEST_LINE_BYTES = 2**28
 
 
 def token_stream(data: TextFolder, chosen: Tokeniser) -> NDArray[np.unsignedinteger]:
-    """Return all tokens of a folder, an end token after each document; made once, then mapped.
+    """Return all tokens of a folder, an end token after each document; created once, then memory-mapped.
 
-    The file of tokens is found again by the texts' names, sizes and times of change, and by the tokeniser's content.
+    The file of tokens is identified by the texts' names, sizes and modification times, and by the tokeniser's content.
     """
     files = text_files(Path(data.folder))
     made = _cache_folder(data) / f"{_identity(data, files)}.tokens"
@@ -246,7 +245,7 @@ def _cache_folder(data: TextFolder) -> Path:
 
 
 def _identity(data: TextFolder, files: list[Path]) -> str:
-    """Return what tells these texts, read by this tokeniser, from all others."""
+    """Return a digest that identifies these texts and this tokeniser."""
     digest = hashlib.sha256(Path(data.tokenizer).read_bytes() if data.tokenizer else b"bytes")
     for path in files:
         state = path.stat()
@@ -255,7 +254,7 @@ def _identity(data: TextFolder, files: list[Path]) -> str:
 
 
 def _write(made: Path, files: list[Path], chosen: Tokeniser, dtype: Any) -> None:
-    """Write the file of tokens, or nothing; of ranks that need it at the same time one does, and the others wait."""
+    """Write the file of tokens atomically; of ranks that need it at the same time one does, and the others wait."""
     end = np.array([chosen.end], dtype=dtype)
     try:
         made.parent.mkdir(parents=True, exist_ok=True)

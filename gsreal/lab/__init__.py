@@ -1,1 +1,1 @@
-"""The lab: a scenario's cluster, emulated on one Linux machine with namespaces, shaped wires and slowed-down cores."""
+"""The lab: a scenario's cluster, emulated on one Linux machine with namespaces, shaped links and slowed-down cores."""

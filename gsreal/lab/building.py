@@ -1,4 +1,4 @@
-"""Builds a lab's network, and takes it down whatever happens."""
+"""Builds a lab's network, and always takes it down."""
 
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,17 +27,17 @@ SETTINGS = {
     "ipv6/conf/all/disable_ipv6": "1",  # nothing but the ranks says anything
     "ipv6/conf/default/disable_ipv6": "1",
 }
-"""Of every namespace, under /proc/sys/net."""
+"""Kernel settings of every namespace, under /proc/sys/net."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The process that delays wires in a kernel without netem."""
+    """The process that delays packets of wires in a kernel without netem."""
 
     process: "subprocess.Popen[str]"
 
     def end(self) -> None:
-        """Stop it; its devices go with it."""
+        """Stop it; its devices are removed with it."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
@@ -45,12 +45,12 @@ class Line:
 
 
 def node_commands(network: Network) -> list[Command]:
-    """Return the commands that make the namespaces."""
+    """Return the commands that create the namespaces."""
     return [("ip", "netns", "add", node.namespace) for node in network.nodes]
 
 
 def wire_commands(wires: Iterable[Wire]) -> list[Command]:
-    """Return the commands that lay wires without a delay of their own."""
+    """Return the commands that create wires without a delay of their own."""
     found: list[Command] = []
     for wire in wires:
         a, b = wire.ends
@@ -60,7 +60,7 @@ def wire_commands(wires: Iterable[Wire]) -> list[Command]:
 
 
 def address_commands(network: Network) -> list[Command]:
-    """Return the commands that give every interface its address, and take it into use."""
+    """Return the commands that set every interface's address, and bring it up."""
     found: list[Command] = []
     for node in network.nodes:
         ip: Command = ("ip", "-n", node.namespace)
@@ -78,7 +78,7 @@ def address_commands(network: Network) -> list[Command]:
 
 
 def route_commands(network: Network) -> list[Command]:
-    """Return the commands that say how every node reaches every device."""
+    """Return the commands that set every node's routes to every device."""
     found = []
     for route in network.routes:
         source = ("src", route.source) if route.source else ()
@@ -89,24 +89,24 @@ def route_commands(network: Network) -> list[Command]:
 
 @dataclass(frozen=True)
 class Built:
-    """A network that is there."""
+    """A network that has been built."""
 
     netem: bool
-    """Whether the kernel makes the delays."""
+    """Whether the kernel implements the delays."""
     line: Line | None
-    """What makes them, if the kernel does not."""
+    """The process that implements them, if the kernel does not."""
 
     def check(self) -> None:
-        """Raise RunFailedError where a part of it has died."""
+        """Raise RunFailedError if a part of it has died."""
         if self.line is not None and self.line.process.poll() is not None:
             raise RunFailedError(f"lab: the process that delays links died (exit code {self.line.process.returncode})")
 
 
 @contextmanager
 def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
-    """Build the network for as long as the context lasts; raise RunFailedError where a command fails.
+    """Build the network for the duration of the context; raise RunFailedError if a command fails.
 
-    Not `shaped`: links are as fast as this machine makes them.
+    Not `shaped`: links are as fast as this machine.
     """
     with ExitStack() as stack:
         if not stack.enter_context(claimed(network.run_id)):
@@ -147,7 +147,7 @@ def _settle() -> None:
 
 
 def has_netem(namespace: str) -> bool:
-    """Return whether the kernel has the queueing discipline that delays."""
+    """Return whether the kernel has the queueing discipline for delays."""
     tc = ("tc", "-n", namespace, "qdisc")
     tried = subprocess.run([*tc, "add", "dev", "lo", "root", "netem", "delay", "1ms"], capture_output=True, check=False)
     if tried.returncode:
@@ -157,7 +157,7 @@ def has_netem(namespace: str) -> bool:
 
 
 def delay_line(wires: Sequence[Wire]) -> Line:
-    """Start the process that makes wires with delay; return when their ends are there."""
+    """Start the process that creates wires with delay; return when their ends exist."""
     program = compiled(Path(__file__).with_name("delay_line.cpp"))
     if program is None:
         raise RunFailedError("lab: delay_line.cpp cannot be compiled")
@@ -184,7 +184,7 @@ def delay_line(wires: Sequence[Wire]) -> Line:
 
 
 def execute(commands: Iterable[Command]) -> None:
-    """Run commands, those of one program in one namespace at once; raise RunFailedError with what a failing one says.
+    """Run commands, consecutive ones of one program in one namespace in a batch; raise RunFailedError with its message.
 
     Each is the words of a command line.
     """

@@ -1,4 +1,4 @@
-"""Micro-benchmarks of emulated devices: what each of a cluster's device types costs as the lab makes it."""
+"""Micro-benchmarks of emulated devices: the costs of each of a cluster's device types as emulated."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from gssim.terminal import unwinding
 from gssim.units import validated
 
 RATES_BYTES_PER_S = (12.5e6, 125e6)
-"""Of links, at which it is measured how much slower devices compute while they communicate: 100 and 1000 Mbit/s."""
+"""Link rates at which the slow-down of compute by communication is measured: 100 and 1000 Mbit/s."""
 
 
 def calibrate_types(
@@ -36,8 +36,8 @@ def calibrate_types(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield the cluster's device types as measured so far, as plain data, and the costs of the backend.
 
-    Each type is measured on two devices of it, a core each, wired by a link that is not shaped; the backend by the
-    fastest type. Those of which two find room on one core are also measured side by side there.
+    Each type is measured on two devices of it, a core each, on an unshaped link; the backend with the fastest type.
+    Types of which two fit on one core are also measured side by side there.
     """
     types: dict[str, Any] = {}
     backend: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def calibrate_types(
 
 
 def on_a_core(data: dict[str, Any], ratios: Mapping[str, float]) -> None:
-    """Say in a device type's data how much neighbours on its core slow it down, by model; without any, not at all."""
+    """Set in a device type's data the slow-down by neighbours on its core, by model; none without measurements."""
     data.pop("neighbour_slowdown_ratio", None)  # of two cores, which was no slow-down by any more than chance
     if ratios:
         data["neighbour_slowdown_ratio"] = statistics.median(ratios.values())
@@ -71,7 +71,9 @@ def on_a_core(data: dict[str, Any], ratios: Mapping[str, float]) -> None:
 
 
 def crowd_size(cpu_share_ratio: float) -> int:
-    """Return how many devices of such a share crowd two cores: two on each, or on one of them; 0 where none share one.
+    """Return the number of devices of a share that crowd two cores: two on each, or on one of them.
+
+    0 if none share one.
 
     >>> crowd_size(0.4), crowd_size(0.5), crowd_size(0.8)
     (4, 3, 0)
@@ -82,7 +84,7 @@ def crowd_size(cpu_share_ratio: float) -> int:
 
 
 def _beside_neighbours(cluster: Cluster, name: str, settings: Settings, *, where: str) -> dict[str, float]:
-    """Return each model's slow-down while two devices of a type compute on a core; nothing where two find no room."""
+    """Return each model's slow-down while two devices of a type compute on a core; empty if two do not fit."""
     size = crowd_size(share_of(cluster.device_types[name]))
     if not size or not settings.models:
         return {}
@@ -92,7 +94,7 @@ def _beside_neighbours(cluster: Cluster, name: str, settings: Settings, *, where
 
 
 def beside_messages(data: dict[str, Any], measured: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Say in a device type's data how much communication slows its models down, from (bytes/s, excess) of each."""
+    """Set in a device type's data the slow-down of its models by communication, from (bytes/s, excess) of each."""
     for profile in data["profiles"]:
         points = sorted(measured[profile["model"]])
         excess = never_falling([value for _, value in points])
@@ -100,7 +102,9 @@ def beside_messages(data: dict[str, Any], measured: Mapping[str, Sequence[tuple[
 
 
 def never_falling(values: Sequence[float]) -> list[float]:
-    """Return the values with means in place of neighbours that fall: more bytes take no less, but for chance.
+    """Return the values made monotone, with means in place of falling neighbours, which are noise.
+
+    More bytes take longer.
 
     >>> never_falling([1.0, 4.0, 2.0, 5.0])
     [1.0, 3.0, 3.0, 5.0]
@@ -119,7 +123,7 @@ def _beside_messages(
 ) -> dict[str, list[tuple[float, float]]]:
     """Return, by model, (bytes/s sent and received, excess of compute meanwhile) for links of several rates.
 
-    Of devices of which two find room on a core, both are there: what one sends slows the other down too.
+    If two devices of the type fit on a core, both are there: the traffic of one slows the other down too.
     """
     found = defaultdict[str, list[tuple[float, float]]](list)
     size = crowd_size(share_of(cluster.device_types[name])) or 2
@@ -132,7 +136,7 @@ def _beside_messages(
 
 
 def some_of(cluster: Cluster, name: str, count: int, *, bandwidth_bytes_per_s: float = FASTEST_BYTES_PER_S) -> Cluster:
-    """Return so many devices of a type of the cluster's, all linked."""
+    """Return this number of devices of a type of the cluster, fully linked."""
     kind = cluster.device_types[name]
     said = replace(kind.lab, processor=None) if kind.lab else None  # it is about to be measured on this one
     names = [f"{name}-{i}" for i in range(count)]
@@ -151,7 +155,10 @@ def some_of(cluster: Cluster, name: str, count: int, *, bandwidth_bytes_per_s: f
 
 
 def backend_data(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return the costs of the backend: a message takes what it did over the bare wire, beside any link's latency."""
+    """Return the costs of the backend.
+
+    A message costs as much as on the bare wire, in addition to any link's latency.
+    """
     found = backend_cost_data(measured["communication"], f"{source_of(measured)}, in the lab")
     return {"message_s": measured["communication"]["latency_s"], **found}
 
@@ -167,7 +174,7 @@ def _measured(lab: Lab, settings: Settings, *, shaped: bool = False) -> dict[str
 
 
 def write_types(path: Path, types: dict[str, Any], backend: dict[str, Any]) -> None:
-    """Write the device types to `path`, and beside it the backend's costs; what is written is checked first."""
+    """Write the device types to `path`, and next to it the backend's costs, after checking the content."""
     for name, data in types.items():
         validated(DeviceType, rounded(data), file=str(path), under=name)
     validated(BackendCost, rounded(backend), file=str(path), under="backend_cost")
@@ -178,7 +185,7 @@ def write_types(path: Path, types: dict[str, Any], backend: dict[str, Any]) -> N
 
 
 def backend_path(path: Path) -> Path:
-    """Return the file of the backend's costs that stands beside a file of device types.
+    """Return the file of the backend's costs that belongs to a file of device types.
 
     >>> backend_path(Path("devices/lab.toml")).name
     'lab-backend.toml'

@@ -1,9 +1,7 @@
-"""What a lab leaves behind when it ends, however it ends: nothing, or what `gsreal lab --clean` takes away.
+"""Prerequisites of the lab on a machine, and removal of the remains of killed labs (`gsreal lab --clean`).
 
-A lab holds a lock on a file that is named after its run; the kernel lets go of it when the process dies. So a lab whose
-lock can be taken is dead, and labs that are running are left alone.
-
-What a machine must have for the lab.
+A lab holds a lock on a file that is named after its run; the kernel releases it when the process dies. So a lab whose
+lock can be acquired is dead, and labs that are running are left alone.
 """
 
 import os
@@ -26,7 +24,7 @@ PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 
 
 def missing() -> str | None:
-    """Return what this machine lacks for the lab, and how to get it, in one line; None where it has everything."""
+    """Return the prerequisites that this machine lacks, with how to install them, in one line; None if it has all."""
     if platform.system() != "Linux":
         return f"needs Linux (network namespaces), but this is {platform.system()}"
     if os.geteuid() != 0:
@@ -40,14 +38,14 @@ def missing() -> str | None:
 
 
 def check_tools() -> None:
-    """Raise UserError where this machine cannot be a lab."""
+    """Raise UserError if this machine cannot run a lab."""
     lacks = missing()
     if lacks:
         raise UserError(f"lab: {lacks}")
 
 
 def check_compiler(network: Network, shares: Sequence[float]) -> None:
-    """Raise UserError where something must be compiled for this lab, and nothing compiles it."""
+    """Raise UserError if this lab needs a compiler, and there is none."""
     if compiler() is not None:
         return
     for needed, reason in (
@@ -72,12 +70,12 @@ def run_of(namespace: str) -> str | None:
 
 
 def namespaces_of(run_id: str) -> list[str]:
-    """Return the names of a run's namespaces that are there."""
+    """Return the names of a run's existing namespaces."""
     return sorted(name for name in _names(FOLDER) if run_of(name) == run_id)
 
 
 def runs() -> list[str]:
-    """Return the ids of all runs of which there is anything."""
+    """Return the ids of all runs that have left anything, or are alive."""
     locks = {Path(name).stem for name in _names(LOCKS)}
     return sorted(locks | {run for name in _names(FOLDER) if (run := run_of(name)) is not None})
 
@@ -88,7 +86,7 @@ def _names(folder: Path) -> list[str]:
 
 @contextmanager
 def claimed(run_id: str) -> Iterator[bool]:
-    """Hold a run's lock, which goes when the run ends; False where another process holds it."""
+    """Acquire a run's lock, which is released when the run ends; False if another process holds it."""
     path = LOCKS / f"{run_id}.lock"
     while True:
         LOCKS.mkdir(parents=True, exist_ok=True)
@@ -107,7 +105,7 @@ def claimed(run_id: str) -> Iterator[bool]:
 
 
 def take_down(run_id: str) -> list[str]:
-    """Kill what still runs in a run's namespaces and remove them; return their names."""
+    """Kill the processes in a run's namespaces and remove these; return their names."""
     found = namespaces_of(run_id)
     for name in found:
         said = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
@@ -120,7 +118,7 @@ def take_down(run_id: str) -> list[str]:
 
 
 def clean() -> tuple[list[str], list[str]]:
-    """Take down what dead runs have left; return their ids, and those of the runs that are alive."""
+    """Remove the remains of dead runs; return their ids, and those of the runs that are alive."""
     removed: list[str] = []
     alive: list[str] = []
     for run_id in runs():

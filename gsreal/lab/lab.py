@@ -1,4 +1,4 @@
-"""A scenario in the lab: checked, its cluster built and verified, its ranks run, everything taken down."""
+"""Runs a scenario in the lab: checks it, builds and verifies its cluster, runs its ranks, and takes everything down."""
 
 import json
 import os
@@ -27,14 +27,14 @@ from gssim.terminal import unwinding
 
 @dataclass(frozen=True)
 class Lab:
-    """What a lab is to be: its network, and the places of all devices."""
+    """A lab to be built: its network, and the places of all devices."""
 
     network: Network
     places: tuple[Place, ...]
 
 
 def lab_of(cluster: Cluster, *, where: str, on: Sequence[int] | None = None) -> Lab:
-    """Return the lab of a cluster; raise UserError where this machine cannot be it. `on`: cores; absent: all usable."""
+    """Return the lab of a cluster; raise UserError if this machine cannot run it. `on`: cores; default: all usable."""
     check_tools()
     if cluster.backend != "gloo":
         raise UserError(f"{where}: cluster.backend = '{cluster.backend}': the lab's ranks talk by gloo")
@@ -57,9 +57,9 @@ def lab_of(cluster: Cluster, *, where: str, on: Sequence[int] | None = None) -> 
 
 
 def emulated_name(cluster: Cluster, rank: int) -> str:
-    """Return the device that a rank of the lab really uses: its emulated type, if this is the processor it stands for.
+    """Return the name of a rank's emulated device type, if this machine has the processor that it was calibrated on.
 
-    Else the processor's own name says that the costs in the cluster file are another's.
+    Otherwise the processor's own name shows that the costs in the cluster file are another's.
     """
     name, kind = cluster.devices[rank].type, cluster.type_of(rank)
     measured_on = kind.lab.processor if kind.lab else None
@@ -73,10 +73,10 @@ def emulated_name(cluster: Cluster, rank: int) -> str:
 def run_lab(
     loaded: Loaded, overrides: Sequence[str], *, trace: Path | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Result:
-    """Run the scenario in its lab, and return the Result that rank 0 made, with what the links were.
+    """Run the scenario in its lab, and return the Result of rank 0, with the measured links.
 
-    `overrides`: with which it was loaded from its file. Raises RunFailedError where a rank fails, or the network cannot
-    be built.
+    `overrides`: those with which it was loaded from its file. Raises RunFailedError if a rank fails, or the network
+    cannot be built.
     """
     lab = lab_of(loaded.scenario.cluster, where=loaded.file)
     _warn_of_other_labs()
@@ -94,7 +94,7 @@ def run_lab(
 
 
 def report(run_id: str, links: Sequence[Verified]) -> None:
-    """Say which links are not what they were asked to be."""
+    """Print the links that deviate from what was asked for."""
     for link in links:
         for fault in link.faults:
             print(f"gsreal: lab: the link {link.name} has {fault}", file=sys.stderr)
@@ -102,7 +102,7 @@ def report(run_id: str, links: Sequence[Verified]) -> None:
 
 
 def provenance(lab: Lab, links: Sequence[Verified], *, netem: bool) -> dict[str, Any]:
-    """Return what the lab really was."""
+    """Return the actual properties of the lab."""
     return {
         "delay_by": "netem" if netem else "user-space wire",
         "devices": [{"core": place.core, "cpu_share_ratio": place.cpu_share_ratio} for place in lab.places],
@@ -130,7 +130,7 @@ def _warn_of_other_labs() -> None:
 
 
 def warn_of_other_processors(clusters: Iterable[Cluster]) -> None:
-    """Say where the clusters' costs were measured on another processor than this machine's."""
+    """Warn if the clusters' costs were measured on another processor than this machine's."""
     types = [kind for cluster in clusters for kind in cluster.device_types.values()]
     others = {kind.lab.processor for kind in types if kind.lab and kind.lab.processor} - {processor_name()}
     for other in sorted(others):

@@ -1,6 +1,6 @@
-"""Work inside a network namespace, without leaving this process.
+"""Work inside a network namespace without leaving this process.
 
-What a process of the lab does before it becomes what it is started for.
+And setup of a lab process before it executes its command.
 """
 
 import ctypes
@@ -14,16 +14,16 @@ from typing import TypeVar
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 FOLDER = Path("/run/netns")
-"""Where `ip netns` keeps named namespaces."""
+"""Folder in which `ip netns` keeps named namespaces."""
 
 T = TypeVar("T")
 
 
 def in_namespace(namespace: str, action: Callable[[], T]) -> T:
-    """Return what `action` returns, called in a thread that has entered the namespace.
+    """Return the result of `action`, called in a thread that has entered the namespace.
 
-    Sockets belong to the namespace in which they are made, and what a file in /proc/sys/net says to that of the thread
-    which opens it.
+    Sockets belong to the namespace in which they are created, and a file in /proc/sys/net to that of the thread which
+    opens it.
     """
     found: list[T] = []
     failed: list[BaseException] = []
@@ -44,7 +44,7 @@ def in_namespace(namespace: str, action: Callable[[], T]) -> T:
 
 
 def enter(namespace: Path) -> None:
-    """Let this thread enter a network namespace; raise OSError where it may not."""
+    """Let this thread enter a network namespace; raise OSError if it may not."""
     handle = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _succeed(ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET), str(namespace))
@@ -53,7 +53,7 @@ def enter(namespace: Path) -> None:
 
 
 def may_be_made() -> bool:
-    """Return whether this process may make network namespaces: root in a container often may not."""
+    """Return whether this process may create network namespaces: root in a container often may not."""
     allowed: list[bool] = []
 
     def work() -> None:
@@ -74,10 +74,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def before_first() -> None:
-    """Make this process, the leader of a session, end with its parent and come before all others on the machine.
+    """Make this process, the leader of a session, end with its parent and run at the highest priority.
 
-    What else runs there disturbs it less then. Where Linux schedules sessions as groups, a group has a priority of its
-    own beside that of its processes.
+    Other processes of the machine then disturb it less. If Linux schedules sessions as groups, a group has a priority
+    of its own in addition to that of its processes.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):

@@ -1,11 +1,11 @@
-"""The emulated network as data: a namespace for each device and switch, wires between them, and routes.
+"""The emulated network as data (a namespace for each device and switch, wires, routes), and its `tc` shaping commands.
 
-It has the cluster's own shape, whatever that is: a star, a ring, two sites behind one link, a tree. Every device has an
-address of its own, and every node forwards; messages take the paths of fewest links, of those one of least latency, as
-in a prediction (which shares messages among equal paths, where here one is taken). Devices of one host have namespaces
-of their own too: what joins them is a link like any other.
+It has the cluster's own topology, whatever that is: a star, a ring, two sites behind one link, a tree. Every device has
+an address of its own, and every node forwards; messages take the paths of fewest links, of those one of least latency,
+as in a prediction (which splits messages among equal paths, where here one is taken). Devices of one host have
+namespaces of their own too: the connection between them is a link like any other.
 
-How `tc` is told to shape what leaves an interface: a rate, a delay, and acknowledgements before all else.
+`tc` shapes the traffic that leaves an interface by a rate, a delay, and a priority for acknowledgements.
 """
 
 import heapq
@@ -16,13 +16,13 @@ from gssim.cluster import FRAME_BYTES, SEGMENT_BYTES, Cluster, burst_bytes
 from gssim.errors import UserError
 
 PREFIX = "gsreal-lab-"
-"""Of the names of all namespaces."""
+"""Prefix of the names of all namespaces."""
 ADDRESS_DEVICE = "rank"
-"""Name of the device, in a rank's namespace, that holds its address, whichever wires lead there."""
+"""Name of the device, in a rank's namespace, that holds its address, independent of its wires."""
 FASTEST_BYTES_PER_S = 2.5e9 / 8
-"""Above this rate a shaped wire falls behind what it is set to by more than 5 % (measured)."""
+"""Above this rate a shaped wire is more than 5 % slower than its setting (measured)."""
 LEAST_DELAY_S = 0.5e-3
-"""Latencies below this are left to what the machine takes by itself: 0.03 to 0.1 ms for a wire."""
+"""Latencies below this are not emulated, as the machine's own are 0.03 to 0.1 ms for a wire."""
 MOST_NODES, MOST_WIRES = 64, 256
 
 
@@ -33,18 +33,18 @@ class Node:
     name: str
     namespace: str
     address: str | None
-    """Of a device: where its rank is reached."""
+    """Of a device: the address of its rank."""
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of a wire: an interface, and what happens to what leaves it."""
+    """One end of a wire: an interface, and the shaping of the traffic that leaves it."""
 
     namespace: str
     interface: str
     address: str
     rate_bytes_per_s: float
-    """Of what is said, headers left out."""
+    """Of payload, headers left out."""
     delay_s: float
 
 
@@ -53,12 +53,12 @@ class Wire:
     """A link in both directions."""
 
     between: tuple[str, str]
-    """Names of the nodes that it joins, which may have any characters."""
+    """Names of the nodes that it connects, which may have any characters."""
     ends: tuple[End, End]
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name used in messages to the user."""
         return " - ".join(self.between)
 
     @property
@@ -69,14 +69,14 @@ class Wire:
 
 @dataclass(frozen=True)
 class Route:
-    """How a node sends to a device."""
+    """A node's route to a device."""
 
     namespace: str
     destination: str
     via: str
     interface: str
     source: str | None
-    """The address to send from, where the node is a device."""
+    """The address to send from, if the node is a device."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def network_of(cluster: Cluster, run_id: str, *, where: str = "cluster") -> Netw
 
 
 def _edges(cluster: Cluster, where: str) -> dict[tuple[int, int], _Edge]:
-    """Return the directed links by their ends; refuse what cannot be built."""
+    """Return the directed links by their ends; refuse those that cannot be built."""
     wiring = cluster.wiring
     can = (
         f"the lab builds up to {MOST_NODES} devices and switches wired in any way (star, ring, tree, sites behind one "
@@ -168,7 +168,7 @@ def _wire(nodes: tuple[Node, ...], number: int, there: _Edge, back: _Edge) -> Wi
 
 
 def _next_hops(target: int, edges: dict[tuple[int, int], _Edge]) -> dict[int, int]:
-    """Return the node to which each node that can reach `target` sends next: fewest links, then least latency."""
+    """Return the next hop of each node that can reach `target`: fewest links, then least latency."""
     into: dict[int, list[_Edge]] = {}
     for edge in edges.values():
         into.setdefault(edge.target, []).append(edge)
@@ -212,7 +212,7 @@ Command = tuple[str, ...]
 
 
 def wire_bits_per_s(rate_bytes_per_s: float) -> int:
-    """Return the rate of frames at which messages have the given rate.
+    """Return the rate of frames at which payload has the given rate.
 
     >>> wire_bits_per_s(12.5e6)
     104558011
@@ -221,9 +221,9 @@ def wire_bits_per_s(rate_bytes_per_s: float) -> int:
 
 
 def shape(end: End, *, netem: bool) -> list[Command]:
-    """Return the commands that shape what leaves an interface; without `netem`, the delay is left to the wire.
+    """Return the commands that shape the traffic leaving an interface; without `netem`, the wire implements the delay.
 
-    A hierarchical token bucket (HTB): class 1:20 for acknowledgements comes first, class 1:10 takes all else.
+    A hierarchical token bucket (HTB): class 1:20 for acknowledgements has priority, class 1:10 takes all else.
     """
     tc: Command = ("tc", "-n", end.namespace)
     device: Command = ("dev", end.interface)

@@ -1,4 +1,4 @@
-"""Starts a rank in every device's namespace, and says which failed and why."""
+"""Starts a rank in every device's namespace, and reports which failed and why."""
 
 import socket
 import sys
@@ -13,7 +13,7 @@ from gsreal.run.launch import Guard, Start
 from gsreal.run.launch import run_ranks as run_anywhere
 
 ANSWER_S = 1.0
-"""How long a device gets to answer whether it can be reached."""
+"""Timeout of a device's answer to a reachability test."""
 CLOSED_PORT = 9
 
 
@@ -26,10 +26,10 @@ def run_ranks(
     check: Callable[[], None],
     guard: Guard | None = None,
 ) -> None:
-    """Run `python -m module arguments...` on a rank in each place; raise RunFailedError where one of them fails.
+    """Run `python -m module arguments...` on a rank in each place; raise RunFailedError if one of them fails.
 
-    `check` is called now and then, to raise where what the ranks stand on has failed. No process outlives the call,
-    whatever ends it.
+    `check` is called periodically, to raise if the ranks' environment has failed. No process outlives the call, however
+    it ends.
     """
     starts = [
         Start(
@@ -46,14 +46,14 @@ def run_ranks(
 def rank_command(network: Network, number: int, module: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that starts a rank inside its namespace.
 
-    `ip netns exec` would mount /sys anew and hide what is below it.
+    `ip netns exec` would mount /sys anew and hide its contents.
     """
     inside = f"--net={FOLDER / network.nodes[number].namespace}"
     return ["nsenter", inside, sys.executable, "-m", module, *arguments]
 
 
 def rank_environment(places: Sequence[Place], number: int) -> dict[str, str]:
-    """Return what tells a rank who it is and where it listens."""
+    """Return the environment with a rank's identity and interface."""
     return {
         "RANK": str(number),
         "LOCAL_RANK": "0",
@@ -64,7 +64,7 @@ def rank_environment(places: Sequence[Place], number: int) -> dict[str, str]:
 
 
 def cut_off(nodes: Sequence[Node]) -> str | None:
-    """Return which rank cannot be reached by others, in words; None where all can."""
+    """Return a text that names the rank which others cannot reach; None if all are reachable."""
     pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
     with ThreadPoolExecutor(max_workers=16) as pool:
         found = pool.map(lambda pair: _reaches(nodes[pair[0]], nodes[pair[1]]), pairs)
@@ -78,7 +78,7 @@ def cut_off(nodes: Sequence[Node]) -> str | None:
 
 
 def _reaches(source: Node, target: Node) -> bool:
-    """Return whether a message of one device arrives at another, where no port is open."""
+    """Return whether a message of one device arrives at another, on a closed port."""
 
     def connect() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A sweep in the lab: every point measured one after another, round by round, what is finished kept."""
+"""Sweeps in the lab: every point measured one after another, in rounds, with finished measurements kept."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ from gssim.scenario.sweep import Point, loaded_point
 from gssim.units import human_seconds, validated
 
 LOCK = ".gsreal-lab.lock"
-"""In a folder of measurements; whoever measures there holds it."""
+"""Lock file of a folder of measurements, held by the process that measures there."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Cell:
     loaded: Loaded
     repeat: int
     file: Path
-    """Of its Result."""
+    """File of its Result."""
 
     @property
     def name(self) -> str:
-        """The point's, and which measurement of it."""
+        """Name of the point, and number of the measurement."""
         return f"{self.point.name}{f', again ({self.repeat})' if self.repeat else ''}"
 
 
@@ -53,9 +53,9 @@ def checked_points(points: Sequence[Point], *, sweep: Path) -> list[Loaded]:
 
 
 def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int, out: Path) -> tuple[Cell, ...]:
-    """Return all measurements in their order: every point once, then every point again.
+    """Return all measurements in order: every point once, then every point again.
 
-    What a machine does beside them changes slowly: repeats that are far apart tell more of it.
+    Interference on a machine changes slowly: repeats that are far apart reveal more of it.
     """
     return tuple(
         Cell(point, each, repeat, out / file_name(point.name, each.scenario.scenario_id, "measured", repeat))
@@ -65,7 +65,7 @@ def cells_of(points: Sequence[Point], loaded: Sequence[Loaded], *, repeats: int,
 
 
 def kept(cell: Cell) -> Result | None:
-    """Return the measurement, if it is there already: of the same question on the same emulated cluster."""
+    """Return the existing measurement, if any: of the same scenario on the same emulated cluster."""
     remove_partial(cell.file)
     try:
         found = read_result(cell.file)
@@ -76,20 +76,20 @@ def kept(cell: Cell) -> Result | None:
 
 
 def emulated(cluster: Cluster) -> tuple[Network, tuple[tuple[str, float], ...], dict[str, str]]:
-    """Return what a lab makes of a cluster: its network, its devices with their shares of cores, its algorithms.
+    """Return the parts of a cluster that a lab emulates: its network, devices with their shares of cores, algorithms.
 
-    What devices are predicted to take, which a calibration changes, is no part of a measurement.
+    The predicted costs of devices, which a calibration changes, are not part of a measurement.
     """
     devices = ((device.type, share_of(cluster.device_types[device.type])) for device in cluster.devices)
     return network_of(cluster, "", where="cluster"), tuple(devices), cluster.algorithms
 
 
 def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again: bool = False) -> list[Result]:
-    """Return the Results of all cells; `run` measures what is not there, and each is written as soon as it ends.
+    """Return the Results of all cells; `run` measures missing ones, and each is written as soon as it ends.
 
-    What is there stays, whatever code measured it (its provenance says which), unless `again`.
+    Existing ones stay, whatever code measured them (their provenance says which), unless `again`.
 
-    Raises RunFailedError at the end where some failed; they are not there, so that the next call tries them again.
+    Raises RunFailedError at the end if some failed; they are not stored, so that the next call repeats them.
     """
     found = {} if again else {cell.file: result for cell in cells if (result := kept(cell)) is not None}
     missing = [cell for cell in cells if cell.file not in found]
@@ -120,7 +120,7 @@ def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again
 
 
 def progress(done: int, cells: int, elapsed_s: float) -> str:
-    """Return how far it is, and how long the rest will take if it goes on like this.
+    """Return the progress, and the estimated remaining time.
 
     >>> progress(3, 12, 90)
     '3 of 12 done, 1.5 min elapsed, about 4.5 min left'
@@ -130,7 +130,7 @@ def progress(done: int, cells: int, elapsed_s: float) -> str:
 
 
 def middle_ones(cells: Sequence[Cell], results: Sequence[Result]) -> list[Result]:
-    """Return one Result of each point: of its repeats the one of median step time, the faster of two."""
+    """Return one Result of each point: the repeat of median step time, of two the faster one."""
     by_point: dict[str, list[Result]] = {}
     for cell, result in zip(cells, results, strict=True):
         by_point.setdefault(cell.point.name, []).append(result)

@@ -1,9 +1,9 @@
-"""Unequal devices on equal cores: which core a rank computes on, and which part of its time.
+"""Emulates unequal devices on equal cores: assigns each rank a core, and a share of that core's time.
 
-A rank's main thread, which computes, works and sleeps in turns (`throttle.cpp`): measured beside three other busy
-processes, it had 0.4 +- 0.002 and 0.25 +- 0.002 of a core, two of 0.4 on one core as well as one alone. A quota of a
-cgroup refills while a rank waits for the network, and lets it compute faster afterwards (measured). Gloo's
-threads are not slowed down, as little as a network card would be by a slow GPU beside it.
+A rank's main thread, which computes, alternates between work and sleep (`throttle.cpp`): measured beside three other
+busy processes, it had 0.4 +- 0.002 and 0.25 +- 0.002 of a core, two of 0.4 on one core as well as one alone. A cgroup's
+quota would refill while a rank waits for the network, and let it compute faster afterwards (measured). Gloo's threads
+are not slowed down, as a network card would not be by a slow GPU.
 """
 
 import ctypes
@@ -21,34 +21,34 @@ from gssim.cluster import DeviceType, dealt
 from gssim.errors import RunFailedError, UserError
 
 VARIABLE = "GSREAL_LAB_PLACE"
-"""Environment variable in which a rank finds its place."""
+"""Environment variable with a rank's place."""
 LEAST_SHARE_RATIO = 0.01
-"""Of a core: a device of less would sleep for a tenth of a second at a time, a hundred times as long as it computes."""
+"""Of a core: a smaller device would sleep for a tenth of a second at a time, a hundred times as long as it computes."""
 MOST_OF_THE_CORES = 0.8
-"""Of all cores together; the rest is for gloo's threads and the kernel's work for the network."""
+"""Of all cores together; the rest is for gloo's threads and the kernel's network processing."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank of the lab computes, as what."""
+    """Core, share and emulated device of a rank."""
 
     device: str
     """Name of the emulated device."""
     core: int
     cpu_share_ratio: float
     library: str
-    """The compiled throttle; empty where the share is 1."""
+    """The compiled throttle; empty if the share is 1."""
 
 
 def share_of(device: DeviceType) -> float:
-    """Return which part of a core's time a device of this type computes in the lab."""
+    """Return the share of a core's time that a device of this type gets in the lab."""
     return device.lab.cpu_share_ratio if device.lab else 1.0
 
 
 def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tuple[int, ...]:
-    """Return the core of each device, the largest shares first, each to the core that has the most left.
+    """Return the core of each device, the largest shares first, each on the core with the most time left.
 
-    Raises UserError where the cores do not suffice.
+    Raises UserError if the cores do not suffice.
 
     >>> cores_of([0.2, 0.8, 0.4], [4, 5], where="example")
     (5, 4, 5)
@@ -75,7 +75,7 @@ def cores_of(shares: Sequence[float], cores: Sequence[int], *, where: str) -> tu
 
 
 def throttle_library() -> Path | None:
-    """Return the compiled throttle, or None where nothing compiles it; raise UserError where it could not be loaded."""
+    """Return the compiled throttle, or None without a compiler; raise UserError if it could not be loaded."""
     library = compiled(Path(__file__).with_name("throttle.cpp"), ["-shared", "-fPIC"])
     if library is not None and re.search(r"[\s:]", str(library)):  # the dynamic linker takes these for separators
         raise UserError(
@@ -92,11 +92,11 @@ def own_place() -> Place | None:
 
 
 def device_time_s() -> float:
-    """Return the time as this thread's device lives it, in seconds from some moment.
+    """Return the emulated device's time of this thread, in seconds from some moment.
 
-    A slowed-down thread sleeps now and then for many milliseconds: whether that falls into what is timed is chance, and
-    medians of short calls never see it. Its CPU time, over its share, says what a call costs it. Elsewhere this is the
-    wall-clock. Waits for others do not count in the lab.
+    A slowed-down thread sleeps now and then for many milliseconds: whether that falls into a timed interval is random,
+    and medians of short calls never include it. Its CPU time, over its share, is the cost of a call. Outside the lab
+    this is the wall-clock. In the lab, waiting for others does not count.
     """
     share = _own_share_ratio()
     return time.perf_counter() if share == 1 else time.thread_time() / share
@@ -109,7 +109,7 @@ def _own_share_ratio() -> float:
 
 
 def as_variable(place: Place) -> dict[str, str]:
-    """Return what a rank's environment says of its place."""
+    """Return the environment variable of a rank's place."""
     said = {VARIABLE: json.dumps(asdict(place))}
     if place.library:
         said["LD_PRELOAD"] = " ".join(filter(None, (place.library, os.environ.get("LD_PRELOAD"))))

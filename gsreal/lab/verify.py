@@ -1,6 +1,6 @@
-"""Measures the built links before they are used: what a plain TCP connection between neighbours gets.
+"""Measures the built links before they are used, and the bytes that a lab's device has really sent and received.
 
-What a device of the lab has really sent and received, by the counters of its network interfaces.
+Links are measured by a plain TCP connection between neighbours; bytes by the counters of network interfaces.
 """
 
 import pickle
@@ -24,13 +24,13 @@ from gsreal.run.launch import deferred
 from gssim.errors import RunFailedError
 
 INSIDE = ("lo", ADDRESS_DEVICE)
-"""Interfaces that lead nowhere else."""
+"""Interfaces that lead to no other node."""
 
 
 def carried_bytes(table: Path = Path("/proc/self/net/dev")) -> tuple[int, int] | None:
     """Return (sent, received) bytes of this device since its network was built, headers included; None outside the lab.
 
-    What a switch beside it passes on for others is in that switch's counters.
+    Traffic that an adjacent switch forwards for others is in that switch's counters.
     """
     if own_place() is None:
         return None
@@ -43,13 +43,13 @@ def carried_bytes(table: Path = Path("/proc/self/net/dev")) -> tuple[int, int] |
 
 
 class Carried:
-    """Bytes that this device has sent and received over steps, of which some moments do not count."""
+    """Bytes that this device has sent and received over steps, with some intervals excluded."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on."""
+        """Start counting."""
         self._from = self._to = carried_bytes()
         self._steps = 0
 
@@ -59,7 +59,7 @@ class Carried:
         self._steps += 1
 
     def leave_out(self) -> None:
-        """Do not count what has been carried since the last step's end."""
+        """Exclude the bytes carried since the last step's end."""
         now = carried_bytes()
         if self._from and self._to and now:
             sent, received = (at - to for at, to in zip(now, self._to, strict=True))
@@ -67,7 +67,7 @@ class Carried:
 
     @property
     def by_step(self) -> tuple[float, float] | None:
-        """(Sent, received) bytes of a step, mean over the steps; None where nothing counts them."""
+        """(Sent, received) bytes per step, mean over the steps; None if they are not counted."""
         if not (self._from and self._to and self._steps):
             return None
         sent, received = (to - begun for to, begun in zip(self._to, self._from, strict=True))
@@ -76,11 +76,11 @@ class Carried:
 
 TOLERANCE_RATIO = 0.05
 ATTEMPTS = 3
-"""A machine that is busy for a moment is asked again; the median counts."""
+"""Number of measurements on a busy machine; the median counts."""
 PATIENCE_S = 5.0
 SKIPPED_S, MEASURED_S = 0.1, 0.25
 LEAST_BYTES = 60_000
-"""Measured at least: on slow links it takes longer."""
+"""Least amount to measure, which takes longer on slow links."""
 MOST_MEASURED_S = 5.0
 ROUNDS = 7
 CHUNK_BYTES = 1 << 18
@@ -88,19 +88,19 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Verified:
-    """A directed link as it was asked for, and as it is."""
+    """A directed link: requested and measured properties."""
 
     name: str
     rate_bytes_per_s: float
     measured_bytes_per_s: float
     delay_s: float
-    """Asked for; 0: left to what the machine takes."""
+    """Requested; 0: not emulated."""
     measured_delay_s: float
-    """Half of a round trip of one byte."""
+    """Half of the round-trip time of one byte."""
 
     @property
     def faults(self) -> list[str]:
-        """What is off by more than is tolerated, in words."""
+        """Texts of the properties that deviate by more than the tolerance."""
         found = []
         if abs(self.measured_bytes_per_s / self.rate_bytes_per_s - 1) > TOLERANCE_RATIO:
             asked, got = (rate * 8 / 1e6 for rate in (self.rate_bytes_per_s, self.measured_bytes_per_s))
@@ -112,9 +112,9 @@ class Verified:
 
 
 def verify(network: Network) -> tuple[Verified, ...]:
-    """Return every directed link of the network, measured by a process that comes before all others.
+    """Return every directed link of the network, measured by a process of the highest priority.
 
-    Raises RunFailedError where a link does not work at all.
+    Raises RunFailedError if a link does not work at all.
     """
     with deferred():
         process = subprocess.Popen(
@@ -139,7 +139,7 @@ def verify(network: Network) -> tuple[Verified, ...]:
 
 
 def main() -> None:
-    """Measure the network that stdin describes, and say on stdout what was found."""
+    """Measure the network described on stdin, and write the measurements to stdout."""
     sys.stdout.buffer.write(pickle.dumps(measured(pickle.load(sys.stdin.buffer))))
 
 
@@ -158,7 +158,7 @@ def measured(network: Network) -> tuple[Verified, ...]:
 
 
 def _settled(measure: Callable[[], float], asked: float) -> float:
-    """Return the median of measurements: one, where it is about what was asked for, else some more."""
+    """Return the median of measurements: of one, if it is about the requested value, else of several."""
     found: list[float] = []
     while len(found) < ATTEMPTS:
         found.append(measure())
@@ -168,7 +168,7 @@ def _settled(measure: Callable[[], float], asked: float) -> float:
 
 
 def _rate_once(source: End, target: End) -> float:
-    """Return the bytes per second that arrive, once the connection is under way."""
+    """Return the bytes per second that arrive, once the connection is established."""
     with _connection(source, target) as (sender, receiver):
         stop = threading.Event()
 
@@ -208,7 +208,7 @@ def _arriving(receiver: socket.socket, long_s: float, delay_s: float) -> float:
 
 
 def _delay_once(a: End, b: End) -> float:
-    """Return half of the median round trip of a byte."""
+    """Return half of the median round-trip time of a byte."""
     with _connection(a, b) as (near, far):
         trips = []
         for _ in range(ROUNDS):
@@ -222,7 +222,7 @@ def _delay_once(a: End, b: End) -> float:
 
 @contextmanager
 def _connection(source: End, target: End) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Give both ends of a TCP connection over one wire; what is under way at the end is dropped."""
+    """Yield both ends of a TCP connection over one wire; data in flight at the end are dropped."""
     try:
         with in_namespace(target.namespace, lambda: socket.create_server((target.address, 0))) as server:
             server.settimeout(PATIENCE_S)

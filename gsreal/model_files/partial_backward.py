@@ -20,7 +20,7 @@ from gssim.workload import Layer, Model, Moment, PartialBackward, handed_back, h
 
 Records = dict[Shape, Record]
 NOTHING, FIRST = -1, 0
-"""Steps in which nothing is trained, and only the first layer; any other number stands for that layer alone."""
+"""Steps in which no layer, and only the first layer, is trained; any other number stands for that layer alone."""
 
 
 def with_parts(

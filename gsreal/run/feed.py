@@ -13,7 +13,7 @@ from gssim.scenario import Scenario
 
 Batch = tuple[Tensor, Tensor, Weights]
 PREPARED_BYTES, PREPARED_BATCHES = 2**28, 256
-"""Batches made ahead of the timed steps take no more host memory, and are no more, than this."""
+"""Limits on the host memory and number of batches prepared before the timed steps."""
 
 
 class Feed:

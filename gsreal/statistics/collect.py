@@ -1,4 +1,4 @@
-"""Gradient statistics by training for real: sketches of |g| as every rank would see them, and what thresholds send."""
+"""Collects gradient statistics by real training: sketches of |g| per rank, and densities under thresholds."""
 
 import json
 import math
@@ -22,18 +22,17 @@ from gssim.units import validated
 
 EVERY = 10
 COURSES = 8
-"""A step of one run sends a fifth more or less than that of another: the median of so many, less than a tenth."""
+"""A step of one run sends a fifth more or less than that of another: the median of this many, less than a tenth."""
 BATCHES = 2
 APART = 1_000_003
-"""Between the seeds of two courses: far from the seeds of other runs, which are what is to be predicted."""
+"""Distance between the seeds of two courses: far from the seeds of other runs, which are to be predicted."""
 
 
 def sampled_steps(steps: int, *, first: int = 0, every: int = EVERY) -> tuple[int, ...]:
-    """Return the steps that are looked at: the first after the warm-up, the last, and some between, as far apart.
+    """Return the sampled steps: the first after the warm-up, the last, and some between, equidistant.
 
-    They are at least `every` steps apart: where no two are, it is the first alone. In the warm-up, when gradients
-    change fastest, each that is looked at is twice as far as the one before: runs with shorter warm-ups are told from
-    the same statistics.
+    They are at least `every` steps apart: if no two are, only the first. In the warm-up, when gradients change fastest,
+    each sampled step is twice as far as the one before: runs with shorter warm-ups use the same statistics.
 
     >>> sampled_steps(45, first=5)
     (1, 2, 5, 18, 31, 44)
@@ -54,11 +53,11 @@ def take_statistics(
 ) -> GradientStatistics:
     """Return the statistics of training over the run's steps, warm-up included: densely, and under thresholds.
 
-    Every rank's gradient is computed in turn from its own rows. What reaches the owners trains the model: all of a
-    rank's own range, and what is at least the threshold of the others; with error feedback, what was not sent before is
-    added first. All of it is done in several courses, the first with the run's seed, and the statistics are their
-    medians: first weights, and what batches do to them, are chance and no property of the training. At each step that
-    is looked at, gradients of several batches are. `thresholds`: besides 0.
+    Every rank's gradient is computed in turn from its own rows. The model is trained by the gradients that reach the
+    owners: all of a rank's own range, and elements of the others that reach the threshold; with error feedback, the
+    residual is added first. This is repeated in several courses, the first with the run's seed, and the statistics are
+    their medians: initial weights, and the effects of single batches, are random and no property of the training. At
+    each sampled step, gradients of several batches are taken. `thresholds`: in addition to 0.
     """
     steps = scenario.run.warmup_steps + scenario.run.steps
     sampled = sampled_steps(steps, first=scenario.run.warmup_steps, every=every)
@@ -95,12 +94,12 @@ def take_statistics(
 
 
 def _reseeded(scenario: Scenario, course: int) -> Scenario:
-    """Return the scenario with the first weights and the batches of a course."""
+    """Return the scenario with the initial weights and the batches of a course."""
     return replace(scenario, run=replace(scenario.run, seed=scenario.run.seed + course * APART))
 
 
 def _train(scenario: Scenario, push: Push, books: Books) -> None:
-    """Train once, and write down what is to be seen."""
+    """Train once, and record the samples."""
     replica = Replica(scenario, push)
     books.begin()
     for step in range(books.steps):
@@ -114,9 +113,9 @@ def _say_how(push: Push, course: int, courses: int) -> None:
 
 
 def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return thresholds, two a decade, at which feedback and publishing are looked at: far about what one step shows.
+    """Return two thresholds per decade for feedback and publishing, over a wide range around one step's magnitudes.
 
-    Gradients are often largest at first, and changes grow as they gather momentum.
+    Gradients are often largest at first, and changes grow with momentum.
     """
     gradients: Gradients = {}
 
@@ -130,7 +129,7 @@ def _grids(replica: Replica) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, ...]:
-    """Return 10^(k/2) from `low` to `high` times the median magnitude of what is not 0."""
+    """Return 10^(k/2) from `low` to `high` times the median magnitude of the nonzero elements."""
     magnitudes = torch.cat([tensor.detach().abs().reshape(-1).double() for tensor in tensors.values()]).numpy()
     middle = float(np.median(magnitudes[magnitudes > 0])) if magnitudes.any() else 1.0
     first, last = (round(2 * math.log10(middle * factor)) for factor in (low, high))
@@ -154,7 +153,7 @@ def _head(scenario: Scenario, courses: int) -> dict[str, Any]:
 
 
 def write_statistics(path: Path, statistics: GradientStatistics) -> None:
-    """Write the statistics as JSON, a line for each parameter, or nothing."""
+    """Write the statistics as JSON atomically, a line for each parameter."""
     rows = asdict(statistics)
     traces = [
         "  " + _braced({name: value for name, value in trace.items() if name != "tensors"}, tensors=trace["tensors"])

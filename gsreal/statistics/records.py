@@ -1,4 +1,4 @@
-"""What is written down of a training's courses: sketches of gradients and changes, at the steps that are looked at."""
+"""Records of a training's courses for gradient statistics: sketches of gradients and changes, at the sampled steps."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -29,7 +29,7 @@ threshold to about twice it; beyond, the fewest elements send: so they are close
 
 
 class GradientBook:
-    """One parameter's gradient, as ranks with the same number of samples see it."""
+    """Records of one parameter's gradient, for ranks with the same number of samples."""
 
     def __init__(
         self, steps: Sequence[int], thresholds: Sequence[float], multiples: Sequence[float], *, small: bool
@@ -37,10 +37,10 @@ class GradientBook:
         self.steps, self.thresholds, self.multiples, self.small = steps, thresholds, multiples, small
         self.first: BlockSketches | None = None
         self.courses: list[dict[int, _Page]] = []
-        """Each one's pages, by step."""
+        """Pages of each course, by step."""
 
     def begin(self) -> None:
-        """Begin a course, in which nothing is held back yet."""
+        """Start a course, with empty residuals."""
         self.feedback = Feedback(self.thresholds, self.multiples)
         self.courses.append({step: _Page() for step in self.steps})
 
@@ -50,12 +50,12 @@ class GradientBook:
         self.first.add(gradient)
 
     def see(self, step: int, batch: int, gradient: Tensor) -> None:
-        """Add a gradient to a step's page; `batch`: of that step, the number of the batch that it is of."""
+        """Add a gradient to a step's page; `batch`: its batch's number in that step."""
         held_against = self.thresholds or self.multiples
         self.courses[-1][step].add(batch, gradient, self.feedback.reached(gradient) if held_against else None)
 
     def pages(self, step: int) -> list["_Page"]:
-        """Return what all courses showed at a step."""
+        """Return all courses' pages of a step."""
         return [course[step] for course in self.courses]
 
     def trace(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class GradientBook:
         return {"correlations": correlations, "blocks": [self._block(looks, part) for part in parts]}
 
     def _block(self, looks: list[list["_Look"]], part: slice) -> dict[str, Any]:
-        """Return what is told of some of the blocks together, as a BlockTrace."""
+        """Return the records of a range of blocks, as a BlockTrace."""
         found: dict[str, Any] = {"sketches": [sketch([look.sketches for look in every], part) for every in looks]}
         if self.thresholds:
             found["feedback"] = [_feedback(every, part) for every in looks]
@@ -86,7 +86,7 @@ class _Look:
         self.reached: Reached | None = None
 
     def add(self, gradient: Tensor, reached: Reached | None) -> None:
-        """Add a gradient, and what of it thresholds send with error feedback."""
+        """Add a gradient, and its counts over thresholds with error feedback."""
         self.sketches.add(gradient)
         if reached is not None:
             self.reached = self.reached + reached if self.reached else reached
@@ -99,12 +99,12 @@ class _Page:
         self.looks: dict[int, _Look] = {}
         """By batch."""
         self.directions: Any = 0
-        """Of the gradients, added up."""
+        """Sum of the normalised gradients."""
         self.count = self.pairs = 0
         self.cosines = 0.0
 
     def add(self, batch: int, gradient: Tensor, reached: Reached | None) -> None:
-        """Add a gradient over a batch, and what of it thresholds send with error feedback."""
+        """Add a gradient over a batch, and its counts over thresholds with error feedback."""
         self.looks.setdefault(batch, _Look()).add(gradient, reached)
         flat = gradient.detach().reshape(-1).double()
         direction = flat / flat.norm().clamp_min(TINY)
@@ -115,7 +115,7 @@ class _Page:
         self.count += 1
 
     def close(self) -> None:
-        """End the step: nothing as large as a gradient is kept."""
+        """End the step: free tensors as large as a gradient."""
         self.directions = 0
 
     def correlation(self) -> float:
@@ -124,20 +124,20 @@ class _Page:
 
 
 def _feedback(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:
-    """Return what error feedback sends of some of the blocks, as a FeedbackDensity."""
+    """Return the densities with error feedback of a range of blocks, as a FeedbackDensity."""
     sent = typical([_ratios(look, look.reached.sent, blocks) for look in looks if look.reached])
     held = typical([_ratios(look, look.reached.held, blocks) for look in looks if look.reached])
     return {"sent_ratios": _rounded(sent), "held_ratios": [_rounded(levels, 2) for levels in held]}
 
 
 def _relative(looks: Sequence[_Look], blocks: slice) -> dict[str, Any]:
-    """Return what relative thresholds send of some of the blocks, as a RelativeDensity."""
+    """Return the densities of relative thresholds of a range of blocks, as a RelativeDensity."""
     plain, kept = typical([_ratios(look, look.reached.relative, blocks) for look in looks if look.reached])
     return {"sent_ratios": _rounded(plain), "feedback_ratios": _rounded(kept)}
 
 
 def _ratios(look: _Look, counts: np.ndarray, blocks: slice) -> np.ndarray:
-    """Return the part of some blocks' elements that are counted; `counts`: by block along the last axis."""
+    """Return the counted fraction of some blocks' elements; `counts`: by block along the last axis."""
     return np.asarray(counts[..., blocks].sum(-1) / max(1, int(look.sketches.elements[blocks].sum())))
 
 
@@ -146,21 +146,21 @@ def _rounded(ratios: np.ndarray, digits: int = 3) -> list[float]:
 
 
 class ChangeBook:
-    """One parameter's changes, as its owner would publish them."""
+    """Records of one parameter's changes, as its owner would publish them."""
 
     def __init__(self, steps: Sequence[int], thresholds: Sequence[float], elements: int, *, small: bool) -> None:
         self.steps, self.thresholds, self.small = steps, thresholds, small
         self.elements = np.bincount(np.arange(elements) * BLOCKS // elements, minlength=BLOCKS)
         self.courses: list[dict[int, np.ndarray]] = []
-        """Each one's number of elements that are sent, by step, and by threshold and block."""
+        """Number of elements sent in each course, by step, and by threshold and block."""
 
     def begin(self) -> None:
-        """Begin a course, in which nothing is held back yet."""
+        """Start a course, with nothing unpublished."""
         self.feedback = Feedback(self.thresholds)
         self.courses.append({})
 
     def add(self, step: int, change: Tensor) -> None:
-        """Add a step's change; where it is looked at, write down what of it is sent."""
+        """Add a step's change; if the step is sampled, record the elements sent."""
         if step in self.steps:
             self.courses[-1][step] = self.feedback.reached(change).sent
         self.feedback.add(change)
@@ -178,7 +178,7 @@ class ChangeBook:
 
 
 class Books:
-    """All that is written down of courses of training under one push policy."""
+    """All records of courses of training under one push policy."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Books:
         self.steps = scenario.run.warmup_steps + scenario.run.steps
         self.samples = {rank: samples for rank, samples in enumerate(scenario.batch_sizes) if samples}
         self.keeping = {samples: rank for rank, samples in self.samples.items()}
-        """Whose gradients add up under error feedback: the last rank's of those with the same number of samples."""
+        """Rank whose gradients accumulate under error feedback: the last of those with the same number of samples."""
         small = {name: elements <= SMALL * sum(sizes.values()) for name, elements in sizes.items()}
         multiples = () if push.threshold else MULTIPLES
         self.gradients = {
@@ -211,14 +211,14 @@ class Books:
         }
 
     def begin(self) -> None:
-        """Begin a course of training."""
+        """Start a course of training."""
         for book in self._gradient_books():
             book.begin()
         for published in self.changes.values():
             published.begin()
 
     def train(self, replica: Replica, step: int) -> None:
-        """Train one step and write down what is to be seen."""
+        """Train one step and record its samples."""
         if step in self.sampled:
             self._look_at_other_batches(replica, step)
         before = self._masters(replica)
@@ -230,7 +230,7 @@ class Books:
                 book.courses[-1][step].close()
 
     def _look_at_other_batches(self, replica: Replica, step: int) -> None:
-        """Write down what is to be seen at a step with other batches than its own."""
+        """Record samples of a step with other batches than its own."""
         with replica.aside():
             for other in range(1, self.batches):
                 for rank in self.samples:

@@ -1,7 +1,4 @@
-"""Sketches of tensors, taken block by block and added up.
-
-What error feedback makes of thresholds, several at once, beside a training that goes on regardless.
-"""
+"""Sketches of tensors by block, and counts over thresholds with error feedback, which do not affect the training."""
 
 import math
 from collections.abc import Sequence
@@ -16,18 +13,18 @@ from gsreal.gradient_sharding.thresholds import TINY
 from gssim.gradient_statistics import HELD_LEVELS, SKETCH_EDGES
 
 BLOCKS = 12
-"""Blocks that a tensor is looked at in: query, key and value have four each, and so has every third."""
+"""Blocks of a tensor: query, key and value have four each, as has every third."""
 PARTITIONS = (1, 2, 3, 4, 6, BLOCKS)
 ALIKE = 2.0
-"""Blocks whose mean magnitudes differ by no more than this factor are told as one."""
+"""Blocks whose mean magnitudes differ by at most this factor are merged."""
 SMALL = 0.01
-"""Tensors with no more than this part of the model's elements are told as one block."""
+"""Tensors with at most this fraction of the model's elements are a single block."""
 NEARLY_ALL = 0.99
-"""Edges that more than this part of what is not 0 reaches are not told of."""
+"""Edges that more than this fraction of the nonzero elements reach are left out."""
 
 
 class BlockSketches:
-    """What is found of the blocks of one tensor at one step, from all the gradients that are added."""
+    """Sums over the blocks of one tensor at one step, of all the gradients that are added."""
 
     def __init__(self) -> None:
         self.elements: Any = 0
@@ -45,7 +42,10 @@ class BlockSketches:
         self.sums, self.squares = self.sums + summed(magnitudes), self.squares + summed(magnitudes.square())
 
     def told(self, blocks: slice) -> np.ndarray:
-        """Return the mean and the square mean magnitude of some of the blocks together, and what reaches each edge."""
+        """Return mean and mean square magnitude of some of the blocks together.
+
+        And the fraction that reaches each edge.
+        """
         found = [self.sums[blocks].sum(), self.squares[blocks].sum(), *self.reached[blocks].sum(0)]
         return np.array(found) / max(1, int(self.elements[blocks].sum()))
 
@@ -56,9 +56,9 @@ class BlockSketches:
 
 
 def typical(courses: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the median over courses, value by value.
+    """Return the median over courses, element by element.
 
-    A course's gradients are now and then several times as large for a step, which would decide a mean.
+    A course's gradients are sometimes several times as large for a step, which would dominate a mean.
 
     >>> typical([np.array([each, 0.0]) for each in (0.1, 0.4, 9.0, 0.2)]).round(3).tolist()
     [0.3, 0.0]
@@ -81,7 +81,7 @@ def sketch(courses: Sequence[BlockSketches], blocks: slice) -> dict[str, Any]:
 
 
 def starts(elements: int) -> list[int]:
-    """Return where each block of so many elements begins: they are of equal size, or nearly."""
+    """Return the start of each block of a tensor: blocks are of equal size, or nearly."""
     return [-(-elements * i // BLOCKS) for i in range(BLOCKS)]
 
 
@@ -91,7 +91,7 @@ def in_blocks(flat: Tensor) -> list[Tensor]:
 
 
 def summed(values: Tensor) -> np.ndarray:
-    """Return the sum of the values in each block, or how many of them are true."""
+    """Return the sum of the values in each block, or the number of true ones."""
     if len(values) < BLOCKS:  # some blocks are empty
         return np.array([float(block.sum()) for block in in_blocks(values)])
     kind = np.int64 if values.dtype == torch.bool else np.float64
@@ -99,7 +99,7 @@ def summed(values: Tensor) -> np.ndarray:
 
 
 def partition(means: Sequence[np.ndarray], *, small: bool) -> tuple[slice, ...]:
-    """Return the fewest parts of equal size of which each is of blocks alike; `means`: of every block at every step.
+    """Return the fewest parts of equal size that consist of similar blocks; `means`: of every block at every step.
 
     Which owner has which part of a small tensor matters little: it is one part.
     """
@@ -122,7 +122,7 @@ def rounded(value: float, digits: int = 4) -> float:
 
 @dataclass
 class Reached:
-    """How many elements of each block reach thresholds; or of several gradients, added up."""
+    """Numbers of elements of each block that reach thresholds, for one gradient or the sum of several."""
 
     sent: np.ndarray
     """By threshold and block."""
@@ -132,19 +132,19 @@ class Reached:
     """By whether there is error feedback, multiple and block."""
 
     def __add__(self, other: "Reached") -> "Reached":
-        """Return both added up."""
+        """Return the sum of both."""
         return Reached(self.sent + other.sent, self.held + other.held, self.relative + other.relative)
 
 
 class Feedback:
-    """What was not sent of one tensor, under each of several thresholds, and of several multiples of the mean."""
+    """Residuals of one tensor, under each of several thresholds, and of several multiples of the mean."""
 
     def __init__(self, thresholds: Sequence[float], multiples: Sequence[float] = ()) -> None:
         self.thresholds, self.multiples = thresholds, multiples
         self.residuals: list[Tensor] = []
 
     def reached(self, values: Tensor) -> Reached:
-        """Return how many elements reach the thresholds if these values were to be sent now."""
+        """Return the number of elements that reach the thresholds if these values were sent now."""
         flat = values.detach().reshape(-1).float()
         held = [(flat + residual).abs() for residual in self._residuals(flat)]
         pairs, absolute = list(zip(held, self._thresholds(held), strict=True)), len(self.thresholds)
@@ -159,7 +159,7 @@ class Feedback:
         )
 
     def add(self, values: Tensor) -> None:
-        """Send what reaches each threshold of these values and what is left of earlier ones; keep the rest."""
+        """Add values to the residuals, send what reaches each threshold, and keep the rest."""
         flat = values.detach().reshape(-1).float()
         held = [flat + residual for residual in self._residuals(flat)]
         self.residuals = [
@@ -170,7 +170,10 @@ class Feedback:
         return [*self.thresholds, *self._of_means(held[len(self.thresholds) :])]
 
     def _of_means(self, held: Sequence[Tensor]) -> list[float]:
-        """Return every multiple of the mean magnitude of its tensor; of zeros, what no zero reaches."""
+        """Return every multiple of the mean magnitude of its tensor.
+
+        If all are zeros, a threshold that no zero reaches.
+        """
         means = [float(each.abs().mean()) for each in held]
         return [max(TINY, multiple * mean) for multiple, mean in zip(self.multiples, means, strict=True)]
 

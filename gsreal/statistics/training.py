@@ -1,4 +1,4 @@
-"""Training as Gradient Sharding does it, every rank's gradient computed in turn on one device."""
+"""Trains a model as Gradient Sharding does, with every rank's gradient computed in turn on one device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ Gradients = dict[str, Tensor]
 
 
 class Replica:
-    """The scenario's model on one device, trained by what all ranks would send to the owners under a push policy."""
+    """The scenario's model on one device, trained by the gradients that all ranks would send under a push policy."""
 
     def __init__(self, scenario: Scenario, push: Push) -> None:
         device = torch.device("cpu")
@@ -42,7 +42,7 @@ class Replica:
         largest = max(parameter.numel() for parameter in self.parameters.values())
         self.scratch = Scratch(0, largest, torch.float32, device)
         self.sent_elements = self.offered_elements = 0
-        """Of the latest step: what ranks sent of what others own, and all of that."""
+        """Of the latest step: elements that ranks sent to other owners, and all that others own."""
 
     def gradients(self, batch: int, rank: int) -> tuple[Gradients, float]:
         """Return one rank's mean gradient over its own rows of a step's batch, and its weight in that step."""
@@ -55,7 +55,7 @@ class Replica:
         return found, weights.ranks[rank]
 
     def step(self, step: int, see: Callable[[int, Gradients], None]) -> None:
-        """Train one step; `see` is shown every rank's gradients on the way."""
+        """Train one step; `see` is called with every rank's gradients."""
         self.sent_elements = self.offered_elements = 0
         contributions = []
         for rank in self.feeds:
@@ -74,7 +74,7 @@ class Replica:
         return bool(self.push.threshold) and step >= self.push.warmup_steps
 
     def _added(self, name: str, contributions: list[tuple[int, float, Tensor]], *, divided: bool) -> Tensor:
-        """Return what the owners make of all contributions: their own first, then the others' by rank."""
+        """Return the owners' sums of all contributions: their own first, then the others' by rank."""
         owners = self.owners[name]
         total, received = torch.zeros_like(contributions[0][2]), torch.zeros_like(contributions[0][2])
         for rank, weight, gradient in contributions:
@@ -88,7 +88,7 @@ class Replica:
         return torch.where(received > 0, total / received, total) if divided else total
 
     def _sent(self, step: int, rank: int, name: str, gradient: Tensor) -> Tensor:
-        """Return what a rank's gradient is to the owners: 0 where it is not sent, and its own range in any case."""
+        """Return a rank's gradient as the owners receive it: 0 for unsent elements, and its own range in any case."""
         assert self.push.threshold is not None
         if self.push.error_feedback and (rank, name) in self.residuals:
             gradient = gradient + self.residuals[rank, name]
@@ -103,7 +103,7 @@ class Replica:
         return gradient * sent
 
     def _threshold(self, step: int, rank: int, name: str, accumulated: Tensor) -> float:
-        """Return what a rank's accumulated gradient of a tensor is held against, found as the library finds it."""
+        """Return the threshold for a rank's accumulated gradient of a tensor, computed by the library itself."""
         flat, owners = accumulated.reshape(-1), self.owners[name].reshape(-1)
         own = slice(*(int(torch.searchsorted(owners, float(rank), side=side)) for side in ("left", "right")))
 
@@ -118,9 +118,9 @@ class Replica:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Compute gradients beside the training, which goes on from here as if none had been, while the context lasts.
+        """Compute gradients without affecting the training, for the duration of the context.
 
-        Random numbers and buffers (running means) are put back.
+        Random states and buffers (running means) are restored.
         """
         before = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         with torch.random.fork_rng(devices=[]):
@@ -129,7 +129,7 @@ class Replica:
             buffer.detach().copy_(value)
 
     def masters(self) -> Gradients:
-        """Return what the optimizer updates, by the name of the parameter."""
+        """Return the tensors that the optimizer updates, by the name of the parameter."""
         if isinstance(self.optimizer, MasterCopy):
             of = {id(parameter): master for parameter, master in self.optimizer.pairs()}
             return {name: of[id(parameter)] for name, parameter in self.parameters.items()}
@@ -138,10 +138,10 @@ class Replica:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread while the context lasts.
+    """Compute on one thread for the duration of the context.
 
-    How many threads share a sum decides its last digits, which training makes much of; MKL takes fewer of them where it
-    sees fit. So the same training gives the same statistics, on a machine of any size under any load.
+    The number of threads of a sum decides its last digits, which training amplifies; MKL may choose fewer of them. So
+    the same training gives the same statistics, on a machine of any size under any load.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gsreal.gradient_sharding.master import MasterCopy
-from gsreal.gradient_sharding.state import Part
+from gsreal.gradient_sharding.state import PartialTensor
 from gsreal.methods.pipeline_stages import StageModules
 from gsreal.methods.tensor_slices import Slice
 from gsreal.run.elements import Elements, _pieces
@@ -67,7 +67,7 @@ def test_a_master_copy_is_part_of_the_state():
 
 
 def test_nobody_computes_on_a_part():
-    part = Part({(2,): torch.ones(3)}, (10,))
+    part = PartialTensor({(2,): torch.ones(3)}, (10,))
     assert part.shape == (10,)
     assert "(3,) at (2,) of (10,)" in repr(part)
     with pytest.raises(NotImplementedError):
