@@ -86,16 +86,16 @@ def run_command(
     loaded = _checked(scenario, overrides)
     ours = loaded.scenario
     name = file_name(ours.name, ours.scenario_id, "measured")
-    _check_places(trace, out and out / name)
+    _check_writable(trace, out and out / name)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
         raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
-    with scratch_folder("gsreal-run-") as folder, _only_saver(checkpoint) as locks:
+    with scratch_folder("gsreal-run-") as folder, _checkpoint_lock(checkpoint) as locks:
         if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             from gsreal.run.checkpoint import check_checkpoints
 
             check_checkpoints(ours, checkpoint, every, where=loaded.file)
-        made = Path(folder, name)
-        arguments = [str(scenario), json.dumps(overrides or []), str(made), str(trace.absolute()) if trace else ""]
+        file = Path(folder, name)
+        arguments = [str(scenario), json.dumps(overrides or []), str(file), str(trace.absolute()) if trace else ""]
         arguments += [str(checkpoint.absolute()) if checkpoint else "", str(every)]
         if "RANK" in os.environ:  # under torchrun already
             from gsreal.run import worker  # here alone: all that trains takes seconds to import
@@ -110,13 +110,13 @@ def run_command(
         else:
             guard = Guard(timeout_s, interface, locks)
             launch("gsreal.run.worker", arguments, ranks=ours.ranks, max_restarts=max_restarts, guard=guard)
-        result = read_result(made)
-        text = made.read_text(encoding="utf-8")
-    _hand_over(result, text, out / name if out else None, as_json=as_json)
+        result = read_result(file)
+        text = file.read_text(encoding="utf-8")
+    _write_result(result, text, out / name if out else None, as_json=as_json)
 
 
 @contextmanager
-def _only_saver(folder: Path | None) -> Iterator[tuple[int, ...]]:
+def _checkpoint_lock(folder: Path | None) -> Iterator[tuple[int, ...]]:
     """Lock a folder of checkpoints, and remove incomplete ones from it; yield the lock's file descriptor.
 
     Raises UserError if another run saves there. Of torchrun's ranks the first one takes the lock.
@@ -184,10 +184,10 @@ def lab_command(
 
         loaded = _checked(scenario, overrides)
         name = file_name(loaded.scenario.name, loaded.scenario.scenario_id, "measured")
-        _check_places(trace, out and out / name)
+        _check_writable(trace, out and out / name)
         warn_of_other_processors([loaded.scenario.cluster])
         result = run_lab(loaded, overrides or [], trace=trace, timeout_s=timeout_s)
-        _hand_over(result, result.to_json(), out / name if out else None, as_json=as_json)
+        _write_result(result, result.to_json(), out / name if out else None, as_json=as_json)
     else:
         _clean()
 
@@ -196,14 +196,14 @@ def _lab_sweep(
     file: Path, overrides: list[str], only: list[str], out: Path, timeout_s: float, *, as_json: bool, again: bool
 ) -> None:
     from gsreal.lab.lab import run_lab, warn_of_other_processors
-    from gsreal.lab.sweep import LOCK, cells_of, checked_points, measure_cells, middle_ones
+    from gsreal.lab.sweep import LOCK, cells_of, check_points, measure_cells, median_results
     from gssim.scenario.sweep import chosen, load_sweep, points_of
     from gssim.terminal import print_results
 
-    _check_places(out / file.name)
+    _check_writable(out / file.name)
     sweep = load_sweep(file)
     points = chosen(points_of(sweep, file=file, overrides=overrides), only, file=file)
-    loaded = checked_points(points, sweep=file)
+    loaded = check_points(points, sweep=file)
     warn_of_other_processors(each.scenario.cluster for each in loaded)
     cells = cells_of(points, loaded, repeats=sweep.repeats, out=out)
     with locked(out / LOCK, place=str(out)):
@@ -213,7 +213,7 @@ def _lab_sweep(
     if as_json:
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
-        print_results(middle_ones(cells, results), sweep.question)
+        print_results(median_results(cells, results), sweep.question)
 
 
 def _clean() -> None:
@@ -235,7 +235,7 @@ def _checked(scenario: Path, overrides: list[str] | None) -> "Loaded":
     return loaded
 
 
-def _hand_over(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
+def _write_result(result: "Result", text: str, file: Path | None, *, as_json: bool) -> None:
     """Write a Result to a file, if one is named, and print it."""
     from gssim.files import write_text
 
@@ -281,7 +281,7 @@ def gradients_command(
     _check_positive("--every", every)
     _check_positive("--courses", courses)
     _check_positive("--batches", batches)
-    _check_places(out)
+    _check_writable(out)
     loaded = load_scenario(scenario, overrides or [], gradients_needed=False)
     check_factory(loaded.scenario.workload.model.module, where=loaded.file)
     check_data(loaded.scenario.workload, where=loaded.file)
@@ -315,15 +315,15 @@ def calibrate_command(
     import torch
 
     from gsreal.calibrate.bench import Settings
-    from gsreal.calibrate.cluster_file import averaged, cluster_data, measure, measured_before, write_cluster
+    from gsreal.calibrate.cluster_file import averaged, cluster_data, measure, read_previous, write_cluster
     from gsreal.machine import device_name, usable_cores
     from gsreal.model_files.build import DTYPES, set_trust
 
     set_trust(trust_code)
-    _check_places(out)
+    _check_writable(out)
     if precision not in DTYPES:
         raise UserError(f"--precision {precision}: allowed: {', '.join(DTYPES)}")
-    sizes = _whole_numbers(batch_sizes, "--batch-sizes")
+    sizes = _increasing_integers(batch_sizes, "--batch-sizes")
     _check_models(sequence_length, models or [])
     names = tuple(map(str, models or []))
     if lab is not None:
@@ -342,12 +342,12 @@ def calibrate_command(
     if not again:
         write_cluster(out, cluster_data(measure(settings, ranks=count), settings))
         return
-    with _only_writer(out):
-        before = measured_before(out, device_name(torch.device(kind)))
+    with _file_lock(out):
+        before = read_previous(out, device_name(torch.device(kind)))
         write_cluster(out, averaged(before, measure(settings, ranks=count), where=str(out)))
 
 
-def _only_writer(file: Path) -> AbstractContextManager[int]:
+def _file_lock(file: Path) -> AbstractContextManager[int]:
     """Lock a file that is written more than once, or read before it is written."""
     return locked(file.with_name(f"{file.name}.lock"), place=str(file))
 
@@ -372,12 +372,12 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     from gssim.scenario import load_cluster
 
     cluster = load_cluster(file)
-    with _only_writer(out):
+    with _file_lock(out):
         for types, backend in calibrate_types(cluster, settings, where=str(file)):
             write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
 
 
-def _check_places(*files: Path | None) -> None:
+def _check_writable(*files: Path | None) -> None:
     """Raise UserError if one of the named files cannot be written, before the work is done."""
     from gssim.files import check_place
 
@@ -406,7 +406,7 @@ def _numbers(text: str, option: str) -> list[float]:
     return numbers
 
 
-def _whole_numbers(text: str, option: str) -> tuple[int, ...]:
+def _increasing_integers(text: str, option: str) -> tuple[int, ...]:
     """Return increasing whole numbers from 1 on."""
     numbers = sorted(_numbers(text, option))
     if numbers[0] < 1 or any(number % 1 for number in numbers):
@@ -448,7 +448,7 @@ def trace_command(
     from gsreal.model_files.model_file import Request, check_options, counted_table, traced_model, write_model
 
     set_trust(trust_code or not model.endswith(".toml"))
-    _check_places(out)
+    _check_writable(out)
     request = Request(
         model=model,
         arguments=tuple(arguments or ()),

@@ -35,8 +35,8 @@ def compiled(source: Path, flags: Sequence[str] = (), *, version: str = "") -> P
     """
     said = "\0".join([source.read_text(encoding="utf-8"), version, *flags])
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
-    kept = cache_folder() / f"{source.stem}-{key}{'.so' if '-shared' in flags else ''}"
-    return kept if kept.exists() or _compile(source, flags, kept) else None
+    cached = cache_folder() / f"{source.stem}-{key}{'.so' if '-shared' in flags else ''}"
+    return cached if cached.exists() or _compile(source, flags, cached) else None
 
 
 def _compile(source: Path, flags: Sequence[str], kept: Path) -> bool:
@@ -46,11 +46,11 @@ def _compile(source: Path, flags: Sequence[str], kept: Path) -> bool:
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder("gsreal-run-", inside=kept.parent) as folder:
-            made = folder / kept.name
-            command = [program, "-std=c++20", "-O2", str(source), "-o", str(made), *flags]
+            output = folder / kept.name
+            command = [program, "-std=c++20", "-O2", str(source), "-o", str(output), *flags]
             if subprocess.run(command, capture_output=True, check=False).returncode:
                 return False
-            made.replace(kept)
+            output.replace(kept)
     except OSError as error:
         raise UserError(
             f"{kept.parent}: cannot be written: {error.strerror}: compiled code is kept there; name another "

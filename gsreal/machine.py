@@ -86,14 +86,14 @@ def check_machine(cluster: Cluster, ranks: int, *, where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Freedom:
+class ThreadPlacement:
     """Affinity and scheduling policy of a thread."""
 
     cores: frozenset[int]
     niceness: int
 
     @classmethod
-    def now(cls) -> "Freedom":
+    def now(cls) -> "ThreadPlacement":
         """Return those of the calling thread."""
         return cls(frozenset(usable_cores()), os.getpriority(os.PRIO_PROCESS, 0))
 
@@ -105,17 +105,17 @@ class Freedom:
             os.setpriority(os.PRIO_PROCESS, 0, self.niceness)
 
 
-_before: list[Freedom] = []
+_before: list[ThreadPlacement] = []
 """Those of this rank's main thread before it was pinned; empty in a process that is not."""
 
 
 @contextmanager
-def starting_threads() -> Iterator[None]:
+def group_threads() -> Iterator[None]:
     """Create process groups inside: their threads run on the same cores as those of a pinned rank's first group.
 
     These are the lab's free cores (gloo's threads stand for a network card), or else the rank's own.
     """
-    in_lab, mine = own_place() is not None, Freedom.now()
+    in_lab, mine = own_place() is not None, ThreadPlacement.now()
     for before in _before if in_lab else ():
         before.take()
     try:
@@ -146,9 +146,9 @@ def settle(cluster: Cluster, local_rank: int) -> torch.device:
     """Pin this rank's threads and return its device; the rank ends with its launcher.
 
     To be called after the process group is created: in the lab, gloo's own threads then stay free to run on any core.
-    Later groups are created within `starting_threads`.
+    Later groups are created within `group_threads`.
     """
-    _before[:] = [Freedom.now()]
+    _before[:] = [ThreadPlacement.now()]
     die_with_parent()
     torch.set_num_threads(1)
     place = own_place()
@@ -174,7 +174,7 @@ def die_with_parent() -> None:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Return versions, hardware and date of a measurement; `gsreal`: the digest of this package's code."""
-    found = {
+    values = {
         "gsreal": package_digest("gsreal")[:SHOWN],
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "torch": torch.__version__,
@@ -184,6 +184,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "cores": len(usable_cores()),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["cuda"] = torch.version.cuda
-    return found
+        values["gpu"] = torch.cuda.get_device_name(device)
+        values["cuda"] = torch.version.cuda
+    return values

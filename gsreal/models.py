@@ -1,8 +1,8 @@
-"""The models that ship: small enough to train for real on a CPU core, shaped like the ones that people train.
+"""Bundled models: GPT, BERT and residual networks small enough to train for real on a CPU core.
 
 Any other `nn.Module` works as well: `gsreal trace` takes a dotted path to a factory, or a Hugging Face config. A model
-maps inputs to logits; the loss is cross-entropy over the last dimension. One that can be cut into the stages of a
-pipeline has a method `keep_layers` besides.
+maps inputs to logits; the loss is cross-entropy over the last dimension. A model that can be split into pipeline stages
+also has a method `keep_layers`.
 """
 
 from collections.abc import Collection
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
         self.apply(_initialise)
 
     def keep_layers(self, names: Collection[str]) -> None:
-        """Remove all layers but those of these paths: what is left is a stage of a pipeline."""
+        """Remove all layers but those of these paths; the remaining module is a pipeline stage."""
         if "tokens" not in names:
             self.tokens = self.positions = None
         _keep_blocks(self.blocks, names)
@@ -90,7 +90,10 @@ class Transformer(nn.Module):
         self.head = self.head if "head" in names else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence); a stage, what it makes of x."""
+        """Return logits (batch, sequence, vocabulary) for token ids (batch, sequence).
+
+        Of a stage, its output for its input x.
+        """
         if self.tokens is not None and self.positions is not None:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
@@ -108,7 +111,7 @@ def _keep_blocks(blocks: nn.ModuleList, names: Collection[str]) -> None:
 class SequenceClassifier(nn.Module):
     """A BERT encoder with BERT's head for classes of whole sequences: a dense layer with tanh on the first token.
 
-    Tokens that are `padding` are attended to by none.
+    Tokens that are `padding` are masked out of the attention.
     """
 
     def __init__(
@@ -168,7 +171,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for small images, with group norm (its statistics do not depend on how a batch is divided)."""
+    """A residual network for small images, with group norm (its statistics are independent of the batch's division)."""
 
     def __init__(self, *, channels: int, widths: list[int], blocks: int, classes: int, groups: int = 8) -> None:
         super().__init__()
@@ -185,9 +188,9 @@ class ResNet(nn.Module):
         self.head: nn.Module = nn.Linear(before, classes)
 
     def keep_layers(self, names: Collection[str]) -> None:
-        """Remove all layers but those of these paths: what is left is a stage of a pipeline.
+        """Remove all layers but those of these paths; the remaining module is a pipeline stage.
 
-        The mean over the image comes with the last block, as in a trace.
+        The mean over the image belongs to the last block, as in a trace.
         """
         if "stem" not in names:
             self.stem = None
@@ -196,7 +199,10 @@ class ResNet(nn.Module):
         self.head = self.head if "head" in names else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, channels, height, width); a stage, what it makes of x."""
+        """Return logits (batch, classes) for images (batch, channels, height, width).
+
+        Of a stage, its output for its input x.
+        """
         if self.stem is not None:
             x = F.relu(self.stem(x))
         for block in self.blocks:
@@ -236,7 +242,7 @@ def bert_classifier(
     classes: int = 2,
     padding: int = 0,
 ) -> nn.Module:
-    """Return a BERT encoder that classifies sequences (GLUE); `padding` is the token that fills them up."""
+    """Return a BERT encoder that classifies sequences (GLUE); `padding` is the padding token."""
     return SequenceClassifier(
         vocabulary=vocabulary,
         maximum_length=maximum_length,

@@ -42,22 +42,22 @@ def run(settings: Settings) -> dict[str, Any]:
     """Return all measurements of this machine, as plain data."""
     counter = MemoryCounter(torch.device(settings.kind))
     bench = Bench(settings)
-    found: dict[str, Any] = {
+    measurements: dict[str, Any] = {
         "name": device_name(bench.device),
         "ranks": bench.ranks,
         "memory_counter": counter.method,
         "provenance": provenance(bench.device),
     }
     if settings.only in BESIDE:
-        return found | {"beside": _beside(bench, BESIDE[settings.only])}
+        return measurements | {"beside": _beside(bench, BESIDE[settings.only])}
     if settings.only == "layers":
-        found["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
+        measurements["peak_flop_per_s"] = {settings.precision: bench.alone(lambda: matrix_rate(bench))}
     else:
-        found |= _device_costs(bench)
-    found |= _layer_costs(bench, counter)
+        measurements |= _device_costs(bench)
+    measurements |= _layer_costs(bench, counter)
     if bench.ranks > 1 and settings.only != "layers":
-        found |= _communication_costs(bench)
-    return found
+        measurements |= _communication_costs(bench)
+    return measurements
 
 
 def _device_costs(bench: Bench) -> dict[str, Any]:
@@ -91,12 +91,12 @@ def _layer_costs(bench: Bench, counter: MemoryCounter) -> dict[str, Any]:
 
 def _beside(bench: Bench, measure: Callable[[Bench, Model], Any]) -> dict[str, Any]:
     """Return the measurement of each model, by its name."""
-    found = {}
+    by_model = {}
     for path in bench.settings.models:
         model = load_model(Path(path))
         bench.say(f"{model.name} beside {bench.settings.only}")
-        found[model.name] = measure(bench, model)
-    return found
+        by_model[model.name] = measure(bench, model)
+    return by_model
 
 
 def _communication_costs(bench: Bench) -> dict[str, Any]:

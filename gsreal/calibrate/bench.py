@@ -53,17 +53,17 @@ class Bench:
         """Return the result of `measure` on rank 0, while the others wait; None on other ranks."""
         dist.barrier()
         self._note()
-        found = measure() if self.rank == 0 else None
+        result = measure() if self.rank == 0 else None
         dist.barrier()
-        return found
+        return result
 
     def together(self, measure: Callable[[], Any]) -> Any:
         """Return the result of `measure` on this rank, while every other rank measures too."""
         dist.barrier()
         self._note()
-        found = measure()
+        result = measure()
         dist.barrier()
-        return found
+        return result
 
     def _note(self) -> None:
         self._measurements += 1

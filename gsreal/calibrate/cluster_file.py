@@ -22,9 +22,9 @@ GUARD = Guard(timeout_s=1800)
 def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
     """Return the measurements of the micro-benchmarks on `ranks` ranks of this machine."""
     with scratch_folder("gsreal-run-") as folder:
-        made = Path(folder, "measured.json")
-        launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(made)], ranks=ranks, guard=GUARD)
-        measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
+        file = Path(folder, "measured.json")
+        launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(file)], ranks=ranks, guard=GUARD)
+        measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return measured
 
 
@@ -54,10 +54,11 @@ def cluster_data(measured: dict[str, Any], settings: Settings) -> dict[str, Any]
 
 def source_of(measured: dict[str, Any]) -> str:
     """Return the date, method and hardware of a measurement."""
-    made = measured["provenance"]
+    provenance = measured["provenance"]
     return (
-        f"measured {made['date']} by gsreal calibrate on {made.get('gpu', made['processor'])}, {made['system']}, "
-        f"torch {made['torch']}, python {made['python']}, memory by {measured['memory_counter']}"
+        f"measured {provenance['date']} by gsreal calibrate on {provenance.get('gpu', provenance['processor'])}, "
+        f"{provenance['system']}, "
+        f"torch {provenance['torch']}, python {provenance['python']}, memory by {measured['memory_counter']}"
     )
 
 
@@ -73,7 +74,7 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
     for name, cost in optimizers.items():
         cost["sharded_tensor_s"] = measured.get("sharded_tensor_s", {}).get(name, 0.0)
     ranks = measured["ranks"]
-    found = {
+    data = {
         "kind": settings.kind,
         "memory_bytes": device["memory_bytes"] / (ranks if settings.kind == "cpu" else 1),
         "peak_flop_per_s": {settings.precision: device["peak_flop_per_s"]},
@@ -86,7 +87,7 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
         "profiles": measured["profiles"],
     }
     if "resident_threads" in device:
-        found["resident_threads"] = int(device["resident_threads"])
+        data["resident_threads"] = int(device["resident_threads"])
     for key in (
         "communicating_slowdown_ratio",
         "neighbour_slowdown_ratio",
@@ -97,11 +98,11 @@ def device_type_data(measured: dict[str, Any], settings: Settings, source: str) 
         "cut_block",
     ):
         if key in measured:
-            found[key] = measured[key]
-    return found
+            data[key] = measured[key]
+    return data
 
 
-def measured_before(path: Path, name: str) -> dict[str, Any]:
+def read_previous(path: Path, name: str) -> dict[str, Any]:
     """Return the content of a cluster file whose device `name` is to be measured again; raise UserError for others."""
     data = read_toml(path)[1]
     validated(Cluster, data, file=str(path))
@@ -129,20 +130,17 @@ def averaged(data: dict[str, Any], measured: dict[str, Any], *, where: str) -> d
     for key in DRIFTING:
         if key in measured:
             device[key] = (device.get(key, measured[key]) * count + measured[key]) / (count + 1)
+    other_keys = [key for key in PROFILE_KEYS if key != "precision"]
     for new in measured["profiles"]:
         same = [old for old in device["profiles"] if all(old.get(key) == new.get(key) for key in PROFILE_KEYS)]
         if same:
             _average(same[0], new, where)
-        elif any(_differs_in_precision(old, new) for old in device["profiles"]):
+        elif any(all(old.get(key) == new.get(key) for key in other_keys) for old in device["profiles"]):
             device["profiles"].append(new)
         else:
             raise UserError(f"{where}: has no profile of {new['model']} at this sequence length")
     device["peak_flop_per_s"] = measured.get("peak_flop_per_s", {}) | device.get("peak_flop_per_s", {})
     return data
-
-
-def _differs_in_precision(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    return all(old.get(key) == new.get(key) for key in PROFILE_KEYS if key != "precision")
 
 
 DRIFTING = ("neighbour_slowdown_ratio", "step_jitter_ratio", "task_jitter_ratio")

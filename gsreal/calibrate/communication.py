@@ -59,14 +59,14 @@ def _beside(payload: torch.Tensor, works: int, step_s: Callable[[], float]) -> l
     """Return the duration of steps during this many all-reduces; the last step, which outlasts them, is left out."""
     dist.barrier()
     going = [dist.all_reduce(payload, async_op=True) for _ in range(works)]
-    found = []
+    times_s = []
     while not going[-1].is_completed():
         took_s = step_s()
         if not going[-1].is_completed():
-            found.append(took_s)
+            times_s.append(took_s)
     for work in going:
         work.wait()
-    return found
+    return times_s
 
 
 def _reduced_s(payload: torch.Tensor) -> float:

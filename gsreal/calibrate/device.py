@@ -50,12 +50,12 @@ def _sending(bench: Bench, gradient: Tensor, scratch: Scratch, call_s: float) ->
     entry_s = max(0.0, (many_s - few_s) / (many - few))
     found_s = max(0.0, (few_s - few * entry_s - 2 * call_s) / ELEMENTS)
     select_s = _cold_s(bench, lambda: mark(gradient, [(slice(0, ELEMENTS), 1 - FEW)], scratch))
-    kept = torch.zeros_like(gradient)
+    residual = torch.zeros_like(gradient)
     return {
         "threshold_element_s": found_s,
         "pack_element_s": entry_s,
         "clear_element_s": max(0.0, (pack_s("coo", MANY, clear=True) - many_s) / many),
-        "residual_element_s": _cold_s(bench, partial(scratch.add, kept, gradient)) / ELEMENTS,
+        "residual_element_s": _cold_s(bench, partial(scratch.add, residual, gradient)) / ELEMENTS,
         "mean_element_s": _cold_s(bench, lambda: mean_magnitudes([[gradient]])) / ELEMENTS,
         "estimate_element_s": _cold_s(bench, lambda: quantile([gradient], FEW, scratch)) / SAMPLE_ELEMENTS,
         "pack_bit_s": max(0.0, (pack_s("bitmap", FEW) - few_s) / ELEMENTS),

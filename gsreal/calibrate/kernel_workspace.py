@@ -41,7 +41,7 @@ FEWEST_BYTES = 64
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Variant:
     """A variant of the layers, and the places of a step so prepared at which it applies."""
 
     name: str
@@ -56,8 +56,8 @@ def layer_scratch(
     model: Model, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
 ) -> dict[str, dict[str, list[str]]]:
     """Return the workspace of every layer entry of the model file by variant; see `LayerProfile`."""
-    found: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
-    instances, ways = unrolled(model), list(_ways(model))
+    workspace: dict[str, dict[str, list[str]]] = {layer.name: {} for layer in model.layers}
+    instances, ways = unrolled(model), list(_variants(model))
     for way, record in zip(ways, _traced(model, ways, batches), strict=True):
         seen = _seen(model, way, batches, counter, dtype)
         places: dict[str, list[Place]] = defaultdict(list)
@@ -65,27 +65,29 @@ def layer_scratch(
             places[instances[place[0]].layer.name].append(place)
         for name, its in places.items():
             if lines := _lines(its, record, seen):
-                found[name][way.name] = lines
-    return found
+                workspace[name][way.name] = lines
+    return workspace
 
 
-def _ways(model: Model) -> Iterator[_Way]:
+def _variants(model: Model) -> Iterator[_Variant]:
     """Give the variants in which plans may run the model's layers."""
     instances = unrolled(model)
     everywhere = tuple((each.index, phase) for each in instances for phase in ("f", "b"))
-    yield _Way("whole", everywhere)
+    yield _Variant("whole", everywhere)
     if any(layer.frozen for layer in model.layers):
-        yield _Way("untrained", tuple(place for place in everywhere if place[1] == "f"), NOTHING)
-        yield _Way("frozen", tuple(place for place in everywhere if place[0] > 0), FIRST)
+        yield _Variant("untrained", tuple(place for place in everywhere if place[1] == "f"), NOTHING)
+        yield _Variant("frozen", tuple(place for place in everywhere if place[0] > 0), FIRST)
         for each in instances:
             if each.layer.deepest and each.repetition == 0:
-                yield _Way("deepest", ((each.index, "f"), (each.index, "b")), each.index)
+                yield _Variant("deepest", ((each.index, "f"), (each.index, "b")), each.index)
     units = [layer.units or 0 for layer in model.sliced_layers for _ in range(layer.repeats)]
-    for held in range(1, max(units, default=0)):
-        yield _Way(f"units-{held}", tuple(place for place in everywhere if units[place[0]] > held), units=held)
+    for number in range(1, max(units, default=0)):
+        yield _Variant(
+            f"units-{number}", tuple(place for place in everywhere if units[place[0]] > number), units=number
+        )
 
 
-def _traced(model: Model, ways: Sequence[_Way], batches: Batches) -> list[Record]:
+def _traced(model: Model, ways: Sequence[_Variant], batches: Batches) -> list[Record]:
     """Return the trace of each variant: its positions are those of the model file."""
     inputs = next(iter(batches.values()))[0]
     shape = (TRACED_BATCH_SIZES[0], inputs.shape[1] if model.input.kind == "tokens" else None)
@@ -101,7 +103,7 @@ def _modules(model: Model) -> list[str]:
     return [each.module for each in unrolled(model) if each.layer.modules]
 
 
-def _prepared(module: nn.Module, model: Model, way: _Way) -> nn.Module:
+def _prepared(module: nn.Module, model: Model, way: _Variant) -> nn.Module:
     """Return the module prepared for a variant; sums over ranks are replaced by one rank's allocations."""
     module.train()
     for name in _modules(model) if way.units else []:
@@ -116,11 +118,13 @@ def _prepared(module: nn.Module, model: Model, way: _Way) -> nn.Module:
     return module
 
 
-def _seen(model: Model, way: _Way, batches: Batches, counter: MemoryCounter, dtype: torch.dtype) -> dict[int, Taken]:
+def _seen(
+    model: Model, way: _Variant, batches: Batches, counter: MemoryCounter, dtype: torch.dtype
+) -> dict[int, Taken]:
     """Return the workspace of every operation by batch size."""
     device = next(iter(batches.values()))[0].device
     module = _prepared(build_module(model.module, where=model.name).to(device, dtype), model, way)
-    found: dict[int, Taken] = {}
+    by_batch_size: dict[int, Taken] = {}
     for batch_size, (inputs, targets) in batches.items():
         watch = _Watch(counter)
         with watch, layer_boundaries(module, _modules(model), enter=watch.enter) as out:
@@ -129,8 +133,8 @@ def _seen(model: Model, way: _Way, batches: Batches, counter: MemoryCounter, dty
                 watch.enter(len(_modules(model)), "b")
                 loss.backward()
         module.zero_grad(set_to_none=True)
-        found[batch_size] = watch.taken
-    return found
+        by_batch_size[batch_size] = watch.taken
+    return by_batch_size
 
 
 class _Watch(TorchDispatchMode):
@@ -165,10 +169,10 @@ def _lines(places: Sequence[Place], record: Record, seen: Mapping[int, Taken]) -
             positions = _aligned(names, record.names[place], record.counted[place])
             for position, size in zip(positions, sizes, strict=True):
                 if size >= FEWEST_BYTES:
-                    held = most[place[1], position]
-                    held[batch_size] = max(held[batch_size], size)
+                    peaks = most[place[1], position]
+                    peaks[batch_size] = max(peaks[batch_size], size)
     order = sorted(most, key=lambda moment: (moment[0] == "b", moment[1]))
-    return [str(Scratch(*moment, _bends(sorted(most[moment].items())))) for moment in order]
+    return [str(Scratch(*moment, _breakpoints(sorted(most[moment].items())))) for moment in order]
 
 
 def _aligned(names: Sequence[str], traced: Sequence[str], positions: Sequence[int]) -> list[int]:
@@ -181,24 +185,24 @@ def _aligned(names: Sequence[str], traced: Sequence[str], positions: Sequence[in
     >>> _aligned(["mm", "copy", "add"], ["mm", "add"], [0, 4])
     [0, 0, 4]
     """
-    found: list[int | None] = [None] * len(names)
+    aligned: list[int | None] = [None] * len(names)
     for run in SequenceMatcher(None, traced, names, autojunk=False).get_matching_blocks():
-        found[run.b : run.b + run.size] = positions[run.a : run.a + run.size]
+        aligned[run.b : run.b + run.size] = positions[run.a : run.a + run.size]
     latest = 0
-    return [latest := latest if position is None else position for position in found]
+    return [latest := latest if position is None else position for position in aligned]
 
 
-def _bends(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _breakpoints(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the first and the last point, and those between at which the slope changes.
 
-    >>> _bends([(1, 10), (2, 20), (4, 40), (8, 90)])
+    >>> _breakpoints([(1, 10), (2, 20), (4, 40), (8, 90)])
     ((1, 10), (4, 40), (8, 90))
     """
-    kept = list(points[:1])
+    selected = list(points[:1])
     for here, after in pairwise(points[1:]):
-        if _slope(kept[-1], here) != _slope(here, after):
-            kept.append(here)
-    return (*kept, *points[1:][-1:])
+        if _slope(selected[-1], here) != _slope(here, after):
+            selected.append(here)
+    return (*selected, *points[1:][-1:])
 
 
 def _slope(a: tuple[int, int], b: tuple[int, int]) -> Fraction:

@@ -30,7 +30,7 @@ from gsreal.calibrate.kernel_workspace import layer_scratch
 from gsreal.measure import MemoryCounter
 from gsreal.model_files.build import DTYPES, build_module, logits_of, loss_of
 from gsreal.model_files.layers import layer_boundaries
-from gsreal.run.rank import everybodys
+from gsreal.run.rank import gather_json
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 
@@ -147,7 +147,7 @@ def _timed(
 
     `together`: all ranks take part, and begin each step at the same time, as in training.
     """
-    found = []
+    steps_done = []
     for step in range(steps + 1):
         seconds = _observed(bench, module, names, batch)
         update(bench, optimizer)
@@ -158,14 +158,14 @@ def _timed(
         lasted_s = time.perf_counter() - start_s
         update(bench, optimizer)
         if step >= 1:
-            found.append(
+            steps_done.append(
                 _Step(
-                    {place: _total_s(marks) for place, marks in seconds.items()},
+                    {place: sum(elapsed_s(*mark) for mark in marks) for place, marks in seconds.items()},
                     {phase: elapsed_s(*marks) for phase, marks in unobserved.items()},
                     lasted_s,
                 )
             )
-    return found
+    return steps_done
 
 
 def _pause_excess(
@@ -192,10 +192,6 @@ def _pause_excess(
     return {"sizes": list(PAUSES_S), "values": list(accumulate(excess, max))}
 
 
-def _total_s(marks: list[tuple[Any, Any]]) -> float:
-    return sum(elapsed_s(start, end) for start, end in marks)
-
-
 def _observed(
     bench: Bench, module: nn.Module, names: list[str], batch: tuple[Tensor, Tensor]
 ) -> dict[tuple[int, str], list[tuple[Any, Any]]]:
@@ -212,10 +208,10 @@ def _observed(
         loss.backward()
         ended = now(bench.device)
     entered[0] = (entered[0][0], began)
-    found: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)
+    intervals: dict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)
     for (place, start), end in zip(entered, [*(mark for _, mark in entered[1:]), ended], strict=True):
-        found[place].append((start, end))
-    return found
+        intervals[place].append((start, end))
+    return intervals
 
 
 def _layer_peaks(
@@ -224,12 +220,12 @@ def _layer_peaks(
     """Return the peak bytes of each layer's phase, above those allocated when it began."""
     if counter.method == "dispatch":
         return {}
-    found: dict[tuple[int, str], float] = {}
+    peaks: dict[tuple[int, str], float] = {}
     current: list[Any] = [None, 0]
 
     def enter(layer: int | None, phase: str) -> None:
         if current[0] is not None:
-            found[current[0]] = max(found.get(current[0], 0.0), counter.peak() - current[1])
+            peaks[current[0]] = max(peaks.get(current[0], 0.0), counter.peak() - current[1])
         current[:] = [(layer, phase), counter.alive()]
         counter.reset()
 
@@ -240,7 +236,7 @@ def _layer_peaks(
         loss.backward()
         enter(None, "")
     module.zero_grad(set_to_none=True)
-    return found
+    return peaks
 
 
 def _profile(
@@ -271,8 +267,8 @@ def _profile(
             if name in scratch:
                 entry["scratch_bytes"] = scratch[name]
             elif all(peaks[b] for b in sizes):
-                held = [max(peaks[b].get((i, phase), 0.0) for i in indices) for b in sizes]
-                entry[f"{key}_peak_bytes"] = {"sizes": sizes, "values": held}
+                workspaces = [max(peaks[b].get((i, phase), 0.0) for i in indices) for b in sizes]
+                entry[f"{key}_peak_bytes"] = {"sizes": sizes, "values": workspaces}
         layers[name] = entry
     profile: dict[str, Any] = {"model": model.name, "precision": settings.precision, "layers": layers}
     if model.input.kind == "tokens":
@@ -303,7 +299,7 @@ def _lateness(bench: Bench, steps: list[_Step]) -> float | None:
     """
     if bench.ranks == 1:
         return None
-    times = everybodys([step.lasted_s for step in steps])
+    times = gather_json([step.lasted_s for step in steps])
     distances = [abs(a - b) / ((a + b) / 2) for other in times[1:] for a, b in zip(times[0], other, strict=True)]
     return statistics.median(distances) / (0.6745 * 2**0.5)
 

@@ -41,8 +41,8 @@ def cut_block_cost(bench: Bench) -> dict[str, Any]:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  it makes the backend `fake` known
 
     group = dist.new_group([0, 1], backend="fake")  # every rank must call it; only rank 0 uses it
-    found: dict[str, Any] | None = bench.alone(lambda: _curves(bench, group))
-    return found or {}
+    curves: dict[str, Any] | None = bench.alone(lambda: _curves(bench, group))
+    return curves or {}
 
 
 def _curves(bench: Bench, group: Any) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def _curves(bench: Bench, group: Any) -> dict[str, Any]:
     mesh = DeviceMesh.from_group(group, bench.device.type)
     plain, cut = (_blocks(bench, each, timeline) for each in (None, mesh))
     inputs = [torch.randn(SAMPLES, tokens, WIDTH, device=bench.device, requires_grad=True) for tokens in TOKENS]
-    found = [_added_s(bench, (plain, cut), x, group, timeline) for x in inputs]
+    points = [_added_s(bench, (plain, cut), x, group, timeline) for x in inputs]
     sizes = [float(x.numel() * x.element_size()) for x in inputs]
-    return {name: {"sizes": sizes, "values": [each[name] for each in found]} for name in found[0]}
+    return {name: {"sizes": sizes, "values": [each[name] for each in points]} for name in points[0]}
 
 
 def _blocks(bench: Bench, mesh: DeviceMesh | None, timeline: Timeline) -> nn.Sequential:
@@ -61,14 +61,14 @@ def _blocks(bench: Bench, mesh: DeviceMesh | None, timeline: Timeline) -> nn.Seq
     for block in blocks:
         cut = cut_of(block)
         assert cut is not None  # it is listed there
-        held = range(cut.units(block) // 2)
+        units = range(cut.units(block) // 2)
         if mesh is not None:
-            distribute(block, cut, held, mesh, timeline)
+            distribute(block, cut, units, mesh, timeline)
             continue
-        for (path, name), part in slices_of(block, held).items():
+        for (path, name), part in slices_of(block, units).items():
             module = block.get_submodule(path)
             module.register_parameter(name, nn.Parameter(part.of(getattr(module, name).detach())))
-        cut.resize(block, len(held))
+        cut.resize(block, len(units))
     return blocks
 
 
@@ -204,16 +204,16 @@ def _wrapped_minus_plain(
         unit.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[operator]
     fully_shard(wrapped, mesh=mesh, reshard_after_forward=False)
     optimizers = [optimizer_alone(optimizer, module.parameters(), bench.device) for module in (plain, wrapped)]
-    found: list[list[list[float]]] = [[[], [], []], [[], [], []]]
+    times_s: list[list[list[float]]] = [[[], [], []], [[], [], []]]
     for step in range(WARMUPS + STEPS):
-        for module, updates, parts in zip((plain, wrapped), optimizers, found, strict=True):
+        for module, updates, parts in zip((plain, wrapped), optimizers, times_s, strict=True):
             bench.displace()  # in training, host code and its objects come back to caches full of the layers' work
             dist.barrier()
             times = _step_parts(bench, module, updates, spent)
             for part, seconds in zip(parts, times, strict=True):
                 if step >= WARMUPS:
                     part.append(seconds)
-    medians = [[statistics.median(part) for part in parts] for parts in found]
+    medians = [[statistics.median(part) for part in parts] for parts in times_s]
     forward, backward, update = ((w - p) / units for p, w in zip(*medians, strict=True))
     return forward, backward, update
 
@@ -264,5 +264,5 @@ def gradient_hook_cost(bench: Bench) -> float:
             module.zero_grad(set_to_none=True)
         return statistics.median(times)
 
-    found = bench.alone(lambda: max(0.0, (backward_s(True) - backward_s(False)) / tensors))
-    return float(found or 0.0)
+    cost_s = bench.alone(lambda: max(0.0, (backward_s(True) - backward_s(False)) / tensors))
+    return float(cost_s or 0.0)

@@ -41,8 +41,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     """Return scikit-learn's digits: images (1797, 1, 8, 8) in 0..1 and their classes."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return (found.images[:, None] / 16.0).astype(np.float32), found.target.astype(np.int64)
+    bunch = load_digits()
+    return (bunch.images[:, None] / 16.0).astype(np.float32), bunch.target.astype(np.int64)
 
 
 def trained_part(tokens: np.ndarray) -> np.ndarray:
@@ -107,7 +107,7 @@ def _digits_of(samples: Ints) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class WhichModule:
+class ModuleClassification:
     """Pieces of the standard library's longest modules, to be classified by their module."""
 
     modules: tuple[np.ndarray, ...]

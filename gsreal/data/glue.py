@@ -97,13 +97,13 @@ class Table:
 
     def sentences(self, samples: Ints) -> list[tuple[bytes, ...]]:
         """Return the sentences of these rows."""
-        found = []
+        rows = []
         with self.path.open("rb") as file:
             for sample in samples:
                 file.seek(self._begins[sample])
                 fields = _fields(file.readline())
-                found.append(tuple(fields[place] for place in self._places))
-        return found
+                rows.append(tuple(fields[place] for place in self._places))
+        return rows
 
     def _scanned(self) -> tuple[list[int], list[int]]:
         """Return the starts of the rows, and their classes."""
@@ -153,9 +153,9 @@ class Table:
             raise UserError(
                 f"workload.data.folder: {self.path}: line {number} has {len(fields)} columns, {width} are needed"
             )
-        found = fields[label].decode("utf-8", errors="replace")[:40]
+        text = fields[label].decode("utf-8", errors="replace")[:40]
         allowed = ", ".join(each.decode() for each in self._columns.labels)
-        raise UserError(f"workload.data.folder: {self.path}: line {number}: the label is {found!r}; allowed: {allowed}")
+        raise UserError(f"workload.data.folder: {self.path}: line {number}: the label is {text!r}; allowed: {allowed}")
 
 
 def _fields(line: bytes) -> list[bytes]:

@@ -70,21 +70,21 @@ class Images:
         """Return a random part of an image, in every second case mirrored, (height, width, channels)."""
         _, height, width = self.shape
         whole = _pillow().fromarray(self._keep(sample, _values).squeeze())
-        found = _resized(whole, random_part(whole.size, random), (width, height))
-        return found[:, ::-1] if random.random() < 0.5 else found
+        cropped = _resized(whole, random_part(whole.size, random), (width, height))
+        return cropped[:, ::-1] if random.random() < 0.5 else cropped
 
     def _keep(self, sample: int, made: Callable[[Any], Pixels]) -> Pixels:
         """Return the result of `made` for an image, cached in memory as long as there is room.
 
         Cached images stay: an epoch visits every image once, so the least recently used is needed next.
         """
-        found = self._kept.get(sample)
-        if found is None:
-            found = made(self._decoded(self.index.path(sample)))
-            if self._kept_bytes + found.nbytes <= self.data.cache_bytes:
-                self._kept[sample] = found
-                self._kept_bytes += found.nbytes
-        return found
+        image = self._kept.get(sample)
+        if image is None:
+            image = made(self._decoded(self.index.path(sample)))
+            if self._kept_bytes + image.nbytes <= self.data.cache_bytes:
+                self._kept[sample] = image
+                self._kept_bytes += image.nbytes
+        return image
 
     def _decoded(self, path: Path) -> Any:
         try:
@@ -104,7 +104,10 @@ class Index:
         if not self.root.is_dir():
             raise UserError(f"workload.data.folder = '{data.folder}': no such folder")
         self.classes = sorted(path.name for path in self.root.iterdir() if path.is_dir())
-        names = [_images_in(self.root / name) for name in self.classes]
+        names = [
+            sorted(path.name for path in (self.root / name).iterdir() if path.suffix.lower() in EXTENSIONS)
+            for name in self.classes
+        ]
         if not self.classes:
             raise UserError(f"workload.data.folder = '{self.root}': holds no folders; one for each class is needed")
         empty = [name for name, found in zip(self.classes, names, strict=True) if not found]
@@ -125,10 +128,6 @@ class Index:
         """Return an image's path."""
         class_ = int(np.searchsorted(self._ends, sample, side="right"))
         return self.root / self.classes[class_] / os.fsdecode(self._names[sample])
-
-
-def _images_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
 
 
 def _of_channels(values: tuple[float, ...], channels: int) -> Floats:
@@ -173,8 +172,8 @@ def _resized(image: Any, box: Box, size: tuple[int, int]) -> Pixels:
 
 def _values(image: Any) -> Pixels:
     """Return an image's values, (height, width, channels)."""
-    found = np.asarray(image)
-    return found if found.ndim == 3 else found[:, :, None]
+    values = np.asarray(image)
+    return values if values.ndim == 3 else values[:, :, None]
 
 
 def _pillow() -> Any:

@@ -41,11 +41,11 @@ def samples_at(count: int, *, seed: int, step: int, batch_size: int, rows: slice
     """
     places = step * batch_size + np.arange(rows.start, rows.stop)
     epochs, within = np.divmod(places, count)
-    found = np.empty(len(places), dtype=np.int64)
+    samples = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        found[here] = _shuffle(count, seed, int(epoch))[within[here]]
-    return found
+        samples[here] = _shuffle(count, seed, int(epoch))[within[here]]
+    return samples
 
 
 @lru_cache(maxsize=2)

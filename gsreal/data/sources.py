@@ -15,7 +15,7 @@ from gsreal.data.bundled import (
     HELD_OUT_DIGITS,
     Digits,
     HeldOutDigits,
-    WhichModule,
+    ModuleClassification,
     held_out_part,
     longest_modules,
     standard_library_bytes,
@@ -48,7 +48,7 @@ def open_source(workload: Workload) -> Source:
         "glue": _glue,
         "text-folder": _text,
     }
-    return opening[takes_data(workload.model) if named == "auto" else named](workload)
+    return opening[default_data(workload.model) if named == "auto" else named](workload)
 
 
 HELD_OUT_WINDOWS, MOST_HELD_OUT = 256, 1024
@@ -74,7 +74,7 @@ def open_held_out(workload: Workload) -> tuple[Source, int]:
             raise UserError(f"workload.data.folder = '{data.folder}': has no folder 'val' to be evaluated on")
         images = _images(replace(workload, data=replace(data, split="val", augment=False)))
         return images, min(len(images.index), MOST_HELD_OUT)
-    if takes_data(workload.model) == "digits":
+    if default_data(workload.model) == "digits":
         _digits(workload)
         return HeldOutDigits(), HELD_OUT_DIGITS
     return _standard_library(replace(workload, global_batch_size=HELD_OUT_WINDOWS), held_out=True), HELD_OUT_WINDOWS
@@ -94,7 +94,7 @@ def check_held_out(workload: Workload, *, where: str) -> None:
         raise UserError(f"{where}: run.evaluate_every_steps: {error}") from None
 
 
-def takes_data(model: Model) -> str:
+def default_data(model: Model) -> str:
     """Return the name of the data that `auto` resolves to."""
     return "stdlib-bytes" if isinstance(model.input, TokenInput) else "digits"
 
@@ -140,7 +140,7 @@ def _standard_library(workload: Workload, *, held_out: bool = False) -> Source:
         modules = tuple(part(module) for module in longest_modules(source.classes))
         if len(modules) < source.classes or len(modules[-1]) < length:
             raise UserError(f"workload.data: the standard library has not {source.classes} modules of {length} bytes")
-        return WhichModule(modules, length, workload.global_batch_size)
+        return ModuleClassification(modules, length, workload.global_batch_size)
     return Windows(part(standard_library_bytes()), length, workload.global_batch_size, _mask(source, None))
 
 

@@ -128,11 +128,11 @@ def _cut(sizes: list[int], room: int) -> list[int]:
     >>> _cut([10, 3], 8), _cut([10, 7], 8), _cut([2, 3], 8)
     ([5, 3], [4, 4], [2, 3])
     """
-    left, found = room, [0] * len(sizes)
+    left, sizes_left = room, [0] * len(sizes)
     for place, index in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):
-        found[index] = min(sizes[index], left // (len(sizes) - place))
-        left -= found[index]
-    return found
+        sizes_left[index] = min(sizes[index], left // (len(sizes) - place))
+        left -= sizes_left[index]
+    return sizes_left
 
 
 class TrainedTokeniser:
@@ -155,8 +155,8 @@ class TrainedTokeniser:
 
     def ids(self, text: bytes) -> Ints:
         """Return the ids of a piece of a document, without special tokens."""
-        found = self._inner.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
-        return np.array(found.ids, dtype=np.int64)
+        encoding = self._inner.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int64)
 
     def sequence(self, sentences: tuple[bytes, ...], length: int) -> Ints:
         """Return the ids of one or two sentences by the tokeniser's own template, the longest truncated first."""
@@ -168,14 +168,14 @@ class TrainedTokeniser:
             self._inner.no_truncation()
 
     def _special(self, *names: str) -> int | None:
-        found = [self._inner.token_to_id(name) for name in names]
-        return next((each for each in found if each is not None), None)
+        ids = [self._inner.token_to_id(name) for name in names]
+        return next((each for each in ids if each is not None), None)
 
     def _needed(self, *names: str) -> int:
-        found = self._special(*names)
-        if found is None:
+        token = self._special(*names)
+        if token is None:
             raise UserError(f"workload.data.tokenizer = '{self._path}': has none of the tokens {', '.join(names)}")
-        return found
+        return token
 
 
 def _loaded(path: Path) -> Any:
@@ -186,14 +186,14 @@ def _loaded(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"workload.data.tokenizer = '{path}': no such file")
     try:
-        found = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
         raise UserError(
             f"workload.data.tokenizer = '{path}': no tokenizer.json: {str(error).splitlines()[0]}"
         ) from None
-    found.no_padding()
-    found.no_truncation()
-    return found
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def tokeniser(path: str | None) -> Tokeniser:
@@ -214,34 +214,24 @@ def token_stream(data: TextFolder, chosen: Tokeniser) -> NDArray[np.unsignedinte
     The file of tokens is identified by the texts' names, sizes and modification times, and by the tokeniser's content.
     """
     files = text_files(Path(data.folder))
-    made = _cache_folder(data) / f"{_identity(data, files)}.tokens"
-    dtype = _dtype(chosen.size)
-    if not made.exists():
-        print(f"gsreal: makes tokens of {len(files)} files in {data.folder}, once: {made}", file=sys.stderr, flush=True)
-        _write(made, files, chosen, dtype)
-    if not made.stat().st_size:
+    file = (cache_folder() if data.cache is None else Path(data.cache)) / f"{_identity(data, files)}.tokens"
+    dtype: Any = np.uint8 if chosen.size <= 2**8 else np.uint16 if chosen.size <= 2**16 else np.uint32
+    if not file.exists():
+        print(f"gsreal: makes tokens of {len(files)} files in {data.folder}, once: {file}", file=sys.stderr, flush=True)
+        _write(file, files, chosen, dtype)
+    if not file.stat().st_size:
         raise UserError(f"workload.data.folder = '{data.folder}': its files hold no text")
-    return np.memmap(made, dtype=dtype, mode="r")
+    return np.memmap(file, dtype=dtype, mode="r")
 
 
 def text_files(folder: Path) -> list[Path]:
     """Return the files of text below a folder, by path."""
     if not folder.is_dir():
         raise UserError(f"workload.data.folder = '{folder}': no such folder")
-    found = sorted(path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
-    if not found:
+    files = sorted(path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
+    if not files:
         raise UserError(f"workload.data.folder = '{folder}': holds no files of text ({', '.join(SUFFIXES)})")
-    return found
-
-
-def _dtype(vocabulary: int) -> Any:
-    return np.uint8 if vocabulary <= 2**8 else np.uint16 if vocabulary <= 2**16 else np.uint32
-
-
-def _cache_folder(data: TextFolder) -> Path:
-    if data.cache is not None:
-        return Path(data.cache)
-    return cache_folder()
+    return files
 
 
 def _identity(data: TextFolder, files: list[Path]) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gsreal.compiled import compiled
 from gsreal.lab.cleaning import claimed, take_down
-from gsreal.lab.namespaces import before_first, in_namespace
+from gsreal.lab.namespaces import in_namespace, prepare_process
 from gsreal.lab.network import ADDRESS_DEVICE, Command, Network, Wire, shape
-from gsreal.run.launch import deferred, uninterrupted
+from gsreal.run.launch import signals_deferred, signals_ignored
 from gssim.cluster import group_bytes
 from gssim.errors import RunFailedError
 
@@ -51,40 +51,40 @@ def node_commands(network: Network) -> list[Command]:
 
 def wire_commands(wires: Iterable[Wire]) -> list[Command]:
     """Return the commands that create wires without a delay of their own."""
-    found: list[Command] = []
+    commands: list[Command] = []
     for wire in wires:
         a, b = wire.ends
         place = ("peer", "name", b.interface, "netns", b.namespace)
-        found.append(("ip", "-n", a.namespace, "link", "add", a.interface, "type", "veth", *place))
-    return found
+        commands.append(("ip", "-n", a.namespace, "link", "add", a.interface, "type", "veth", *place))
+    return commands
 
 
 def address_commands(network: Network) -> list[Command]:
     """Return the commands that set every interface's address, and bring it up."""
-    found: list[Command] = []
+    commands: list[Command] = []
     for node in network.nodes:
         ip: Command = ("ip", "-n", node.namespace)
-        found.append((*ip, "link", "set", "lo", "up"))
+        commands.append((*ip, "link", "set", "lo", "up"))
         if node.address:  # a bridge without ports is never down, whichever wires are there
-            found.append((*ip, "link", "add", ADDRESS_DEVICE, "type", "bridge"))
-            found.append((*ip, "addr", "add", f"{node.address}/32", "dev", ADDRESS_DEVICE))
-            found.append((*ip, "link", "set", ADDRESS_DEVICE, "up"))
+            commands.append((*ip, "link", "add", ADDRESS_DEVICE, "type", "bridge"))
+            commands.append((*ip, "addr", "add", f"{node.address}/32", "dev", ADDRESS_DEVICE))
+            commands.append((*ip, "link", "set", ADDRESS_DEVICE, "up"))
     size = str(group_bytes(network.slowest_bytes_per_s))
     for end in (end for wire in network.wires for end in wire.ends):
         ip = ("ip", "-n", end.namespace)
-        found.append((*ip, "addr", "add", f"{end.address}/30", "dev", end.interface))
-        found.append((*ip, "link", "set", end.interface, "gso_max_size", size, "up"))
-    return sorted(found, key=lambda command: command[2])
+        commands.append((*ip, "addr", "add", f"{end.address}/30", "dev", end.interface))
+        commands.append((*ip, "link", "set", end.interface, "gso_max_size", size, "up"))
+    return sorted(commands, key=lambda command: command[2])
 
 
 def route_commands(network: Network) -> list[Command]:
     """Return the commands that set every node's routes to every device."""
-    found = []
+    commands = []
     for route in network.routes:
         source = ("src", route.source) if route.source else ()
         where = ("via", route.via, "dev", route.interface, *source)
-        found.append(("ip", "-n", route.namespace, "route", "add", f"{route.destination}/32", *where))
-    return sorted(found, key=lambda command: command[2])
+        commands.append(("ip", "-n", route.namespace, "route", "add", f"{route.destination}/32", *where))
+    return sorted(commands, key=lambda command: command[2])
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
 
 
 def _taken_down(run_id: str) -> None:
-    with uninterrupted():
+    with signals_ignored():
         take_down(run_id)
 
 
 def _ended(line: Line) -> None:
-    with uninterrupted():
+    with signals_ignored():
         line.end()
 
 
@@ -163,14 +163,14 @@ def delay_line(wires: Sequence[Wire]) -> Line:
         raise RunFailedError("lab: delay_line.cpp cannot be compiled")
     ends = [end for wire in wires for end in wire.ends]
     words = [word for end in ends for word in (end.namespace, end.interface, str(round(end.delay_s * 1e9)))]
-    with deferred():
+    with signals_deferred():
         process = subprocess.Popen(
             [program, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=before_first,
+            preexec_fn=prepare_process,
             start_new_session=True,
         )
     assert process.stdout is not None

@@ -42,7 +42,7 @@ def calibrate_types(
     types: dict[str, Any] = {}
     backend: dict[str, Any] = {}
     names = sorted(cluster.device_types, key=lambda name: -share_of(cluster.device_types[name]))
-    labs = {name: lab_of(some_of(cluster, name, 2), where=where) for name in names}  # all refusals come first
+    labs = {name: lab_of(linked_devices(cluster, name, 2), where=where) for name in names}  # all refusals come first
     for name, lab in labs.items():
         print(f"gsreal: calibrating {name}", file=sys.stderr, flush=True)
         kind = cluster.device_types[name]
@@ -50,8 +50,8 @@ def calibrate_types(
         data = device_type_data(measured, settings, source_of(measured) + ", in the lab")
         posted = measured["communication"]
         data["posting"] = {"exchange_s": posted["posting_s"], "message_s": posted["posting_message_s"]}
-        on_a_core(data, _beside_neighbours(cluster, name, settings, where=where))
-        beside_messages(data, _beside_messages(cluster, name, settings, where=where))
+        set_core_slowdown(data, _measure_neighbour_slowdown(cluster, name, settings, where=where))
+        set_communication_slowdown(data, _measure_communication_slowdown(cluster, name, settings, where=where))
         cores = len(usable_cores())
         emulation = {"cpu_share_ratio": share_of(kind), "processor": processor_name(), "cores": cores}
         types[name] = {**data, "memory_bytes": kind.memory_bytes, "lab": emulation}
@@ -59,7 +59,7 @@ def calibrate_types(
         yield types, backend
 
 
-def on_a_core(data: dict[str, Any], ratios: Mapping[str, float]) -> None:
+def set_core_slowdown(data: dict[str, Any], ratios: Mapping[str, float]) -> None:
     """Set in a device type's data the slow-down by neighbours on its core, by model; none without measurements."""
     data.pop("neighbour_slowdown_ratio", None)  # of two cores, which was no slow-down by any more than chance
     if ratios:
@@ -83,30 +83,30 @@ def crowd_size(cpu_share_ratio: float) -> int:
     return min(4, math.floor(2 * MOST_OF_THE_CORES / cpu_share_ratio + 1e-9))
 
 
-def _beside_neighbours(cluster: Cluster, name: str, settings: Settings, *, where: str) -> dict[str, float]:
+def _measure_neighbour_slowdown(cluster: Cluster, name: str, settings: Settings, *, where: str) -> dict[str, float]:
     """Return each model's slow-down while two devices of a type compute on a core; empty if two do not fit."""
     size = crowd_size(share_of(cluster.device_types[name]))
     if not size or not settings.models:
         return {}
-    crowd = lab_of(some_of(cluster, name, size), where=where, on=usable_cores()[:2])
-    found: dict[str, float] = _measured(crowd, replace(settings, only="neighbours"))["beside"]
-    return found
+    crowd = lab_of(linked_devices(cluster, name, size), where=where, on=usable_cores()[:2])
+    ratios: dict[str, float] = _measured(crowd, replace(settings, only="neighbours"))["beside"]
+    return ratios
 
 
-def beside_messages(data: dict[str, Any], measured: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+def set_communication_slowdown(data: dict[str, Any], measured: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """Set in a device type's data the slow-down of its models by communication, from (bytes/s, excess) of each."""
     for profile in data["profiles"]:
         points = sorted(measured[profile["model"]])
-        excess = never_falling([value for _, value in points])
+        excess = monotone([value for _, value in points])
         profile["communicating_excess_ratio"] = {"sizes": [rate for rate, _ in points], "values": excess}
 
 
-def never_falling(values: Sequence[float]) -> list[float]:
+def monotone(values: Sequence[float]) -> list[float]:
     """Return the values made monotone, with means in place of falling neighbours, which are noise.
 
     More bytes take longer.
 
-    >>> never_falling([1.0, 4.0, 2.0, 5.0])
+    >>> monotone([1.0, 4.0, 2.0, 5.0])
     [1.0, 3.0, 3.0, 5.0]
     """
     runs: list[list[float]] = []
@@ -118,24 +118,28 @@ def never_falling(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(run) for run in runs for _ in run]
 
 
-def _beside_messages(
+def _measure_communication_slowdown(
     cluster: Cluster, name: str, settings: Settings, *, where: str
 ) -> dict[str, list[tuple[float, float]]]:
     """Return, by model, (bytes/s sent and received, excess of compute meanwhile) for links of several rates.
 
     If two devices of the type fit on a core, both are there: the traffic of one slows the other down too.
     """
-    found = defaultdict[str, list[tuple[float, float]]](list)
+    by_model = defaultdict[str, list[tuple[float, float]]](list)
     size = crowd_size(share_of(cluster.device_types[name])) or 2
     for rate in RATES_BYTES_PER_S if settings.models else ():
-        crowd = lab_of(some_of(cluster, name, size, bandwidth_bytes_per_s=rate), where=where, on=usable_cores()[:2])
+        crowd = lab_of(
+            linked_devices(cluster, name, size, bandwidth_bytes_per_s=rate), where=where, on=usable_cores()[:2]
+        )
         measured = _measured(crowd, replace(settings, only="communication"), shaped=True)["beside"]
         for model, point in measured.items():
-            found[model].append(tuple(point))
-    return found
+            by_model[model].append(tuple(point))
+    return by_model
 
 
-def some_of(cluster: Cluster, name: str, count: int, *, bandwidth_bytes_per_s: float = FASTEST_BYTES_PER_S) -> Cluster:
+def linked_devices(
+    cluster: Cluster, name: str, count: int, *, bandwidth_bytes_per_s: float = FASTEST_BYTES_PER_S
+) -> Cluster:
     """Return this number of devices of a type of the cluster, fully linked."""
     kind = cluster.device_types[name]
     said = replace(kind.lab, processor=None) if kind.lab else None  # it is about to be measured on this one
@@ -159,17 +163,17 @@ def backend_data(measured: dict[str, Any]) -> dict[str, Any]:
 
     A message costs as much as on the bare wire, in addition to any link's latency.
     """
-    found = backend_cost_data(measured["communication"], f"{source_of(measured)}, in the lab")
-    return {"message_s": measured["communication"]["latency_s"], **found}
+    data = backend_cost_data(measured["communication"], f"{source_of(measured)}, in the lab")
+    return {"message_s": measured["communication"]["latency_s"], **data}
 
 
 def _measured(lab: Lab, settings: Settings, *, shaped: bool = False) -> dict[str, Any]:
     with scratch_folder("gsreal-run-") as folder:
-        made = Path(folder, "measured.json")
-        arguments = [json.dumps(asdict(settings)), str(made)]
+        file = Path(folder, "measured.json")
+        arguments = [json.dumps(asdict(settings)), str(file)]
         with unwinding(), built(lab.network, shaped=shaped) as network:
             run_ranks(lab.network, lab.places, "gsreal.benchmarks", arguments, check=network.check, guard=GUARD)
-        measured: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
+        measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return measured
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gsreal.compiled import compiler
-from gsreal.lab.namespaces import FOLDER, may_be_made
+from gsreal.lab.namespaces import FOLDER, can_create_namespaces
 from gsreal.lab.network import PREFIX, Network
 from gssim.errors import UserError
 from gssim.files import held_lock, release_lock
@@ -32,7 +32,7 @@ def missing() -> str | None:
     for program, package in PACKAGES.items():
         if shutil.which(program) is None:
             return f"needs the program {program}: apt-get install {package}"
-    if not may_be_made():
+    if not can_create_namespaces():
         return "root may not make network namespaces here (in a container: it needs CAP_SYS_ADMIN and CAP_NET_ADMIN)"
     return None
 
@@ -106,15 +106,15 @@ def claimed(run_id: str) -> Iterator[bool]:
 
 def take_down(run_id: str) -> list[str]:
     """Kill the processes in a run's namespaces and remove these; return their names."""
-    found = namespaces_of(run_id)
-    for name in found:
+    namespaces = namespaces_of(run_id)
+    for name in namespaces:
         said = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
         for pid in said.split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-    for name in found:
+    for name in namespaces:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    return found
+    return namespaces
 
 
 def clean() -> tuple[list[str], list[str]]:

@@ -81,16 +81,16 @@ def run_lab(
     lab = lab_of(loaded.scenario.cluster, where=loaded.file)
     _warn_of_other_labs()
     with scratch_folder("gsreal-run-") as folder:
-        made = Path(folder, "measured.json")
-        arguments = [loaded.file, json.dumps(overrides), str(made), str(trace.absolute()) if trace else "", "", "0"]
+        file = Path(folder, "measured.json")
+        arguments = [loaded.file, json.dumps(overrides), str(file), str(trace.absolute()) if trace else "", "", "0"]
         with unwinding(), built(lab.network) as network:
             links = verify(lab.network)
             report(lab.network.run_id, links)
             places = lab.places[: loaded.scenario.ranks]
             guard = Guard(timeout_s)
             run_ranks(lab.network, places, "gsreal.run.worker", arguments, check=network.check, guard=guard)
-        found = read_result(made)
-    return replace(found, provenance={**found.provenance, "lab": provenance(lab, links, netem=network.netem)})
+        result = read_result(file)
+    return replace(result, provenance={**result.provenance, "lab": provenance(lab, links, netem=network.netem)})
 
 
 def report(run_id: str, links: Sequence[Verified]) -> None:

@@ -25,13 +25,13 @@ def in_namespace(namespace: str, action: Callable[[], T]) -> T:
     Sockets belong to the namespace in which they are created, and a file in /proc/sys/net to that of the thread which
     opens it.
     """
-    found: list[T] = []
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
             enter(FOLDER / namespace)
-            found.append(action())
+            results.append(action())
         except BaseException as error:
             failed.append(error)
 
@@ -40,19 +40,20 @@ def in_namespace(namespace: str, action: Callable[[], T]) -> T:
     thread.join()
     if failed:
         raise failed[0]
-    return found[0]
+    return results[0]
 
 
 def enter(namespace: Path) -> None:
     """Let this thread enter a network namespace; raise OSError if it may not."""
     handle = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _succeed(ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET), str(namespace))
+        if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(namespace))
     finally:
         os.close(handle)
 
 
-def may_be_made() -> bool:
+def can_create_namespaces() -> bool:
     """Return whether this process may create network namespaces: root in a container often may not."""
     allowed: list[bool] = []
 
@@ -65,15 +66,10 @@ def may_be_made() -> bool:
     return allowed == [True]
 
 
-def _succeed(status: int, what: str) -> None:
-    if status:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), what)
-
-
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def before_first() -> None:
+def prepare_process() -> None:
     """Make this process, the leader of a session, end with its parent and run at the highest priority.
 
     Other processes of the machine then disturb it less. If Linux schedules sessions as groups, a group has a priority

@@ -172,18 +172,18 @@ def _next_hops(target: int, edges: dict[tuple[int, int], _Edge]) -> dict[int, in
     into: dict[int, list[_Edge]] = {}
     for edge in edges.values():
         into.setdefault(edge.target, []).append(edge)
-    found: dict[int, int] = {}
+    hops: dict[int, int] = {}
     queue = [(0, 0.0, target, target)]
     while queue:
         links, latency_s, node, following = heapq.heappop(queue)
-        if node in found:
+        if node in hops:
             continue
-        found[node] = following
+        hops[node] = following
         for edge in into.get(node, []):
-            if edge.source not in found:
+            if edge.source not in hops:
                 heapq.heappush(queue, (links + 1, latency_s + edge.latency_s, edge.source, node))
-    del found[target]
-    return found
+    del hops[target]
+    return hops
 
 
 def _routes(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from gsreal.lab.namespaces import FOLDER, before_first, in_namespace
+from gsreal.lab.namespaces import FOLDER, in_namespace, prepare_process
 from gsreal.lab.network import ADDRESS_DEVICE, Network, Node
 from gsreal.lab.throttle import Place, as_variable
 from gsreal.run.launch import Guard, Start
@@ -35,12 +35,12 @@ def run_ranks(
         Start(
             rank_command(network, number, module, arguments),
             {**rank_environment(places, number), **as_variable(place)},
-            before_first,
+            prepare_process,
         )
         for number, place in enumerate(places)
     ]
     nodes = network.nodes[: len(places)]
-    run_anywhere(starts, guard or Guard(), check=check, explain=lambda: cut_off(nodes))
+    run_anywhere(starts, guard or Guard(), check=check, explain=lambda: unreachable_rank(nodes))
 
 
 def rank_command(network: Network, number: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -63,12 +63,12 @@ def rank_environment(places: Sequence[Place], number: int) -> dict[str, str]:
     }
 
 
-def cut_off(nodes: Sequence[Node]) -> str | None:
+def unreachable_rank(nodes: Sequence[Node]) -> str | None:
     """Return a text that names the rank which others cannot reach; None if all are reachable."""
     pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
     with ThreadPoolExecutor(max_workers=16) as pool:
-        found = pool.map(lambda pair: _reaches(nodes[pair[0]], nodes[pair[1]]), pairs)
-        cut = [pair for pair, reached in zip(pairs, found, strict=True) if not reached]
+        reachable = pool.map(lambda pair: _reaches(nodes[pair[0]], nodes[pair[1]]), pairs)
+        cut = [pair for pair, reached in zip(pairs, reachable, strict=True) if not reached]
     if not cut:
         return None
     rank, _ = Counter(end for pair in cut for end in pair).most_common(1)[0]

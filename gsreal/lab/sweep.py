@@ -38,7 +38,7 @@ class Cell:
         return f"{self.point.name}{f', again ({self.repeat})' if self.repeat else ''}"
 
 
-def checked_points(points: Sequence[Point], *, sweep: Path) -> list[Loaded]:
+def check_points(points: Sequence[Point], *, sweep: Path) -> list[Loaded]:
     """Return the points' scenarios; raise UserError for the first that cannot run in a lab on this machine."""
     found = []
     for point in points:
@@ -68,9 +68,9 @@ def kept(cell: Cell) -> Result | None:
     """Return the existing measurement, if any: of the same scenario on the same emulated cluster."""
     remove_partial(cell.file)
     try:
-        found = read_result(cell.file)
-        cluster = validated(Cluster, found.scenario["cluster"], file=str(cell.file))
-        return found if emulated(cluster) == emulated(cell.loaded.scenario.cluster) else None
+        result = read_result(cell.file)
+        cluster = validated(Cluster, result.scenario["cluster"], file=str(cell.file))
+        return result if emulated(cluster) == emulated(cell.loaded.scenario.cluster) else None
     except UserError:  # none, a damaged one, or one of before files were read otherwise
         return None
 
@@ -91,10 +91,10 @@ def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again
 
     Raises RunFailedError at the end if some failed; they are not stored, so that the next call repeats them.
     """
-    found = {} if again else {cell.file: result for cell in cells if (result := kept(cell)) is not None}
-    missing = [cell for cell in cells if cell.file not in found]
-    if found:
-        _say(f"{len(found)} of {len(cells)} are there already")
+    results = {} if again else {cell.file: result for cell in cells if (result := kept(cell)) is not None}
+    missing = [cell for cell in cells if cell.file not in results]
+    if results:
+        _say(f"{len(results)} of {len(cells)} are there already")
     failed: list[str] = []
     begun_s = time.monotonic()
     for done, cell in enumerate(missing):
@@ -109,14 +109,14 @@ def measure_cells(cells: Sequence[Cell], run: Callable[[Cell], Result], *, again
             ended_s = time.monotonic()
         result = replace(result, provenance={**result.provenance, "repeat": cell.repeat})
         write_text(cell.file, result.to_json())
-        found[cell.file] = result
+        results[cell.file] = result
         took = f"{cell.name}: a step {human_seconds(result.step_time_s)}, in all {ended_s - cell_s:.0f} s"
         _say(f"{took}; {progress(done + 1, len(missing), ended_s - begun_s)}")
     if failed:
         raise RunFailedError(
             f"lab: {len(failed)} of {len(cells)} failed ({', '.join(failed)}); the same command tries them again"
         )
-    return [found[cell.file] for cell in cells]
+    return [results[cell.file] for cell in cells]
 
 
 def progress(done: int, cells: int, elapsed_s: float) -> str:
@@ -129,7 +129,7 @@ def progress(done: int, cells: int, elapsed_s: float) -> str:
     return f"{done} of {cells} done, {elapsed_s / 60:.1f} min elapsed, about {left_s / 60:.1f} min left"
 
 
-def middle_ones(cells: Sequence[Cell], results: Sequence[Result]) -> list[Result]:
+def median_results(cells: Sequence[Cell], results: Sequence[Result]) -> list[Result]:
     """Return one Result of each point: the repeat of median step time, of two the faster one."""
     by_point: dict[str, list[Result]] = {}
     for cell, result in zip(cells, results, strict=True):

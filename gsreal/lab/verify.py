@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from gsreal.lab.namespaces import before_first, in_namespace
+from gsreal.lab.namespaces import in_namespace, prepare_process
 from gsreal.lab.network import ADDRESS_DEVICE, End, Network
 from gsreal.lab.throttle import own_place
-from gsreal.run.launch import deferred
+from gsreal.run.launch import signals_deferred
 from gssim.errors import RunFailedError
 
 INSIDE = ("lo", ADDRESS_DEVICE)
 """Interfaces that lead to no other node."""
 
 
-def carried_bytes(table: Path = Path("/proc/self/net/dev")) -> tuple[int, int] | None:
+def interface_bytes(table: Path = Path("/proc/self/net/dev")) -> tuple[int, int] | None:
     """Return (sent, received) bytes of this device since its network was built, headers included; None outside the lab.
 
     Traffic that an adjacent switch forwards for others is in that switch's counters.
@@ -42,7 +42,7 @@ def carried_bytes(table: Path = Path("/proc/self/net/dev")) -> tuple[int, int] |
     return sent, received
 
 
-class Carried:
+class InterfaceBytes:
     """Bytes that this device has sent and received over steps, with some intervals excluded."""
 
     def __init__(self) -> None:
@@ -50,17 +50,17 @@ class Carried:
 
     def restart(self) -> None:
         """Start counting."""
-        self._from = self._to = carried_bytes()
+        self._from = self._to = interface_bytes()
         self._steps = 0
 
     def note(self) -> None:
         """Count up to now, the end of a step."""
-        self._to = carried_bytes()
+        self._to = interface_bytes()
         self._steps += 1
 
     def leave_out(self) -> None:
         """Exclude the bytes carried since the last step's end."""
-        now = carried_bytes()
+        now = interface_bytes()
         if self._from and self._to and now:
             sent, received = (at - to for at, to in zip(now, self._to, strict=True))
             self._from, self._to = (self._from[0] + sent, self._from[1] + received), now
@@ -101,14 +101,14 @@ class Verified:
     @property
     def faults(self) -> list[str]:
         """Texts of the properties that deviate by more than the tolerance."""
-        found = []
+        texts = []
         if abs(self.measured_bytes_per_s / self.rate_bytes_per_s - 1) > TOLERANCE_RATIO:
             asked, got = (rate * 8 / 1e6 for rate in (self.rate_bytes_per_s, self.measured_bytes_per_s))
-            found.append(f"{got:.4g} Mbit/s, not {asked:.4g} ({got / asked - 1:+.0%})")
+            texts.append(f"{got:.4g} Mbit/s, not {asked:.4g} ({got / asked - 1:+.0%})")
         if self.delay_s and abs(self.measured_delay_s / self.delay_s - 1) > TOLERANCE_RATIO:
             asked, got = self.delay_s * 1e3, self.measured_delay_s * 1e3
-            found.append(f"a delay of {got:.4g} ms, not {asked:.4g} ({got / asked - 1:+.0%})")
-        return found
+            texts.append(f"a delay of {got:.4g} ms, not {asked:.4g} ({got / asked - 1:+.0%})")
+        return texts
 
 
 def verify(network: Network) -> tuple[Verified, ...]:
@@ -116,26 +116,26 @@ def verify(network: Network) -> tuple[Verified, ...]:
 
     Raises RunFailedError if a link does not work at all.
     """
-    with deferred():
+    with signals_deferred():
         process = subprocess.Popen(
             [sys.executable, "-c", "from gsreal.lab import verify; verify.main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=before_first,
+            preexec_fn=prepare_process,
             start_new_session=True,
         )
     with process:
         try:
-            made, said = process.communicate(pickle.dumps(network))
+            answer, said = process.communicate(pickle.dumps(network))
         except BaseException:
             process.kill()
             raise
     if process.returncode:
         last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
         raise RunFailedError(f"lab: links cannot be measured: {last[0]}")
-    found: tuple[Verified, ...] = pickle.loads(made)
-    return found
+    links: tuple[Verified, ...] = pickle.loads(answer)
+    return links
 
 
 def main() -> None:
@@ -145,7 +145,7 @@ def main() -> None:
 
 def measured(network: Network) -> tuple[Verified, ...]:
     """Return every directed link, measured by this process, one after another."""
-    found = []
+    links = []
     for wire in network.wires:
         a, b = wire.ends
         there, back = wire.between
@@ -153,18 +153,18 @@ def measured(network: Network) -> tuple[Verified, ...]:
         delay_s = _settled(partial(_delay_once, a, b), mean_delay_s)
         for ends, name in (((a, b), f"{there} -> {back}"), ((b, a), f"{back} -> {there}")):
             rate = _settled(partial(_rate_once, *ends), ends[0].rate_bytes_per_s)
-            found.append(Verified(name, ends[0].rate_bytes_per_s, rate, mean_delay_s, delay_s))
-    return tuple(found)
+            links.append(Verified(name, ends[0].rate_bytes_per_s, rate, mean_delay_s, delay_s))
+    return tuple(links)
 
 
 def _settled(measure: Callable[[], float], asked: float) -> float:
     """Return the median of measurements: of one, if it is about the requested value, else of several."""
-    found: list[float] = []
-    while len(found) < ATTEMPTS:
-        found.append(measure())
-        if asked and abs(median(found) / asked - 1) < TOLERANCE_RATIO / 2:
+    values: list[float] = []
+    while len(values) < ATTEMPTS:
+        values.append(measure())
+        if asked and abs(median(values) / asked - 1) < TOLERANCE_RATIO / 2:
             break
-    return median(found)
+    return median(values)
 
 
 def _rate_once(source: End, target: End) -> float:

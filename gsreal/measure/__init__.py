@@ -1,18 +1,18 @@
 """Measurements of a real run: spans on a clock, exact peak bytes, and every collective of the process group."""
 
-from gsreal.measure.collectives import CollectiveRecorder, Seen, collectives_of
+from gsreal.measure.collectives import CollectiveRecorder, ObservedCollective, collectives_of
 from gsreal.measure.memory import MemoryCounter, counting_allocator
-from gsreal.measure.step import RankStep, Timeline, middle_step, rank_step, step_of
+from gsreal.measure.step import RankStep, Timeline, combine_ranks, median_step, step_of_rank
 
 __all__ = [
     "CollectiveRecorder",
     "MemoryCounter",
+    "ObservedCollective",
     "RankStep",
-    "Seen",
     "Timeline",
     "collectives_of",
+    "combine_ranks",
     "counting_allocator",
-    "middle_step",
-    "rank_step",
-    "step_of",
+    "median_step",
+    "step_of_rank",
 ]

@@ -18,7 +18,7 @@ from gssim.result import Collective, merge_collectives
 
 
 @dataclass
-class Seen:
+class ObservedCollective:
     """One collective that this rank submitted to the process group."""
 
     kind: str
@@ -60,8 +60,8 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Seen] = []
-        self._logical: Seen | None = None
+        self.seen: list[ObservedCollective] = []
+        self._logical: ObservedCollective | None = None
 
     def __enter__(self) -> "CollectiveRecorder":
         observers.append(self._observe)
@@ -76,7 +76,7 @@ class CollectiveRecorder(TorchDispatchMode):
         if entry is None:
             self._logical = None
             return
-        self._logical = Seen(entry.kind, entry.group, entry.declared_bytes, entry.data_dependent)
+        self._logical = ObservedCollective(entry.kind, entry.group, entry.declared_bytes, entry.data_dependent)
         self.seen.append(self._logical)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +93,7 @@ class CollectiveRecorder(TorchDispatchMode):
         if name not in FUNCTIONAL_KINDS:
             return  # waiting, and wrapping what is waited for
         sizes = [sum(t.numel() * t.element_size() for t in tree_leaves(each)) for each in (args[0], result)]
-        self.seen.append(Seen(FUNCTIONAL_KINDS[name], _functional_group(args), max(sizes)))
+        self.seen.append(ObservedCollective(FUNCTIONAL_KINDS[name], _functional_group(args), max(sizes)))
 
     def _record(self, name: str, args: Sequence[Any]) -> None:
         tensors = [tree_leaves(arg) for arg in args]
@@ -105,18 +105,15 @@ class CollectiveRecorder(TorchDispatchMode):
         elif name not in ("recv_", "recv_any_source_"):
             kind = KINDS.get(name, name)
             size = max(sizes) if kind in LARGER_SIDE else sizes[0]
-            self.seen.append(Seen(kind, _group_of(args), 0 if kind == "barrier" else size))
+            group = _process_group(args)
+            ranks = tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
+            self.seen.append(ObservedCollective(kind, ranks, 0 if kind == "barrier" else size))
 
     def _sent(self, size: int, group: tuple[int, ...]) -> None:
         if self._logical is not None:
             self._logical.sent_bytes += size
         else:
-            self.seen.append(Seen("send", group, size))
-
-
-def _group_of(args: Sequence[Any]) -> tuple[int, ...]:
-    group = _process_group(args)
-    return tuple(sorted(dist.get_process_group_ranks(group))) if group is not None else ()
+            self.seen.append(ObservedCollective("send", group, size))
 
 
 def _ends_of(args: Sequence[Any]) -> tuple[int, ...]:
@@ -150,14 +147,14 @@ class _Merged:
     data_dependent: bool = False
 
 
-def collectives_of(seen_by_rank: Sequence[Sequence[Seen]]) -> tuple[Collective, ...]:
+def collectives_of(observed_by_rank: Sequence[Sequence[ObservedCollective]]) -> tuple[Collective, ...]:
     """Return all ranks' logical collectives, each counted once.
 
     The k-th entry of a kind and group on one rank is the k-th on the others. Sizes of all-to-all-v and plain sends are
     summed over ranks; all others must be equal on every rank, and are separate entries otherwise.
     """
     merged: dict[tuple[str, tuple[int, ...], int, int], _Merged] = defaultdict(_Merged)
-    for rank, seen in enumerate(seen_by_rank):
+    for rank, seen in enumerate(observed_by_rank):
         ordinals: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
         for entry in seen:
             place = (entry.kind, entry.group)

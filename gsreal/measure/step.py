@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gsreal.measure.memory import MemoryCounter
-from gsreal.run.rank import everybodys
+from gsreal.run.rank import gather_json
 from gssim.result import PHASES, Arrow, Held, Span, Step, arrows_among, phases_of
 
 
@@ -173,15 +173,15 @@ class RankStep:
     """(Time, peak bytes from then until the next); empty if memory cannot be counted."""
 
 
-def middle_step(ends_s: Sequence[float]) -> int:
+def median_step(ends_s: Sequence[float]) -> int:
     """Return the index of the step of median length on average over the ranks: the same one on each (a collective)."""
-    every = everybodys(list(ends_s))
+    every = gather_json(list(ends_s))
     steps = zip(*(pairwise(each) for each in every), strict=True)
     lengths = [fmean(after - before for before, after in pairs) for pairs in steps]
     return sorted(range(len(lengths)), key=lambda step: (lengths[step], step))[len(lengths) // 2]
 
 
-def rank_step(
+def step_of_rank(
     timeline: Timeline, number: int, *, device: str, counter: MemoryCounter, again: Callable[[], object]
 ) -> RankStep:
     """Return a step since `restart`; its memory is that of another one, `again`, which is not timed.
@@ -190,7 +190,7 @@ def rank_step(
     """
     start_s, end_s, marks, spans = timeline.step(number)
     before = timeline.spans_so_far
-    with _watched(timeline, counter) as peaks:
+    with _record_peaks(timeline, counter) as peaks:
         again()
     there = timeline.marks_since(before)
     return RankStep(
@@ -205,7 +205,7 @@ def rank_step(
 
 
 @contextmanager
-def _watched(timeline: Timeline, counter: MemoryCounter) -> Iterator[list[tuple[Any, int]]]:
+def _record_peaks(timeline: Timeline, counter: MemoryCounter) -> Iterator[list[tuple[Any, int]]]:
     """Yield a list that is filled with each moment marked inside, and the peak since the one before it."""
     peaks: list[tuple[Any, int]] = []
 
@@ -233,13 +233,13 @@ def _held(
     times_s = {}
     for mark, span in zip(there, spans, strict=True):
         times_s[id(mark.began)], times_s[id(mark.ended)] = span.start_s, span.end_s
-    found, since_s, most = [], start_s, 0
+    curve, since_s, most = [], start_s, 0
     for moment, peak in peaks:
         most = max(most, peak)
         if id(moment) in times_s:
-            found.append((since_s, most))
+            curve.append((since_s, most))
             since_s, most = times_s[id(moment)], 0
-    return [*found, (since_s, most)] if most else found
+    return [*curve, (since_s, most)] if most else curve
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ def _clock() -> str:
         return f"rank {dist.get_rank()}"
 
 
-def step_of(ranks: Sequence[RankStep]) -> Step:
+def combine_ranks(ranks: Sequence[RankStep]) -> Step:
     """Return one step of all ranks, starting when the last of them began it.
 
     Ranks on a machine with a clock of its own are shown as if they had begun it at that moment.
@@ -274,7 +274,7 @@ def step_of(ranks: Sequence[RankStep]) -> Step:
             rank: (each.start_s - zero, each.end_s - zero)
             for rank, (each, zero) in enumerate(zip(ranks, zeros_s, strict=True))
         },
-        arrows=[*_of_collectives(spans, groups), *_of_stages(spans, groups)],
+        arrows=[*_collective_arrows(spans, groups), *_stage_arrows(spans, groups)],
         held=[
             Held(rank, time_s - zero, float(size))
             for rank, (each, zero) in enumerate(zip(ranks, zeros_s, strict=True))
@@ -284,7 +284,7 @@ def step_of(ranks: Sequence[RankStep]) -> Step:
     )
 
 
-def _of_collectives(spans: Sequence[Span], groups: Sequence[tuple[int, ...]]) -> list[Arrow]:
+def _collective_arrows(spans: Sequence[Span], groups: Sequence[tuple[int, ...]]) -> list[Arrow]:
     """Return arrows between spans of one label and group: the k-th of each member are the same collective."""
     met: dict[tuple[str, tuple[int, ...], int], list[int]] = defaultdict(list)
     seen: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
@@ -296,13 +296,13 @@ def _of_collectives(spans: Sequence[Span], groups: Sequence[tuple[int, ...]]) ->
     return [arrow for label, members in whole for arrow in arrows_among(spans, members, label)]
 
 
-def _of_stages(spans: Sequence[Span], groups: Sequence[tuple[int, ...]]) -> list[Arrow]:
+def _stage_arrows(spans: Sequence[Span], groups: Sequence[tuple[int, ...]]) -> list[Arrow]:
     """Return arrows of a pipeline's messages, from stage to stage."""
     work: dict[tuple[str, int, str, tuple[int, ...]], int] = {}
     for number, (span, group) in enumerate(zip(spans, groups, strict=True)):
-        found = STAGE.fullmatch(span.label)
-        if found and group:
-            work[found[1], int(found[2]), found[3], group] = number
+        match = STAGE.fullmatch(span.label)
+        if match and group:
+            work[match[1], int(match[2]), match[3], group] = number
     arrows = []
     for (phase, stage, micro_batch, group), number in work.items():
         next_stage, what = (stage + 1, "activation") if phase == "forward" else (stage - 1, "gradient")

@@ -14,16 +14,16 @@ from gsreal.methods.fully_sharded import fully_shard_parameters
 from gsreal.methods.gradient_sharding import push_gradients, train_owned_layers
 from gsreal.methods.pipeline_stages import StageModules
 from gsreal.methods.pipelined import pipeline_stages
-from gsreal.methods.replicated import all_reduce_gradients, train_alone
+from gsreal.methods.replicated import all_reduce_gradients, train_single_device
 from gsreal.methods.tensor import slice_blocks
 from gsreal.methods.tensor_slices import whole_parameter
 from gsreal.methods.training import Training, checkpoint_blocks, device_mesh
-from gsreal.run.rank_speed import Follower, SlowDevice
+from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.scenario import Scenario
 
 Apply = Callable[[Scenario, nn.Module, Timeline, torch.device], Training]
 APPLY: dict[tuple[str, str], Apply] = {
-    ("replicated", "local"): train_alone,
+    ("replicated", "local"): train_single_device,
     ("replicated", "all-reduce"): all_reduce_gradients,
     ("gathered", "reduce-scatter"): fully_shard_parameters,
     ("sharded", "reduce-scatter"): fully_shard_parameters,
@@ -48,7 +48,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
         apply = train_owned_layers
     training = apply(scenario, module, timeline, device)
     if scenario.plan.shares.replan:
-        training.follower = Follower(scenario, device)
+        training.follower = Rebalancer(scenario, device)
     if scenario.run.slowdowns:
         training.slow = SlowDevice(timeline, device)
     return training
@@ -57,7 +57,7 @@ def prepare(scenario: Scenario, module: nn.Module, timeline: Timeline, device: t
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter whole, by name; sharded ones are gathered (a collective)."""
     if isinstance(module, StageModules):
-        return module.of_all_stages()
+        return module.gather_parameters()
     names = [name for name, _ in module.named_parameters()]
     with gathered(module):
         return {name.removeprefix("module."): whole_parameter(module, name) for name in names}

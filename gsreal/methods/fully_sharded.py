@@ -77,14 +77,14 @@ def _observe(
         def __call__(  # type: ignore[override]  # FSDP2 takes None as well: the base's base says so
             self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
         ) -> dist.Work | None:
-            found = None
+            work = None
             with timeline.span("reduce-scatter", "exposed_communication", group):
                 if point_to_point:
                     reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
                 else:
-                    found = super().__call__(output_tensor, input_tensor, group, op, async_op)
+                    work = super().__call__(output_tensor, input_tensor, group, op, async_op)
             scattered[:] = [timeline.mark()]
-            return found
+            return work
 
     def all_reduced(_gradients: Tensor) -> None:
         if scattered:  # without shards there is no reduce-scatter to begin from

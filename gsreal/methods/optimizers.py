@@ -51,9 +51,9 @@ def make_optimizer(
 
     DTensors and others are separate groups: torch's optimizers that process all tensors together refuse a mixture.
     """
-    found = list(parameters)
-    low = any(parameter.dtype != master_type(parameter.dtype) for parameter in found)
+    parameter_list = list(parameters)
+    low = any(parameter.dtype != master_type(parameter.dtype) for parameter in parameter_list)
     kind, settings = replica_optimizer_of(workload, device) if low else optimizer_of(workload, device)
-    kinds = [[p for p in found if isinstance(p, DTensor) is native] for native in (True, False)]
-    made: torch.optim.Optimizer = kind([{"params": each} for each in kinds if each], **settings)
-    return made
+    kinds = [[p for p in parameter_list if isinstance(p, DTensor) is native] for native in (True, False)]
+    optimizer: torch.optim.Optimizer = kind([{"params": each} for each in kinds if each], **settings)
+    return optimizer

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gsreal.machine import starting_threads
+from gsreal.machine import group_threads
 from gsreal.model_files.build import build_module
-from gsreal.run.rank import everybodys, wire_device
+from gsreal.run.rank import gather_json, wire_device
 from gssim.errors import UserError
 from gssim.plan import Mesh
 from gssim.scenario import Scenario
@@ -37,35 +37,31 @@ def check_stages(scenario: Scenario, *, where: str) -> None:
         )
     with torch.device("meta"):
         module = build_module(source, where=where)
-    if not _can_be_cut(module):
+    if not (callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential)):
         raise UserError(
             f"{where}: plan.pp = {pp}: {type(module).__name__} cannot be cut into stages; "
             "allowed: modules with a method keep_layers, such as those of gsreal.models, and nn.Sequential"
         )
 
 
-def _can_be_cut(module: nn.Module) -> bool:
-    return callable(getattr(module, "keep_layers", None)) or isinstance(module, nn.Sequential)
-
-
 def stage_module(module: nn.Module, layers: Sequence[LayerInstance], *, shared: bool) -> nn.Module:
     """Return the module with these layers only; `shared`: copy it first, as other stages need `module` unchanged."""
-    found = copy.deepcopy(module) if shared else module
+    part = copy.deepcopy(module) if shared else module
     names = {instance.module for instance in layers if instance.layer.modules}
-    if isinstance(found, nn.Sequential) and not hasattr(found, "keep_layers"):
-        _keep_children(found, names)
+    if isinstance(part, nn.Sequential) and not hasattr(part, "keep_layers"):
+        _keep_named_children(part, names)
     else:
-        found.keep_layers(names)  # type: ignore[operator]
-    return found
+        part.keep_layers(names)  # type: ignore[operator]
+    return part
 
 
-def _keep_children(module: nn.Sequential, names: Collection[str]) -> None:
+def _keep_named_children(module: nn.Sequential, names: Collection[str]) -> None:
     """Replace all layers of a chain but those named; a child between two layers belongs to the one before it."""
-    kept = False
+    is_kept = False
     for name, child in list(module.named_children()):
         has_layers = any(True for _ in child.parameters())
-        kept = name in names if has_layers or name in names else kept
-        if not kept:
+        is_kept = name in names if has_layers or name in names else is_kept
+        if not is_kept:
             setattr(module, name, nn.Identity())
 
 
@@ -77,7 +73,7 @@ class StageModules(nn.Module):
         self.stages = nn.ModuleList(stages)
         self.group = group
 
-    def of_all_stages(self) -> dict[str, Tensor]:
+    def gather_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model by its name in the model (a collective over the pipeline's ranks)."""
         own = {
             name.removeprefix("module."): parameter.detach().contiguous()
@@ -85,25 +81,25 @@ class StageModules(nn.Module):
             for name, parameter in stage.named_parameters()
         }
         described = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in own.items()]
-        found: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
         for rank, entries in zip(
-            dist.get_process_group_ranks(self.group), everybodys(described, self.group), strict=True
+            dist.get_process_group_ranks(self.group), gather_json(described, self.group), strict=True
         ):
             for name, shape, dtype in entries:
                 sent = torch.empty(shape, dtype=getattr(torch, dtype), device=wire_device(self.group))
                 if rank == dist.get_rank():
                     sent.copy_(own[name])
                 dist.broadcast(sent, rank, group=self.group)
-                found[name] = sent.cpu()
-        return found
+                parameters[name] = sent.cpu()
+        return parameters
 
 
 def process_group(mesh: Mesh, rank: int, *axes: str) -> dist.ProcessGroup:
     """Return the group of ranks that differ from `rank` on these axes only (a collective over all ranks)."""
     mine = None
     for group in dict.fromkeys(tuple(mesh.group(each, *axes)) for each in range(mesh.ranks)):
-        with starting_threads():
-            made = dist.new_group(list(group))
-        mine = made if rank in group else mine
+        with group_threads():
+            created = dist.new_group(list(group))
+        mine = created if rank in group else mine
     assert mine is not None
     return mine

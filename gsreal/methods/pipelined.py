@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from gsreal.measure import Timeline
 from gsreal.methods.optimizers import make_optimizer
 from gsreal.methods.pipeline_stages import StageModules, process_group, stage_module
-from gsreal.methods.replicated import deal_out
+from gsreal.methods.replicated import shard_optimizer_state
 from gsreal.methods.training import Training, Weights, checkpoint_block
 from gsreal.model_files.build import loss_of
 from gssim.plan import DATA_AXES, DDP_BUCKET_BYTES, MIB
@@ -117,22 +117,24 @@ def pipeline_stages(scenario: Scenario, module: nn.Module, timeline: Timeline, d
     replicas = process_group(mesh, rank, *DATA_AXES) if mesh.data_ranks > 1 else None
     if replicas is not None:
         modules = [_replicated(scenario, part, replicas, timeline, last_gradient) for part in modules]
-    made = [ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)]
-    for stage in made:
+    observed = [
+        ObservedStage(part, i, len(stages), device, group=group) for i, part in zip(numbers, modules, strict=True)
+    ]
+    for stage in observed:
         stage.observe(timeline, last_gradient, replicas)
-    losses = Losses(made[-1], timeline)
-    held = StageModules(modules, group)
+    losses = Losses(observed[-1], timeline)
+    own_stages = StageModules(modules, group)
     if scenario.policies.optimizer_state == "sharded":
-        optimizer = deal_out(scenario.workload, held, timeline, device, group=replicas)
+        optimizer = shard_optimizer_state(scenario.workload, own_stages, timeline, device, group=replicas)
     else:
-        optimizer = make_optimizer(scenario.workload, held.parameters(), device)
+        optimizer = make_optimizer(scenario.workload, own_stages.parameters(), device)
     return PipelineTraining(
-        held,
+        own_stages,
         optimizer,
         timeline,
         scale=float(mesh.data_ranks),
         last_gradient=last_gradient,
-        run=_schedule(scenario, made, losses).step,
+        run=_schedule(scenario, observed, losses).step,
         losses=losses,
     )
 

@@ -16,7 +16,7 @@ from gssim.scenario import Scenario
 from gssim.workload import Workload
 
 
-def train_alone(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
+def train_single_device(scenario: Scenario, module: nn.Module, timeline: Timeline, device: torch.device) -> Training:
     """Train on a single device, without communication."""
     optimizer = make_optimizer(scenario.workload, module.parameters(), device)
     return Training(module, optimizer, timeline, scale=1.0)
@@ -44,9 +44,11 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     replicas = options["process_group"] or dist.group.WORLD
     assert replicas is not None
     if not scenario.plan.overlap:
-        wrapped.register_comm_hook(None, _blocking_sum(replicas, timeline))
-    make = _dealt_out_optimizer if scenario.policies.optimizer_state == "sharded" else _whole_optimizer
-    optimizer = make(scenario.workload, wrapped, timeline, device)
+        wrapped.register_comm_hook(None, _blocking_all_reduce(replicas, timeline))
+    if scenario.policies.optimizer_state == "sharded":
+        optimizer = shard_optimizer_state(scenario.workload, wrapped, timeline, device, group=wrapped.process_group)
+    else:
+        optimizer = make_optimizer(scenario.workload, wrapped.parameters(), device)
 
     def syncing(leaves: bool) -> AbstractContextManager[None]:
         return nullcontext() if leaves else wrapped.no_sync()
@@ -63,7 +65,7 @@ def all_reduce_gradients(scenario: Scenario, module: nn.Module, timeline: Timeli
     )
 
 
-def _blocking_sum(
+def _blocking_all_reduce(
     group: dist.ProcessGroup, timeline: Timeline
 ) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
     """Return a DistributedDataParallel hook that all-reduces a bucket before the backward continues."""
@@ -79,21 +81,7 @@ def _blocking_sum(
     return summed
 
 
-def _whole_optimizer(
-    workload: Workload, module: nn.Module, timeline: Timeline, device: torch.device
-) -> torch.optim.Optimizer:
-    """Return the optimizer of all parameters."""
-    return make_optimizer(workload, module.parameters(), device)
-
-
-def _dealt_out_optimizer(
-    workload: Workload, module: nn.parallel.DistributedDataParallel, timeline: Timeline, device: torch.device
-) -> torch.optim.Optimizer:
-    """Return the optimizer of this rank's own tensors."""
-    return deal_out(workload, module, timeline, device, group=module.process_group)
-
-
-def deal_out(
+def shard_optimizer_state(
     workload: Workload,
     module: nn.Module,
     timeline: Timeline,

@@ -78,7 +78,7 @@ def _bert_units(block: Any) -> int:
     return gcd(attention.query.out_features // attention.attention_head_size, block.intermediate.dense.out_features)
 
 
-def _as_wide_as_its_maps(_block: Any, _held: int) -> None:
+def _resize_nothing(_block: Any, _held: int) -> None:
     """Change nothing: these modules derive the number of heads from the outputs of their linear maps."""
 
 
@@ -108,13 +108,13 @@ CUTS: dict[str, Cut] = {
         units=_llama_units,
         columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
         rows=("self_attn.o_proj", "mlp.down_proj"),
-        resize=_as_wide_as_its_maps,
+        resize=_resize_nothing,
     ),
     "transformers.models.bert.modeling_bert.BertLayer": Cut(
         units=_bert_units,
         columns=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
         rows=("attention.output.dense", "output.dense"),
-        resize=_as_wide_as_its_maps,
+        resize=_resize_nothing,
     ),
 }
 """By the full name of the block's class."""
@@ -156,7 +156,7 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
     """Return the slice of every sliced parameter, by (module, parameter), for a rank with these units."""
     cut = cut_of(block)
     assert cut is not None  # the caller has asked
-    units, found = cut.units(block), {}
+    units, slices = cut.units(block), {}
     for path in (*cut.columns, *cut.between, *cut.rows):
         module = block.get_submodule(path)
         for name, parameter in module.named_parameters(recurse=False):
@@ -167,8 +167,8 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
             each = size // parts // units
             starts = [part * (size // parts) for part in range(parts)]
             ranges = tuple((start + each * held.start, start + each * held.stop) for start in starts)
-            found[path, name] = Slice(dimension, size, ranges)
-    return found
+            slices[path, name] = Slice(dimension, size, ranges)
+    return slices
 
 
 def _dimension(module: nn.Module, parameter: Tensor, *, rows: bool) -> int:
@@ -207,15 +207,15 @@ def whole_parameter(module: nn.Module, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     parameter: Any = getattr(owner, leaf)
-    held: Tensor = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
+    local: Tensor = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
     part, group = owner.__dict__.get("_gsreal_slices", {}).get(leaf, (None, None))
     if part is None:
-        return held.clone()
-    if held.shape[part.dimension] == part.size and dist.get_world_size(group) > 1:  # a DTensor's, in the ranks' order
-        held = held.chunk(dist.get_world_size(group), part.dimension)[dist.get_rank(group)]
-    shape = [part.size if dimension == part.dimension else size for dimension, size in enumerate(held.shape)]
-    whole = torch.zeros(shape, dtype=held.dtype, device=held.device)
-    part.put(held, whole)
+        return local.clone()
+    if local.shape[part.dimension] == part.size and dist.get_world_size(group) > 1:  # a DTensor's, in the ranks' order
+        local = local.chunk(dist.get_world_size(group), part.dimension)[dist.get_rank(group)]
+    shape = [part.size if dimension == part.dimension else size for dimension, size in enumerate(local.shape)]
+    whole = torch.zeros(shape, dtype=local.dtype, device=local.device)
+    part.put(local, whole)
     dist.all_reduce(whole, group=group)
     return whole
 

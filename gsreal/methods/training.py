@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from gsreal.gradient_sharding import GradientSharding
-from gsreal.machine import starting_threads
+from gsreal.machine import group_threads
 from gsreal.measure import Timeline
 from gsreal.methods.recompute import selective_contexts
 from gsreal.model_files.build import logits_of, loss_of
-from gsreal.run.rank_speed import Follower, SlowDevice
+from gsreal.run.rank_speed import Rebalancer, SlowDevice
 from gssim.plan import AXES, Mesh, Policies, splitting
 from gssim.workload import Model, unrolled
 
@@ -32,14 +32,14 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 @cache
 def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    with starting_threads():
+    with group_threads():
         return init_device_mesh(kind, mesh.sizes, mesh_dim_names=AXES)
 
 
 def data_mesh(policies: Policies, device: torch.device, axis: str) -> DeviceMesh:
     """Return the ranks along a data axis that share this rank's part of the model, as a mesh of one axis."""
     if policies.data_ranks == policies.ranks:
-        with starting_threads():
+        with group_threads():
             return init_device_mesh(device.type, (policies.ranks,))
     return device_mesh(policies.mesh, device)[axis]
 
@@ -88,10 +88,6 @@ class Weights:
     """Every micro-batch's fraction of this rank's loss terms."""
 
 
-def _syncs(leaves: bool) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass
 class Training:
     """A module prepared for a plan: `step` trains it once on this rank's rows."""
@@ -110,14 +106,14 @@ class Training:
     """DDP: the process group of its replicas."""
     sync_each: bool = False
     """Whether gradients are synchronised in every micro-batch, or in the last one only."""
-    syncing: Callable[[bool], AbstractContextManager[None]] = _syncs
+    syncing: Callable[[bool], AbstractContextManager[None]] = lambda _pushes: nullcontext()
     """Context of a micro-batch's forward and backward.
 
     True if its gradients are synchronised, False if they accumulate.
     """
     slow: SlowDevice | None = None
     """Emulates a slower device for a while, if the run says so."""
-    follower: Follower | None = None
+    follower: Rebalancer | None = None
     """Rebalances shares by the measured rank speeds, if the plan says so."""
 
     def step(self, inputs: Tensor, targets: Tensor, weights: Weights, rank: int) -> Tensor:

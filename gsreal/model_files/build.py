@@ -48,16 +48,16 @@ def imported_factory(module: Module, *, where: str) -> Any:
     assert module.factory is not None
     inside, _, name = _parts(module.factory)
     try:
-        found = getattr(importlib.import_module(inside), name)
+        factory = getattr(importlib.import_module(inside), name)
     except Exception as error:  # importing runs the user's code
         from gsreal.model_files.hugging_face import first_line
 
         raise UserError(
             f"{where}: module.factory = '{module.factory}': cannot be imported: {first_line(error)}"
         ) from error
-    if os.environ.get(VARIABLE) != "1" and not _makes_modules(found, inside):
+    if os.environ.get(VARIABLE) != "1" and not _makes_modules(factory, inside):
         raise _refusal(module.factory, where)
-    return found
+    return factory
 
 
 def _makes_modules(found: Any, inside: str) -> bool:
@@ -152,9 +152,9 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
-    found = output[0] if logits is None else logits
-    assert isinstance(found, Tensor)
-    return found
+    output_logits = output[0] if logits is None else logits
+    assert isinstance(output_logits, Tensor)
+    return output_logits
 
 
 def loss_of(output: Any, targets: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Fits the records of traced steps at several shapes by polynomials in batch size and sequence length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
 from gsreal.model_files.layers import LOSS
-from gsreal.model_files.recorder import Again, Record, Work
+from gsreal.model_files.recorder import Recomputation, Record, Work
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
 
@@ -19,7 +19,7 @@ Shape = tuple[int, int | None] | tuple[int, int | None, int]
 """Batch size, sequence length, and for sliced blocks the units of the slice."""
 
 
-def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
+def fit_layers(records: dict[Shape, Record], check: Record, checked: Shape) -> list[Layer]:
     """Return all layers, their quantities as functions of the shape; `check` is the record that must agree."""
     first = next(iter(records.values()))
     everything = {**records, checked: check}
@@ -27,7 +27,7 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
         raise NoPolynomialError("the operations depend on batch size or sequence length")
 
     def fit(read: Any, what: str) -> Polynomial:
-        return fitted_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
+        return fit_polynomial({shape: read(record) for shape, record in everything.items()}, checked, what)
 
     layers = []
     for index, name in enumerate([*first.modules, LOSS]):
@@ -49,7 +49,7 @@ def fitted_layers(records: dict[Shape, Record], check: Record, checked: Shape) -
                 output_bytes=fit(lambda r, i=index: r.output[i], f"{name}: output"),
                 forward_operations=first.operations[index, "f"],
                 backward_operations=first.operations[index, "b"],
-                buffers=fitted_buffers(everything, checked, index, name),
+                buffers=fit_buffers(everything, checked, index, name),
                 units=first.units.get(index),
                 reductions=_reductions(everything, index, fit),
                 linear=first.linear.get(index),
@@ -67,9 +67,9 @@ def _recomputed(
     And the positions saved by the latter.
     """
 
-    def cost(kind: str, read: Callable[[Again], Work]) -> dict[str, Any]:
+    def cost(kind: str, read: Callable[[Recomputation], Work]) -> dict[str, Any]:
         def work(record: Record) -> Work:
-            return read(record.until_saved.get(index, Again()))
+            return read(record.until_saved.get(index, Recomputation()))
 
         return {
             f"{kind}_flop": fit(lambda r: work(r).flop, f"{name}: recomputed FLOP"),
@@ -78,25 +78,25 @@ def _recomputed(
             f"{kind}_operations": work(first).operations,
         }
 
-    found = cost("recompute", lambda again: again.work)
+    costs = cost("recompute", lambda again: again.work)
     counted = [-1, *first.counted[index, "f"]]
-    found["recompute_positions"] = counted[found["recompute_operations"]] + 1
-    found["recompute_releases"] = tuple(
+    costs["recompute_positions"] = counted[costs["recompute_operations"]] + 1
+    costs["recompute_releases"] = tuple(
         counted[-1] if alive.unsaved is None else alive.unsaved
         for alive in first.alive
         if alive.born[:2] == (index, "f") and alive.freed is not None and alive.freed[1] == "b"
         if alive.freed[0] <= index
     )
     if index not in first.overwritten:
-        found |= cost("selective", lambda again: again.light)
-        found["selective_positions"] = tuple(first.heavy[index])
-    return found
+        costs |= cost("selective", lambda again: again.light)
+        costs["selective_positions"] = tuple(first.heavy[index])
+    return costs
 
 
 def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> tuple[Parameter, ...]:
     """Return the parameters that a layer is the first to use."""
-    (_, _, *held), first = next(iter(everything.items()))
-    found = []
+    (_, _, *units), first = next(iter(everything.items()))
+    parameters = []
     for name, (layer, shape, born, ready) in first.parameters.items():
         if layer == index:
             short = "{}" + name[len(module) :] if name.startswith(module + ".") else name
@@ -107,14 +107,10 @@ def parameters_of(everything: dict[Shape, Record], index: int, module: str) -> t
                 if size != shape[dimension]
             }
             cut = differing.pop() if differing else None  # one dimension at most: blocks are cut so
-            sizes = _of_a_unit(shape, cut, held)
-            found.append(Parameter(short, sizes, _moment(born, index), _moment(ready, index), cut))
-    return tuple(found)
-
-
-def _of_a_unit(shape: tuple[int, ...], cut: int | None, held: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape with the size of one unit in the sliced dimension, given that of the slice."""
-    return tuple(size // sum(held) if dimension == cut else size for dimension, size in enumerate(shape))
+            # of one unit
+            sizes = tuple(size // sum(units) if dimension == cut else size for dimension, size in enumerate(shape))
+            parameters.append(Parameter(short, sizes, _moment(born, index), _moment(ready, index), cut))
+    return tuple(parameters)
 
 
 def _reductions(
@@ -123,24 +119,24 @@ def _reductions(
     moments = {tuple(at for at, _ in record.reductions.get(index, ())) for record in everything.values()}
     if len(moments) > 1:
         raise NoPolynomialError("the sums over ranks depend on batch size, sequence length or units")
-    found = []
+    reductions = []
     for number, at in enumerate(moments.pop()):
 
         def size(record: Record, number: int = number) -> int:
             return record.reductions[index][number][1]
 
-        found.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks")))
-    return tuple(found)
+        reductions.append(Reduction(_moment(at, index), fit(size, "bytes of a sum over ranks")))
+    return tuple(reductions)
 
 
 def _moment(at: tuple[int, str, int] | None, layer: int) -> Moment:
     return Moment("end") if at is None else Moment(at[1], at[2], at[0] - layer)
 
 
-def fitted_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
+def fit_buffers(everything: dict[Shape, Record], checked: Shape, index: int, name: str) -> tuple[Buffer, ...]:
     """Return the buffers that a layer creates, their sizes as functions of the shape."""
     first = next(iter(everything.values()))
-    found = []
+    buffers = []
     for number, alive in enumerate(first.alive):
         if alive.born[0] != index or (alive.freed == alive.born and alive.size_bytes == 0):
             continue
@@ -148,24 +144,24 @@ def fitted_buffers(everything: dict[Shape, Record], checked: Shape, index: int, 
         lives = {(record.alive[number].born, record.alive[number].freed) for record in everything.values()}
         if len(lives) > 1:
             raise NoPolynomialError(f"{name}: the lifetime of a buffer depends on batch size or sequence length")
-        kept = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
-        found.append(
+        is_saved = alive.born[1] == "f" and (alive.freed is None or alive.freed[1] == "b")
+        buffers.append(
             Buffer(
                 born=_moment(alive.born, index),
                 freed=_moment(alive.freed, index),
-                category="activations" if kept else "temporaries",
-                size_bytes=fitted_polynomial(sizes, checked, f"{name}: a buffer"),
+                category="activations" if is_saved else "temporaries",
+                size_bytes=fit_polynomial(sizes, checked, f"{name}: a buffer"),
             )
         )
-    return tuple(found)
+    return tuple(buffers)
 
 
-def fitted_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
+def fit_polynomial(values: dict[Shape, int], checked: Shape, what: str) -> Polynomial:
     """Return the polynomial through all values but the checked one, which it must reproduce too."""
     shapes = [shape for shape in values if shape != checked]
     lengths = {shape[1] for shape in shapes}
-    held = (0, 1) if len(checked) > 2 else (0,)
-    powers = [(i, j, k) for k in held for j in range(len(lengths)) for i in (0, 1)]
+    unit_powers = (0, 1) if len(checked) > 2 else (0,)
+    powers = [(i, j, k) for k in unit_powers for j in range(len(lengths)) for i in (0, 1)]
     rows = [[Fraction(b**i * (s or 1) ** j * (sum(u) ** k)) for i, j, k in powers] for b, s, *u in shapes]
     solution = _solve(rows, [Fraction(values[shape]) for shape in shapes])
     if any(c.denominator != 1 for c in solution):
@@ -202,7 +198,7 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     which is recomputed from these. The second layer of a group has all of them, the model's first layer does not.
     """
     groups = []
-    for _, members in groupby(layers, key=but_for_the_name):
+    for _, members in groupby(layers, key=merge_key):
         run = list(members)
         modules = tuple(m for layer in run for m in layer.modules)
         name = run[0].name.rpartition(".")[0] if len(run) > 1 else run[0].name
@@ -210,7 +206,7 @@ def grouped(layers: list[Layer]) -> tuple[Layer, ...]:
     return tuple(groups)
 
 
-def but_for_the_name(layer: Layer) -> str:
+def merge_key(layer: Layer) -> str:
     """Return the text by which layers are compared that one entry of a model file may represent."""
     nothing: dict[str, Any] = {"name": "", "modules": (), "untrained_buffers": None, "frozen": None, "deepest": None}
     return repr(replace(layer, **nothing))

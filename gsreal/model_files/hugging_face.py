@@ -56,13 +56,13 @@ def auto_class(source: HuggingFace, where: str) -> Any:
     transformers = _transformers(where)
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    found = getattr(transformers, source.auto_class, None)
-    if not (isinstance(found, type) and issubclass(found, _BaseAutoModelClass)):
+    kind = getattr(transformers, source.auto_class, None)
+    if not (isinstance(kind, type) and issubclass(kind, _BaseAutoModelClass)):
         raise UserError(
             f"{where}: module.hugging_face.auto_class = '{source.auto_class}': is no AutoModel class of transformers, "
             "such as AutoModelForCausalLM"
         )
-    return found
+    return kind
 
 
 def _transformers(where: str) -> Any:

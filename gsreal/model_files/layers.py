@@ -23,9 +23,9 @@ def layer_modules(model: nn.Module) -> dict[str, bool]:
     Repeated stacks (a ModuleList or Sequential of one class) are opened at any depth; a module without one is a single
     layer.
     """
-    found: dict[str, bool] = {}
-    _collect(model, "", found)
-    return found
+    is_block: dict[str, bool] = {}
+    _collect(model, "", is_block)
+    return is_block
 
 
 def _collect(module: nn.Module, prefix: str, found: dict[str, bool]) -> None:
@@ -58,11 +58,11 @@ def _wrapped_stack(module: nn.Module) -> bool:
 
     One that also adds, activates or normalises (a block whose convolutions are a stack) is a layer itself.
     """
-    children = [child for child in module.children() if not _is_nothing(child)]
+    children = [child for child in module.children() if not _is_identity(child)]
     return len(children) == 1 and isinstance(children[0], CONTAINERS) and _is_stack(children[0])
 
 
-def _is_nothing(module: nn.Module) -> bool:
+def _is_identity(module: nn.Module) -> bool:
     """Return whether a module is an identity that stands in place of another layer."""
     return isinstance(module, (nn.Identity, *CONTAINERS)) and not any(True for _ in module.modules() if _ is not module)
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from gsreal.model_files.build import DTYPES
 from gsreal.model_files.recorder import Work
-from gsreal.model_files.trace import Counted, trace, trace_at
+from gsreal.model_files.trace import OperationCounts, trace, trace_at_length
 from gssim.errors import UserError
 from gssim.files import write_text
 from gssim.scenario import load_model
@@ -50,7 +50,7 @@ class Request:
     """Publication of the model's numbers."""
 
 
-def traced_model(request: Request, *, on_counted: Callable[[Counted], None] = lambda _counted: None) -> Model:
+def traced_model(request: Request, *, on_counted: Callable[[OperationCounts], None] = lambda _counted: None) -> Model:
     """Return the traced model for a `request`; raise UserError if it cannot be traced.
 
     `on_counted` is called with the operations of the largest step that was traced.
@@ -65,7 +65,7 @@ def traced_model(request: Request, *, on_counted: Callable[[Counted], None] = la
         raise UserError(f"{where}: traced_precision = {model.traced_precision!r}: allowed: {', '.join(DTYPES)}")
     if request.sequence_length is not None:
         _check_length(model, request.sequence_length, where)
-        return trace_at(model, request.sequence_length, where=where, on_counted=on_counted)
+        return trace_at_length(model, request.sequence_length, where=where, on_counted=on_counted)
     return trace(model, where=where, on_counted=on_counted)
 
 
@@ -103,7 +103,8 @@ def _untraced(request: Request, where: str) -> Model:
         module: dict[str, Any] = {
             "hugging_face": {
                 "model_type": request.model.removeprefix("hf:"),
-                "auto_class": request.auto_class or _auto_class(request),
+                "auto_class": request.auto_class
+                or AUTO_CLASSES.get("image" if request.image else request.task, "AutoModel"),
                 "config": arguments,
             }
         }
@@ -119,11 +120,6 @@ def _untraced(request: Request, where: str) -> Model:
         "layers": (),
     }
     return validated(Model, data, file=where)
-
-
-def _auto_class(request: Request) -> str:
-    """Return Hugging Face's auto class for the task; an unknown task is refused with the input."""
-    return AUTO_CLASSES.get("image" if request.image else request.task, "AutoModel")
 
 
 def _argument(text: str, where: str) -> tuple[str, Any]:
@@ -167,7 +163,7 @@ LISTED = 8
 """Number of operations without FLOP in a table of counts: those that move the most bytes."""
 
 
-def counted_table(counted: Counted) -> str:
+def counted_table(counted: OperationCounts) -> str:
     """Return the counts as lines: operation, calls, FLOP, bytes; all with FLOP, of the others the largest."""
     works = counted.operations
     rows = [(name, work) for name, work in works.items() if work.flop]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from gsreal.model_files.build import example_batch, logits_of, loss_of
-from gsreal.model_files.fit import NoPolynomialError, Shape, fitted_buffers, fitted_polynomial, parameters_of
+from gsreal.model_files.fit import NoPolynomialError, Shape, fit_buffers, fit_polynomial, parameters_of
 from gsreal.model_files.layers import layer_boundaries
 from gsreal.model_files.recorder import Record, Recorder
 from gsreal.model_files.step import fake_module, known_storages, without_values
@@ -23,7 +23,7 @@ NOTHING, FIRST = -1, 0
 """Steps in which no layer, and only the first layer, is trained; any other number stands for that layer alone."""
 
 
-def with_parts(
+def with_partial_costs(
     model: Model, layers: Sequence[Layer], shapes: Sequence[Shape], checked: Shape, *, where: str
 ) -> list[Layer]:
     """Return `layers` (one for each module) with the partial costs of ranks that train only some.
@@ -55,24 +55,20 @@ def _is_chain(layers: Sequence[Layer]) -> bool:
     return near and bool(layers[0].parameters) and not any(p.born.layer_offset for p in parameters)
 
 
-def _parameter_names(layer: Layer) -> list[str]:
-    return [p.name.replace("{}", layer.modules[0] if layer.modules else layer.name) for p in layer.parameters]
-
-
 def _representatives(layers: Sequence[Layer]) -> dict[int, int]:
     """Return each layer that may be the deepest trained one -> the first of the layers with the same operations.
 
     Adjacent layers may differ: that shows only in where buffers end that are passed to other layers.
     """
-    found: dict[str, int] = {}
+    first_of: dict[str, int] = {}
     return {
-        index: found.setdefault(_what_it_does(layer), index)
+        index: first_of.setdefault(_operations_key(layer), index)
         for index, layer in enumerate(layers)
         if index > 0 and layer.parameters
     }
 
 
-def _what_it_does(layer: Layer) -> str:
+def _operations_key(layer: Layer) -> str:
     buffers = [
         replace(buffer, freed=Moment(buffer.freed.phase, 0, buffer.freed.layer_offset))
         if buffer.freed.layer_offset
@@ -86,16 +82,18 @@ def recorded(
     model: Model, layers: Sequence[Layer], steps: Sequence[int], shape: Shape, where: str
 ) -> dict[int, Record]:
     """Return the record of each of the steps at one shape; `layers`: one for each module."""
-    found = {}
+    records = {}
     names = [layer.name for layer in layers if layer.modules]
     with without_values(model):
         module = fake_module(model, where)
         module.train()
         inputs, targets = example_batch(model, batch_size=shape[0], sequence_length=shape[1])
         for step in steps:
-            trained = set(_parameter_names(layers[step])) if step != NOTHING else set()
-            found[step] = record_trained(module, names, trained, inputs, targets)
-    return found
+            layer = layers[step]
+            place = layer.modules[0] if layer.modules else layer.name
+            trained = {p.name.replace("{}", place) for p in layer.parameters} if step != NOTHING else set()
+            records[step] = record_trained(module, names, trained, inputs, targets)
+    return records
 
 
 def record_trained(
@@ -149,12 +147,12 @@ def _fitted(layers: Sequence[Layer], steps: Mapping[int, Records], checked: Shap
     likes = _representatives(layers)
     frozen = [None, *(_part(steps[FIRST], checked, layers, k) for k in range(1, len(layers)))]
     alone = {k: _part(steps[k], checked, layers, k) for k in set(likes.values())}
-    found = []
+    fitted = []
     for index, layer in enumerate(layers):
         part = alone.get(likes.get(index, -1))
-        untrained = fitted_buffers(steps[NOTHING], checked, index, layer.name)
-        found.append(replace(layer, untrained_buffers=untrained, frozen=frozen[index], deepest=part))
-    return found
+        untrained = fit_buffers(steps[NOTHING], checked, index, layer.name)
+        fitted.append(replace(layer, untrained_buffers=untrained, frozen=frozen[index], deepest=part))
+    return fitted
 
 
 def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int) -> PartialBackward:
@@ -166,15 +164,15 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     flop = {shape: record.flop[place] for shape, record in records.items()}
     moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
     streamed = {shape: record.streamed[place] for shape, record in records.items()}
-    handed = handed_on(fitted_buffers(records, checked, index - 1, name))
-    back = handed_back(fitted_buffers(records, checked, index + 1, name))
+    handed = handed_on(fit_buffers(records, checked, index - 1, name))
+    back = handed_back(fit_buffers(records, checked, index + 1, name))
     return PartialBackward(
-        backward_flop=fitted_polynomial(flop, checked, f"{name}: FLOP"),
-        backward_bytes=fitted_polynomial(moved, checked, f"{name}: bytes"),
-        backward_streamed_bytes=fitted_polynomial(streamed, checked, f"{name}: streamed bytes"),
+        backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP"),
+        backward_bytes=fit_polynomial(moved, checked, f"{name}: bytes"),
+        backward_streamed_bytes=fit_polynomial(streamed, checked, f"{name}: streamed bytes"),
         backward_operations=first.operations[place],
         parameters=parameters_of(records, index, name),
-        buffers=fitted_buffers(records, checked, index, name),
+        buffers=fit_buffers(records, checked, index, name),
         input_freed=replace(handed.freed, layer_offset=0) if handed and handed.freed.layer_offset == 1 else None,
         gradient_freed=replace(back.freed, layer_offset=0) if back else None,
     )

@@ -142,7 +142,7 @@ def is_bound_by_bytes(func: Any) -> bool:
 
 
 @dataclass
-class Alive:
+class StorageLife:
     """One storage that an operation created, with the absolute moments (layer, phase, position) of its life."""
 
     size_bytes: int
@@ -177,7 +177,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputation:
     """Work that checkpointing recomputes of a module's forward."""
 
     work: Work = Work()
@@ -198,7 +198,7 @@ class Record:
     operations: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     output: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    until_saved: dict[int, Again] = field(default_factory=dict)
+    until_saved: dict[int, Recomputation] = field(default_factory=dict)
     """Work of a module's forward until autograd has saved the last of its tensors: checkpointing recomputes it."""
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Positions of operations (not views), by layer and phase."""
@@ -210,7 +210,7 @@ class Record:
     """Positions of the compute-heavy operations."""
     overwritten: set[int] = field(default_factory=set)
     """Layers that change the output of a compute-heavy operation in place, so that it cannot be saved."""
-    alive: list[Alive] = field(default_factory=list)
+    alive: list[StorageLife] = field(default_factory=list)
     parameters: dict[str, tuple[int, tuple[int, ...], tuple[int, str, int], tuple[int, str, int]]] = field(
         default_factory=dict
     )
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
         self.record, self.known = record, known
         self.layer, self.phase = 0, "f"
         self.position: dict[tuple[int, str], int] = defaultdict(lambda: -1)
-        self.live: dict[int, Alive] = {}
+        self.live: dict[int, StorageLife] = {}
         self.first_use: dict[int, int] = {}
         self.light: dict[tuple[int, str], Work] = defaultdict(Work)
 
@@ -244,9 +244,9 @@ class Recorder(TorchDispatchMode):
         place, record = (self.layer, self.phase), self.record
         return Work(record.flop[place], record.bytes_moved[place], record.operations[place], record.streamed[place])
 
-    def again(self) -> Again:
+    def again(self) -> Recomputation:
         """Return the work to recompute if the current layer's forward ended here."""
-        return Again(self.work(), self.light[self.layer, self.phase])
+        return Recomputation(self.work(), self.light[self.layer, self.phase])
 
     def now(self) -> tuple[int, str, int]:
         """Return the current moment: layer, phase, position."""
@@ -318,12 +318,12 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self.live or key in self.known:
             return
-        alive = Alive(storage.nbytes(), self.now())
+        alive = StorageLife(storage.nbytes(), self.now())
         self.live[key] = alive
         self.record.alive.append(alive)
         weakref.finalize(storage, self._freed, key, alive)
 
-    def _freed(self, key: int, alive: Alive) -> None:
+    def _freed(self, key: int, alive: StorageLife) -> None:
         alive.freed = self.now()
         if self.live.get(key) is alive:
             del self.live[key]

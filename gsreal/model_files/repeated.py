@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from gsreal.model_files.fit import but_for_the_name
+from gsreal.model_files.fit import merge_key
 from gsreal.model_files.layers import layer_modules
 from gsreal.model_files.step import fake_module, without_values
 from gssim.errors import UserError
@@ -32,7 +32,7 @@ class Stack:
     count: int
 
 
-def shortened(model: Model, where: str) -> tuple[Model, Stack] | None:
+def with_fewer_blocks(model: Model, where: str) -> tuple[Model, Stack] | None:
     """Return the model with `KEPT` of its blocks, and its full stack; None if no such sibling is known.
 
     It is known if one argument of the factory, or key of the config, is the number of blocks.
@@ -45,10 +45,10 @@ def shortened(model: Model, where: str) -> tuple[Model, Stack] | None:
         for module in _siblings(model.module, stack.count):
             short = replace(model, module=module)
             try:
-                made = fake_module(short, where)
+                built = fake_module(short, where)
             except UserError:  # the number was another's
                 continue
-            if _stack(made) == Stack(stack.path, KEPT) and _is_sibling(made, whole, stack):
+            if _stack(built) == Stack(stack.path, KEPT) and _is_sibling(built, whole, stack):
                 return short, stack
     return None
 
@@ -118,7 +118,7 @@ def _is_sibling(made: nn.Module, whole: nn.Module, stack: Stack) -> bool:
     return rest == other and all(_alike(made.get_submodule(f"{stack.path}.{i}"), block, i) for i in range(KEPT))
 
 
-def lengthened(layers: Sequence[Layer], stack: Stack) -> list[Layer] | None:
+def repeat_blocks(layers: Sequence[Layer], stack: Stack) -> list[Layer] | None:
     """Return the layers (one for each module) of the whole model, from those of the one with `KEPT` blocks.
 
     None if its middle blocks differ, or use tensors of distant layers: all of the model must be traced.
@@ -131,7 +131,7 @@ def lengthened(layers: Sequence[Layer], stack: Stack) -> list[Layer] | None:
         return None
     first, last = places[0], places[-1]
     middle = layers[first + 1 : last]
-    if len({but_for_the_name(layer) for layer in middle}) > 1:
+    if len({merge_key(layer) for layer in middle}) > 1:
         return None
     gap = _Gap(after=first + KEPT // 2, before_last=last, more=stack.count - KEPT)
     try:
@@ -188,5 +188,5 @@ def _moved(value: T, layer: int | None, gap: _Gap) -> T:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields that may contain moments."""
-    kept = (Moment, tuple, PartialBackward)
-    return {key: each for key in value.__dataclass_fields__ if isinstance(each := getattr(value, key), kept)}
+    kinds = (Moment, tuple, PartialBackward)
+    return {key: each for key in value.__dataclass_fields__ if isinstance(each := getattr(value, key), kinds)}

@@ -83,11 +83,11 @@ def record_step(
         module = fake_module(model, where)
         module.train()
         chosen = layer_modules(module)
-        stand_in = _StandIn()
+        stand_in = _ReductionRecorder()
         cut = _cut_blocks(module, chosen, units, stand_in) if units else {}
         inputs, targets = example_batch(model, batch_size=batch_size, sequence_length=sequence_length)
         _check_positions(module, sequence_length, where)
-        modules = _executed(module, list(chosen), inputs, targets, model, where)
+        modules = _execution_order(module, list(chosen), inputs, targets, model, where)
         record = Record(modules, blocks={name for name in modules if chosen[name]})
         record.units = {layer: cut[name][0] for layer, name in enumerate(modules) if name in cut}
         record.linear = {layer: cut[name][1] for layer, name in enumerate(modules) if name in cut}
@@ -101,7 +101,7 @@ def record_step(
     return record
 
 
-class _StandIn:
+class _ReductionRecorder:
     """Stands in for the sums over ranks, and passes them to the active recorder."""
 
     recorder: Recorder | None = None
@@ -111,19 +111,19 @@ class _StandIn:
 
 
 def _cut_blocks(
-    module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _StandIn
+    module: nn.Module, chosen: dict[str, bool], units: int, stand_in: _ReductionRecorder
 ) -> dict[str, tuple[int, bool]]:
     """Slice each block to this number of units.
 
     Return the whole number of units of each, and whether they are linear maps.
     """
-    found = {}
+    units_of = {}
     for name, block in [(name, module.get_submodule(name)) for name, is_block in chosen.items() if is_block]:
         cut = cut_of(block)
         if cut is not None:
-            found[name] = cut.units(block), is_linear(block, cut)
+            units_of[name] = cut.units(block), is_linear(block, cut)
             slice_block(block, range(units), stand_in, ranks=2)  # their number makes no difference to one rank
-    return found
+    return units_of
 
 
 def fewest_units(model: Model, where: str) -> int:
@@ -157,7 +157,7 @@ def _check_logits(logits: Tensor, model: Model, where: str) -> None:
         raise UserError(f"{where}: the module has logits for {logits.shape[-1]} classes, but input.{key} = {needed}")
 
 
-def _executed(
+def _execution_order(
     module: nn.Module, chosen: list[str], inputs: Tensor, targets: Tensor, model: Model, where: str
 ) -> list[str]:
     """Return the chosen modules at which a layer begins, in execution order.
@@ -206,11 +206,13 @@ def _executed(
 
 def known_storages(module: nn.Module, *tensors: Tensor) -> set[int]:
     """Return the storages that exist before a step, by address."""
-    kept = [*module.parameters(), *module.buffers(), *tensors]
-    return {tensor.untyped_storage()._cdata for tensor in kept}
+    known = [*module.parameters(), *module.buffers(), *tensors]
+    return {tensor.untyped_storage()._cdata for tensor in known}
 
 
-def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
+def _record_saved(
+    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _ReductionRecorder
+) -> None:
     """Record the unique storages that autograd saves, the work before the last of them, and each layer's output."""
     known = known_storages(module, inputs, targets)
     seen: set[int] = set()
@@ -237,7 +239,9 @@ def _record_saved(record: Record, module: nn.Module, inputs: Tensor, targets: Te
         handle.remove()
 
 
-def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _StandIn) -> None:
+def _record_unsaved(
+    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, stand_in: _ReductionRecorder
+) -> None:
     """Record when a forward's tensors would be freed if autograd saved nothing.
 
     As in the forward of a checkpointed block.
@@ -247,8 +251,8 @@ def _record_unsaved(record: Record, module: nn.Module, inputs: Tensor, targets: 
     stand_in.recorder = recorder = Recorder(seen, known_storages(module, inputs, targets))
     with recorder, hooks, layer_boundaries(module, record.modules, enter=recorder.enter) as out:
         loss_of(out(logits_of(module(inputs))), targets)
-    made = [alive for alive in record.alive if alive.born[1] == "f"]
-    for alive, again in zip(made, seen.alive, strict=True):
+    created = [alive for alive in record.alive if alive.born[1] == "f"]
+    for alive, again in zip(created, seen.alive, strict=True):
         if again.freed is not None and again.freed[:2] == again.born[:2]:
             layer, _, position = again.freed
             # positions differ by views, operations do not
@@ -270,7 +274,7 @@ def _book_outputs(record: Record, module: nn.Module) -> list[Any]:
 
 
 def _record_operations(
-    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _StandIn
+    record: Record, module: nn.Module, inputs: Tensor, targets: Tensor, where: str, stand_in: _ReductionRecorder
 ) -> None:
     """Record every operation and every storage of one forward and backward."""
     known = known_storages(module, inputs, targets)

@@ -13,10 +13,10 @@ from itertools import product
 
 import torch
 
-from gsreal.model_files.fit import NoPolynomialError, Shape, fitted_layers, grouped
-from gsreal.model_files.partial_backward import with_parts
+from gsreal.model_files.fit import NoPolynomialError, Shape, fit_layers, grouped
+from gsreal.model_files.partial_backward import with_partial_costs
 from gsreal.model_files.recorder import Record, Work
-from gsreal.model_files.repeated import KEPT, Stack, lengthened, shortened
+from gsreal.model_files.repeated import KEPT, Stack, repeat_blocks, with_fewer_blocks
 from gsreal.model_files.step import fake_module, fewest_units, record_step, without_values
 from gssim.errors import UserError
 from gssim.workload import Layer, Model, TokenInput
@@ -28,7 +28,7 @@ TRACED_UNITS = (2, 3)
 
 
 @dataclass(frozen=True)
-class Counted:
+class OperationCounts:
     """Operations of one step, forward and backward, of a batch of one shape."""
 
     batch_size: int
@@ -37,18 +37,18 @@ class Counted:
     """By name."""
 
 
-def _ignored(_counted: Counted) -> None:
+def _ignored(_counted: OperationCounts) -> None:
     """Ignore the counts."""
 
 
-def trace(model: Model, *, where: str, on_counted: Callable[[Counted], None] = _ignored) -> Model:
+def trace(model: Model, *, where: str, on_counted: Callable[[OperationCounts], None] = _ignored) -> Model:
     """Return `model` (name, source, module, input; its layers are ignored) with its layers traced.
 
     `on_counted` is called with the operations of the largest step. Raises UserError if the module cannot be built, if
     its cost is not a polynomial in the batch size, and for an operation whose cost is unknown.
     """
     lengths = _sequence_lengths(model)
-    checked = (CHECKED_BATCH_SIZE, _checked_length(model, lengths))
+    checked = (CHECKED_BATCH_SIZE, model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else None)
     try:
         layers, sliced = _layers(model, lengths, checked, where, on_counted)
     except NoPolynomialError as error:
@@ -65,8 +65,8 @@ def trace(model: Model, *, where: str, on_counted: Callable[[Counted], None] = _
     )
 
 
-def trace_at(
-    model: Model, sequence_length: int, *, where: str, on_counted: Callable[[Counted], None] = _ignored
+def trace_at_length(
+    model: Model, sequence_length: int, *, where: str, on_counted: Callable[[OperationCounts], None] = _ignored
 ) -> Model:
     """Return `model` traced at one sequence length only: its quantities depend on the batch size alone."""
     checked = (CHECKED_BATCH_SIZE, sequence_length)
@@ -90,31 +90,31 @@ def _layers(
     lengths: Sequence[int | None],
     checked: tuple[int, int | None],
     where: str,
-    on_counted: Callable[[Counted], None],
+    on_counted: Callable[[OperationCounts], None],
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
     """Return the model's layers, whole, and with sliced blocks (empty if they cannot be sliced)."""
-    found = shortened(model, where)
-    if found is not None:
-        short, stack = found
+    sibling = with_fewer_blocks(model, where)
+    if sibling is not None:
+        short, stack = sibling
         traced, traced_cut, largest = _traced(short, lengths, checked, where)
-        longer, longer_cut = lengthened(traced, stack), lengthened(traced_cut, stack)
+        longer, longer_cut = repeat_blocks(traced, stack), repeat_blocks(traced_cut, stack)
         if longer is not None and longer_cut is not None:
-            on_counted(Counted(*checked, _operations(largest, stack)))
+            on_counted(OperationCounts(*checked, _operations(largest, stack)))
             return grouped(longer), grouped(longer_cut)
     whole, cut, largest = _traced(model, lengths, checked, where)
-    on_counted(Counted(*checked, _operations(largest, None)))
+    on_counted(OperationCounts(*checked, _operations(largest, None)))
     return grouped(whole), grouped(cut)
 
 
 def _operations(record: Record, stack: Stack | None) -> dict[str, Work]:
     """Return the work of all layers by operation; `stack`: its middle block is counted for those left out."""
-    found: dict[str, Work] = {}
+    total: dict[str, Work] = {}
     middle = record.modules.index(f"{stack.path}.{KEPT // 2}") if stack else -1
     for layer, operations in record.by_operation.items():
         times = stack.count - KEPT + 1 if stack and layer == middle else 1
         for name, work in operations.items():
-            found[name] = found.get(name, Work()) + work.times(times)
-    return found
+            total[name] = total.get(name, Work()) + work.times(times)
+    return total
 
 
 def _traced(
@@ -124,8 +124,8 @@ def _traced(
     shapes: list[tuple[int, int | None]] = list(product(TRACED_BATCH_SIZES, lengths))
     records: dict[Shape, Record] = {shape: record_step(model, *shape, where=where) for shape in shapes}
     largest = record_step(model, *checked, where=where)
-    found = fitted_layers(records, largest, checked)
-    whole = with_parts(model, found, shapes, checked, where=where)
+    fitted = fit_layers(records, largest, checked)
+    whole = with_partial_costs(model, fitted, shapes, checked, where=where)
     try:
         return whole, _traced_cut(model, shapes, checked, where), largest
     except NoPolynomialError:  # what a rank does depends on how much it holds: then it is not known how to cut them
@@ -141,10 +141,12 @@ def _traced_cut(
         return []
     traced = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     cut: dict[Shape, Record] = {
-        (*shape, held): record_step(model, *shape, held, where=where) for held in traced for shape in shapes
+        (*shape, units_held): record_step(model, *shape, units_held, where=where)
+        for units_held in traced
+        for shape in shapes
     }
     last = (*checked, units)
-    return fitted_layers(cut, record_step(model, *last, where=where), last)
+    return fit_layers(cut, record_step(model, *last, where=where), last)
 
 
 def _buffer_bytes(model: Model, where: str) -> tuple[int, ...]:
@@ -161,7 +163,3 @@ def _sequence_lengths(model: Model) -> tuple[int | None, ...]:
         return (None,)
     longest = model.input.maximum_sequence_length
     return tuple(sorted({max(8, longest // 8), max(12, longest // 4), max(16, longest // 2)}))
-
-
-def _checked_length(model: Model, lengths: Sequence[int | None]) -> int | None:
-    return model.input.maximum_sequence_length if isinstance(model.input, TokenInput) else lengths[0]

@@ -43,7 +43,7 @@ from gsreal.gradient_sharding import GradientSharding
 from gsreal.methods.training import Training
 from gsreal.run.elements import Elements
 from gsreal.run.progress import note_progress
-from gsreal.run.rank import everybodys
+from gsreal.run.rank import gather_json
 from gssim.errors import RunFailedError, UserError
 from gssim.files import sync_folder, write_text
 from gssim.scenario import Scenario, has_master_copy
@@ -73,8 +73,8 @@ class _Unpickler(pickle.Unpickler):
         """Return the named class or function, if it only holds data."""
         if (module, name) in NAMES:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise _ForbiddenNameError(f"names {module}.{name}, which is no part of a checkpoint; it was not run")
 
 
@@ -107,14 +107,14 @@ class Planner(DefaultLoadPlanner):
 def _metadata_in(file: Path) -> Metadata:
     try:
         with file.open("rb") as stream:
-            found = _Unpickler(stream).load()
+            metadata = _Unpickler(stream).load()
     except _ForbiddenNameError as error:
         raise UserError(f"{file}: {error}") from None
     except Exception as error:  # a damaged pickle raises anything
         raise UserError(f"{file}: does not describe a checkpoint: {type(error).__name__}: {error}") from None
-    if not isinstance(found, Metadata):
-        raise UserError(f"{file}: does not describe a checkpoint, but is a {type(found).__name__}")
-    return found
+    if not isinstance(metadata, Metadata):
+        raise UserError(f"{file}: does not describe a checkpoint, but is a {type(metadata).__name__}")
+    return metadata
 
 
 KEPT = 2
@@ -170,12 +170,14 @@ class Checkpoints:
         last: tuple[Path, Progress] | None = None
         if rank == 0:
             remove_unfinished(self.folder)
-            last = last_whole(self.folder, before=total, tell=_tell)
-        found = everybodys(last and [str(last[0]), asdict(last[1])])[0]
-        if found is None:
+            last = last_undamaged(
+                self.folder, before=total, tell=lambda line: print(f"gsreal: {line}", file=sys.stderr, flush=True)
+            )
+        last_saved = gather_json(last and [str(last[0]), asdict(last[1])])[0]
+        if last_saved is None:
             return Progress()
-        path, progress = found[0], TypeAdapter(Progress).validate_python(found[1])
-        _share_as_before(training, progress, progress.step - scenario.run.warmup_steps)
+        path, progress = last_saved[0], TypeAdapter(Progress).validate_python(last_saved[1])
+        _restore_shares(training, progress, progress.step - scenario.run.warmup_steps)
         _load(training, Path(path), scenario.run.seed, progress)
         if rank == 0:
             print(f"gsreal: resumed at step {progress.step}", file=sys.stderr, flush=True)
@@ -187,11 +189,11 @@ class Checkpoints:
 
         partial, path = self.folder / f"step-{step:08d}.partial", self.folder / f"step-{step:08d}"
         _write_own(training, partial)
-        with _with_reasons(path, "saved"):
+        with _raise_with_reason(path, "saved"):
             save(_state_of(training), checkpoint_id=partial)  # returns once all ranks have written
         rank = dist.get_rank()
         own = [_own_file(partial), *partial.glob(f"__{rank}_*.distcp"), *([partial / METADATA] if rank == 0 else [])]
-        parts = everybodys([list(losses), {file.name: _digest(file) for file in own}])
+        parts = gather_json([list(losses), {file.name: _digest(file) for file in own}])
         note_progress(f"step {step} saved")
         if rank:
             return
@@ -209,12 +211,12 @@ def check_checkpoints(scenario: Scenario, folder: Path, every: int, *, where: st
     """Raise UserError if the scenario's training cannot be saved, or the folder has another training's checkpoints."""
     if every < 1:
         raise UserError(f"--every {every}: must be at least 1")
-    reason = _unsaved(scenario)
+    reason = _unsupported_reason(scenario)
     if reason:
         raise UserError(f"{where}: --checkpoint: {reason}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--checkpoint {folder}: is no folder")
-    last = last_whole(folder)
+    last = last_undamaged(folder)
     if last is None:
         return
     progress = last[1]
@@ -239,7 +241,7 @@ def latest(folder: Path, *, before: int | None = None) -> Path | None:
     return complete[-1] if complete else None
 
 
-def last_whole(
+def last_undamaged(
     folder: Path, *, before: int | None = None, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[Path, Progress] | None:
     """Return the last undamaged checkpoint (of fewer steps than `before`), and its progress.
@@ -267,9 +269,9 @@ def read_progress(path: Path) -> Progress:
     """Return a checkpoint's progress; raise UserError if the file is not one of ours."""
     try:
         values = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
-        found = values.get("format") if isinstance(values, dict) else FORMAT
-        if found != FORMAT:
-            raise UserError(f"{path}: has format {str(found)[:20]}, this gsreal reads {FORMAT}")
+        version = values.get("format") if isinstance(values, dict) else FORMAT
+        if version != FORMAT:
+            raise UserError(f"{path}: has format {str(version)[:20]}, this gsreal reads {FORMAT}")
         unknown = set(values) - {each.name for each in fields(Progress)} if isinstance(values, dict) else ()
         if unknown:
             raise ValueError(f"unknown key {min(unknown)[:80]!r}")
@@ -296,12 +298,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _tell(line: str) -> None:
-    print(f"gsreal: {line}", file=sys.stderr, flush=True)
-
-
 @contextmanager
-def _with_reasons(path: Path, done: str) -> Iterator[None]:
+def _raise_with_reason(path: Path, done: str) -> Iterator[None]:
     """Raise RunFailedError with a rank's reason in place of torch.distributed.checkpoint's error.
 
     Which is no Exception.
@@ -360,7 +358,7 @@ def _form(scenario: Scenario) -> str:
     return "gradient-sharding" + (", master copies" if copies or policies.parameters != "replicated" else "")
 
 
-def _unsaved(scenario: Scenario) -> str | None:
+def _unsupported_reason(scenario: Scenario) -> str | None:
     """Return why a plan's training cannot be saved, or None.
 
     Owners' shards are ranges of flat buckets, for which a slice of a block has no single index in the whole.
@@ -397,7 +395,7 @@ def _state_of(training: Training) -> dict[str, Any]:
     return {"training": Elements(training.module, training.optimizer)}
 
 
-def _share_as_before(training: Training, progress: Progress, step: int) -> None:
+def _restore_shares(training: Training, progress: Progress, step: int) -> None:
     """Restore the division of batch and shards at the checkpoint, if they follow the rank speeds."""
     follower, optimizer = training.follower, training.optimizer
     if follower is None or len(progress.samples) != dist.get_world_size():
@@ -411,7 +409,7 @@ def _share_as_before(training: Training, progress: Progress, step: int) -> None:
 def _load(training: Training, path: Path, seed: int, progress: Progress) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _with_reasons(path, "read"):
+    with _raise_with_reason(path, "read"):
         load(_state_of(training), storage_reader=Reader(path), planner=Planner())
     if not (progress.ranks == dist.get_world_size() and _read_own(training, path)):
         torch.manual_seed(hash((seed, progress.step, dist.get_rank())))

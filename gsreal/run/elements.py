@@ -34,10 +34,10 @@ class Elements:
         optimizer: dict[str, dict[str, Tensor]] = {}
         for name, value, part in _named(self.module):
             model[name] = _placed(value, part)
-            kept = states.get(value, {})
-            if kept:
+            state = states.get(value, {})
+            if state:
                 optimizer[name] = {
-                    key: _placed(each, part if each.shape == value.shape else None) for key, each in kept.items()
+                    key: _placed(each, part if each.shape == value.shape else None) for key, each in state.items()
                 }
         return {"model": model, "optimizer": optimizer}
 
@@ -54,13 +54,13 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor, Slice | None]]:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         yield from _named(module.module)
         return
-    held = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
+    tensors = module.state_dict(keep_vars=True)  # first: FSDP2 puts its shards in place for it
     parts = {
         getattr(each, leaf): part
         for each in module.modules()
         for leaf, (part, _) in each.__dict__.get("_gsreal_slices", {}).items()
     }
-    for name, value in held.items():
+    for name, value in tensors.items():
         if isinstance(value, Tensor):
             yield name, value, parts.get(value)
 
@@ -97,19 +97,19 @@ def _placed(value: Tensor, part: Slice | None) -> Tensor:
 
 def _pieces(local: Tensor, part: Slice, first_row: int) -> dict[tuple[int, ...], Tensor]:
     """Return the pieces of a slice, of which rows from `first_row` on are local, by their index in the whole."""
-    found: dict[tuple[int, ...], Tensor] = {}
+    pieces: dict[tuple[int, ...], Tensor] = {}
     along_rows = part.dimension == 0
-    held = range(first_row, first_row + local.shape[0]) if along_rows else range(local.shape[part.dimension])
+    extent = range(first_row, first_row + local.shape[0]) if along_rows else range(local.shape[part.dimension])
     start = 0
     for first, last in part.ranges:
         stop = start + last - first
-        low, high = max(start, held.start), max(start, held.start, min(stop, held.stop))
+        low, high = max(start, extent.start), max(start, extent.start, min(stop, extent.stop))
         where = [0 if along_rows else first_row, *[0] * (local.dim() - 1)]
         where[part.dimension] = first + low - start
-        if high > low or not found:
-            found[tuple(where)] = local.narrow(part.dimension, min(low, held.stop) - held.start, high - low)
+        if high > low or not pieces:
+            pieces[tuple(where)] = local.narrow(part.dimension, min(low, extent.stop) - extent.start, high - low)
         start = stop
-    return found
+    return pieces
 
 
 def _first_row(value: Tensor, local: Tensor, part: Slice) -> int:

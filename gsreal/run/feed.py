@@ -41,19 +41,19 @@ class Feed:
 
     def prepare(self, steps: range) -> None:
         """Create the first batches of these steps now, so that no step waits for its data: each is returned once."""
-        size = self._made(steps.start)[0].nbytes
+        size = self._make_batch(steps.start)[0].nbytes
         for step in steps[: min(PREPARED_BATCHES, max(1, PREPARED_BYTES // max(1, size)))]:
-            self._prepared[step] = self._made(step)
+            self._prepared[step] = self._make_batch(step)
 
     def at(self, step: int) -> Batch:
         """Return this rank's inputs and targets of a step, and the weights of ranks and micro-batches in its loss."""
-        inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._made(step)
+        inputs, targets, weights = self._prepared.pop(step) if step in self._prepared else self._make_batch(step)
         return inputs.to(self.device), targets.to(self.device), weights
 
-    def _made(self, step: int) -> Batch:
+    def _make_batch(self, step: int) -> Batch:
         seed = self.scenario.run.seed
         pairs = zip(self.source.loss_terms(seed=seed, step=step, rows=self.rows), self.counts, strict=True)
-        terms = [found if counts else 0 for found, counts in pairs]
+        terms = [count if counts else 0 for count, counts in pairs]
         inputs, targets = self.source.batch(seed=seed, step=step, rows=self.rows[self.rank])
         inputs, targets = inputs.clone(), targets.clone()  # numpy's memory is not the device's, which is counted
         if inputs.is_floating_point():

@@ -29,7 +29,7 @@ from gssim.terminal import ENDING
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def signals_ignored() -> Iterator[None]:
     """Ignore termination signals and the user's interrupt inside."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
     try:
@@ -40,7 +40,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Defer termination signals and the user's interrupt until the end of the context.
 
     Raised in callbacks that Python runs around a fork, where it can only report that it ignores exceptions, they would
@@ -133,7 +133,7 @@ class Rank:
 
     def __init__(self, number: int, start: Start, environment: Mapping[str, str], log: Path, guard: Guard) -> None:
         self.number, self.log = number, log
-        with log.open("wb") as stream, deferred():
+        with log.open("wb") as stream, signals_deferred():
             self.process = subprocess.Popen(
                 start.command,
                 env={**os.environ, **ENVIRONMENT, **environment, **start.environment},
@@ -160,16 +160,20 @@ def run_ranks(
     """
     with scratch_folder("gsreal-run-") as reports:
         ranks: list[Rank] = []
-        told = {REPORTS: str(reports), STORE: str(reports / "store"), LAUNCHER: str(os.getpid())}
-        told[TIMEOUT] = str(guard.timeout_s)
+        environment = {REPORTS: str(reports), STORE: str(reports / "store"), LAUNCHER: str(os.getpid())}
+        environment[TIMEOUT] = str(guard.timeout_s)
         try:
             for number, start in enumerate(starts):
-                ranks.append(Rank(number, start, told, reports / f"rank-{number}.log", guard))
+                ranks.append(Rank(number, start, environment, reports / f"rank-{number}.log", guard))
             with ranks[0].log.open(encoding="utf-8", errors="replace") as progress:
                 failed = _wait(ranks, reports, progress, guard.timeout_s, check, explain)
         finally:
-            with uninterrupted():
-                _end(ranks)
+            with signals_ignored():
+                for rank in ranks:
+                    with suppress(ProcessLookupError):
+                        rank.process.kill()
+                for rank in ranks:
+                    rank.process.wait()
         if failed:
             raise RunFailedError(_reason(reports, failed))
 
@@ -190,34 +194,26 @@ def _wait(
     until_s = float("inf")
     while time.monotonic() < until_s:
         codes = [rank.process.poll() for rank in ranks]
-        _pass_on(progress)
+        _print_progress(progress)
         if None not in codes:
             break
         check()
         if any(codes):
             until_s = min(until_s, time.monotonic() + GRACE_S)
         elif watch.idle_s() > timeout_s:
-            found = watch.finding()
-            why = explain() if "wait for one another" in found else None
-            raise RunFailedError(f"no rank has come any further for {timeout_s:g} s (--timeout): {why or found}")
+            diagnosis = watch.finding()
+            why = explain() if "wait for one another" in diagnosis else None
+            raise RunFailedError(f"no rank has come any further for {timeout_s:g} s (--timeout): {why or diagnosis}")
         time.sleep(LOOK_S)
     return [rank for rank in ranks if rank.process.returncode]
 
 
-def _pass_on(log: IO[str]) -> None:
+def _print_progress(log: IO[str]) -> None:
     """Print progress lines; everything else stays in the log for the reason of a failure."""
     for line in log:
         if line.startswith("gsreal:"):
             sys.stderr.write(line)
             sys.stderr.flush()
-
-
-def _end(ranks: Sequence[Rank]) -> None:
-    for rank in ranks:
-        with suppress(ProcessLookupError):
-            rank.process.kill()
-    for rank in ranks:
-        rank.process.wait()
 
 
 def _reason(reports: Path, failed: Sequence[Rank]) -> str:
@@ -232,11 +228,13 @@ def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | No
 
     `log`: output of that rank. Raises UserError if a rank reported a user error.
     """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(reports.glob("rank-*.json"))]
-    if found:
+    reports_read = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(reports.glob("rank-*.json"))]
+    if reports_read:
         # a rank that loses its peer fails too: a user's fault, or anything else than a lost connection, comes first
-        found.sort(key=lambda report: (report["kind"] != "user", "onnection" in report["message"], report["rank"]))
-        first = found[0]
+        reports_read.sort(
+            key=lambda report: (report["kind"] != "user", "onnection" in report["message"], report["rank"])
+        )
+        first = reports_read[0]
         if first["kind"] == "user":
             raise UserError(first["message"])
         if "onnection" not in first["message"] or dead is None:
@@ -245,7 +243,7 @@ def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | No
         return None
     rank, exit_code = dead
     cause = _signal(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
-    said = _last_words(log)
+    said = _abort_messages(log)
     return f"rank {rank} died ({cause}{f': {said}' if said else ''})"
 
 
@@ -257,7 +255,7 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _last_words(log: str) -> str:
+def _abort_messages(log: str) -> str:
     """Return the last messages of C++ or of Python's interpreter before an abort, or nothing.
 
     A signal alone explains little.

@@ -44,7 +44,7 @@ def _progress_file() -> int | None:
     return None
 
 
-def answer_where() -> None:
+def install_stack_dump() -> None:
     """Install the handler that writes the stack of this rank's main thread on the launcher's signal."""
     folder = os.environ.get(REPORTS)
     if folder and hasattr(faulthandler, "register"):
@@ -83,7 +83,7 @@ class Watch:
         silent = [rank for rank in self.processes if rank not in stacks]
         if silent:
             return f"{_ranks(silent)} not responding ({self._done(silent[0])})"
-        waiting = {rank: found[2] for rank, stack in stacks.items() if (found := WAITS.search(stack))}
+        waiting = {rank: match[2] for rank, stack in stacks.items() if (match := WAITS.search(stack))}
         busy = [rank for rank in stacks if rank not in waiting]
         if busy:
             places = re.findall(r'File "([^"]*)", line (\d+) in (\w+)', stacks[busy[0]])
@@ -106,11 +106,11 @@ class Watch:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGUSR1)
         until_s = time.monotonic() + ANSWER_S
-        found: dict[int, str] = {}
-        while len(found) < len(files) and time.monotonic() < until_s:
+        stacks: dict[int, str] = {}
+        while len(stacks) < len(files) and time.monotonic() < until_s:
             time.sleep(0.1)
-            found = {rank: text for rank, file in files.items() if (text := _text(file))}
-        return found
+            stacks = {rank: text for rank, file in files.items() if (text := _text(file))}
+        return stacks
 
 
 def _text(file: Path) -> str:

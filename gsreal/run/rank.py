@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from gsreal.machine import die_with_parent
-from gsreal.run.progress import REPORTS, answer_where, note_progress
+from gsreal.run.progress import REPORTS, install_stack_dump, note_progress
 from gssim.errors import RunFailedError, UserError
 from gssim.files import write_text
 
@@ -41,7 +41,7 @@ def run_on_rank(main: Callable[..., None], arguments: Sequence[str]) -> NoReturn
     if str(os.getppid()) == INIT != os.environ.get(LAUNCHER, INIT):
         os._exit(1)  # it was, before this process could ask to die with it
     try:
-        answer_where()
+        install_stack_dump()
         main(*arguments)
         leave()
         code = 0
@@ -73,8 +73,8 @@ def join(backend: str) -> None:
     else:
         from torch.distributed.rendezvous import rendezvous
 
-        found, rank, ranks = next(iter(rendezvous("env://")))
-        prefixed = PrefixStore(f"attempt-{attempt}", found)
+        shared_store, rank, ranks = next(iter(rendezvous("env://")))
+        prefixed = PrefixStore(f"attempt-{attempt}", shared_store)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=timeout)
     note_progress("it has joined the others")
 
@@ -89,7 +89,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def everybodys(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return each rank's value, by rank: plain data, as from JSON (a collective).
 
     torch's own `all_gather_object` unpickles the received data, which may run code.

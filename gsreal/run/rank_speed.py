@@ -54,7 +54,7 @@ def work(seconds: float, device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-class Follower:
+class Rebalancer:
     """Rebalances batch and shards by rank speeds.
 
     All ranks exchange their times, and the controller decides alike on each.
@@ -72,9 +72,9 @@ class Follower:
         with timeline.span("share compute times", "exposed_communication", dist.group.WORLD):
             mine = [sum(phases[name] for name in names) for names in (COMPUTE_PHASES, UPDATE_PHASES)]
             own = torch.tensor(mine, dtype=torch.float64, device=self.device)
-            found = own.new_empty(len(mine) * dist.get_world_size())
-            dist.all_gather_into_tensor(found, own)
-            self.compute_s, self.update_s = (tuple(each) for each in found.view(-1, len(mine)).T.tolist())
+            gathered = own.new_empty(len(mine) * dist.get_world_size())
+            dist.all_gather_into_tensor(gathered, own)
+            self.compute_s, self.update_s = (tuple(each) for each in gathered.view(-1, len(mine)).T.tolist())
 
     @property
     def shared(self) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -9,9 +9,9 @@ from statistics import fmean, median
 import torch
 
 from gsreal.gradient_sharding import GradientSharding
-from gsreal.lab.verify import Carried
+from gsreal.lab.verify import InterfaceBytes
 from gsreal.machine import provenance
-from gsreal.measure import RankStep, Seen, collectives_of
+from gsreal.measure import ObservedCollective, RankStep, collectives_of
 from gsreal.methods.training import Training
 from gsreal.run.evaluation import HeldOut
 from gssim.errors import UserError
@@ -19,7 +19,7 @@ from gssim.result import Density, Division, Evaluation, RankClass, Result
 from gssim.scenario import Loaded, Scenario
 
 
-class Course:
+class RunRecorder:
     """Records of one rank, taken after every step; `evaluations` are the same on all."""
 
     def __init__(self, scenario: Scenario, training: Training, rank: int, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Course:
         self.every = self.run.evaluate_every_steps
         self.held_out = HeldOut(scenario, rank, device) if self.every else None
         self.evaluations: list[Evaluation] = []
-        self.carried = Carried()
+        self.carried = InterfaceBytes()
         self.restart()
 
     def restart(self) -> None:
@@ -101,7 +101,7 @@ class RankReport:
     evaluations: list[Evaluation]
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
-    seen: list[Seen]
+    seen: list[ObservedCollective]
     divisions: tuple[Division, ...]
     pushed: tuple[int, int]
     """Entries sent and offered in the timed steps."""

@@ -17,15 +17,24 @@ from torch import Tensor, nn
 
 from gsreal.gradient_sharding import GradientSharding, Sent
 from gsreal.machine import device_name, settle
-from gsreal.measure import CollectiveRecorder, MemoryCounter, RankStep, Seen, Timeline, middle_step, rank_step, step_of
+from gsreal.measure import (
+    CollectiveRecorder,
+    MemoryCounter,
+    ObservedCollective,
+    RankStep,
+    Timeline,
+    combine_ranks,
+    median_step,
+    step_of_rank,
+)
 from gsreal.methods.apply import prepare
 from gsreal.methods.training import Training
 from gsreal.model_files.build import DTYPES, build_module
 from gsreal.run.checkpoint import Checkpoints, Progress
 from gsreal.run.feed import Feed
 from gsreal.run.progress import note_progress
-from gsreal.run.rank import everybodys, join, run_on_rank
-from gsreal.run.report import Course, RankReport, result_of
+from gsreal.run.rank import gather_json, join, run_on_rank
+from gsreal.run.report import RankReport, RunRecorder, result_of
 from gssim.errors import UserError
 from gssim.files import write_text
 from gssim.result import chrome_trace, typical_phases
@@ -53,13 +62,13 @@ def run(loaded: Loaded, *, out: Path, trace: Path | None, checkpoints: Checkpoin
     join(scenario.cluster.backend)
     device = settle(scenario.cluster, local_rank)
     report = measure(scenario, rank, device, checkpoints, traced=trace is not None)
-    plain = everybodys(asdict(report))
+    plain = gather_json(asdict(report))
     if rank == 0:
         reports: list[Any] = TypeAdapter(list[RankReport]).validate_python(plain)
         result = result_of(loaded, reports, device)
         write_text(out, result.to_json())
         if trace is not None:
-            write_text(trace, chrome_trace(step_of([each.step for each in reports]), result))
+            write_text(trace, chrome_trace(combine_ranks([each.step for each in reports]), result))
 
 
 def measure(
@@ -80,7 +89,7 @@ def measure(
     counter = MemoryCounter(device)
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
-    course = Course(scenario, training, rank, device)
+    course = RunRecorder(scenario, training, rank, device)
     begun = checkpoints.resume(scenario, training) if checkpoints else Progress()
     if training.follower is not None:
         feed.divide(training.follower.following.samples)
@@ -91,7 +100,7 @@ def measure(
     pushed, published = ((each.entries, each.offered) for each in sent.values())
     payloads = {kind: [size / steps for size in each.by_bucket] for kind, each in sent.items()}
     allocated, reserved = _peak(training, feed, counter, rank)
-    step = _step(training, feed, counter, rank, middle_step(ends_s)) if traced else None
+    step = _step(training, feed, counter, rank, median_step(ends_s)) if traced else None
     seen = _collectives(training, feed, rank, payloads)
     return RankReport(
         device=device_name(device),
@@ -137,7 +146,7 @@ def _sharding(training: Training) -> GradientSharding | None:
     return training.optimizer if isinstance(training.optimizer, GradientSharding) else None
 
 
-SENT_AS = ("all-to-all-v", "all-gather-v")
+SENT_KINDS = ("all-to-all-v", "all-gather-v")
 """Kinds of collectives of pushes and thresholded publishes."""
 
 
@@ -145,7 +154,7 @@ def _sent(training: Training) -> dict[str, Sent]:
     """Return the counts of this rank's pushes and publishes since the last reset, by kind of collective."""
     sharding = _sharding(training)
     sent = (sharding.sent, sharding.published) if sharding else (Sent(), Sent())
-    return dict(zip(SENT_AS, sent, strict=True))
+    return dict(zip(SENT_KINDS, sent, strict=True))
 
 
 def _timed_steps(
@@ -153,7 +162,7 @@ def _timed_steps(
     training: Training,
     feed: Feed,
     rank: int,
-    course: Course,
+    course: RunRecorder,
     begun: Progress,
     checkpoints: Checkpoints | None,
 ) -> list[float]:
@@ -184,8 +193,9 @@ def _timed_steps(
         if checkpoints and checkpoints.is_due(step + 1, steps.stop):
             checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
         note_progress(f"step {step + 1} done")
-        if rank == 0:
-            _progress(step + 1, steps.stop)
+        done, total = step + 1, steps.stop
+        if rank == 0 and (done == total or done % max(1, total // 10) == 0):
+            print(f"gsreal: step {done} of {total}", file=sys.stderr, flush=True)
     training.slow_down(1.0)
     return [float(loss) for loss in losses]
 
@@ -210,11 +220,6 @@ def _follow(training: Training, feed: Feed, step: int) -> None:
         sharding.reshard(division.shard_shares)
 
 
-def _progress(done: int, total: int) -> None:
-    if done == total or done % max(1, total // 10) == 0:
-        print(f"gsreal: step {done} of {total}", file=sys.stderr, flush=True)
-
-
 def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> tuple[int, int | None]:
     """Return (allocated, reserved) peak bytes: medians of three more steps.
 
@@ -224,11 +229,13 @@ def _peak(training: Training, feed: Feed, counter: MemoryCounter, rank: int) -> 
     sharding = _sharding(training)
     for step in range(3):
         inputs, targets, weights = feed.at(step)
-        kept = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
-        kept += _state_of(training)  # master copies
-        kept += [value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)]
-        kept += [*sharding.pusher.persistent_tensors, *sharding.publisher.persistent_tensors] if sharding else []
-        peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), kept))
+        tensors = [*training.module.parameters(), *training.module.buffers(), inputs, targets]
+        tensors += _state_of(training)  # master copies
+        tensors += [
+            value for state in _state_of(training).values() for value in state.values() if torch.is_tensor(value)
+        ]
+        tensors += [*sharding.pusher.persistent_tensors, *sharding.publisher.persistent_tensors] if sharding else []
+        peaks.append(counter.peak_of(partial(training.step, inputs, targets, weights, rank), tensors))
         note_progress(f"step {step + 1} of those for memory done")
     reserved = [peak for _, peak in peaks if peak is not None]
     return sorted(peak for peak, _ in peaks)[1], sorted(reserved)[1] if reserved else None
@@ -242,7 +249,9 @@ def _state_of(training: Training) -> dict[Any, dict[str, Any]]:
     return dict(inner.state)
 
 
-def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, list[float]]) -> list[Seen]:
+def _collectives(
+    training: Training, feed: Feed, rank: int, payloads: dict[str, list[float]]
+) -> list[ObservedCollective]:
     """Return the collectives that one more step submits to the process group.
 
     `payloads`: by kind, the mean bytes of the timed steps for each bucket. That step checks the sharding's own counts
@@ -262,7 +271,7 @@ def _collectives(training: Training, feed: Feed, rank: int, payloads: dict[str, 
     return recorder.seen
 
 
-def _set_payloads(dependent: list[Seen], counted: list[int], payloads: list[float]) -> None:
+def _set_payloads(dependent: list[ObservedCollective], counted: list[int], payloads: list[float]) -> None:
     """Set the payloads of one step's entries, one for each bucket in turn, to the mean.
 
     `counted`: bytes of this step.
@@ -279,7 +288,7 @@ def _step(training: Training, feed: Feed, counter: MemoryCounter, rank: int, num
     """Return a timed step, with the memory of one more."""
     inputs, targets, weights = feed.at(1)
     again = partial(training.step, inputs, targets, weights, rank)
-    return rank_step(training.timeline, number, device=device_name(counter.device), counter=counter, again=again)
+    return step_of_rank(training.timeline, number, device=device_name(counter.device), counter=counter, again=again)
 
 
 if __name__ == "__main__":

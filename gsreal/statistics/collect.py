@@ -72,7 +72,9 @@ def take_statistics(
             books = Books(scenario, policy, sampled, sizes, batches=batches, push_grid=looked_at, publish_grid=publish)
             for course in range(courses):
                 _say_how(policy, course, courses)
-                _train(_reseeded(scenario, course), policy, books)
+                _train(
+                    replace(scenario, run=replace(scenario.run, seed=scenario.run.seed + course * APART)), policy, books
+                )
             return books
 
         dense = taken(push, publish_grid)
@@ -91,11 +93,6 @@ def take_statistics(
         "changes": {name: book.trace() for name, book in dense.changes.items()},
     }
     return validated(GradientStatistics, data, file="gsreal gradients")
-
-
-def _reseeded(scenario: Scenario, course: int) -> Scenario:
-    """Return the scenario with the initial weights and the batches of a course."""
-    return replace(scenario, run=replace(scenario.run, seed=scenario.run.seed + course * APART))
 
 
 def _train(scenario: Scenario, push: Push, books: Books) -> None:
@@ -138,7 +135,7 @@ def _half_decades(tensors: Gradients, low: float, high: float) -> tuple[float, .
 
 def _head(scenario: Scenario, courses: int) -> dict[str, Any]:
     workload = scenario.workload
-    made = provenance(torch.device("cpu"))
+    measured = provenance(torch.device("cpu"))
     return {
         "model": workload.model.name,
         "precision": workload.precision,
@@ -147,8 +144,8 @@ def _head(scenario: Scenario, courses: int) -> dict[str, Any]:
         "global_batch_size": workload.global_batch_size,
         "sequence_length": workload.sequence_length,
         "seed": scenario.run.seed,
-        "source": f"measured {made['date']} by gsreal gradients, torch {made['torch']}, {scenario.ranks} ranks, "
-        f"{courses} course{'s' if courses > 1 else ''}",
+        "source": f"measured {measured['date']} by gsreal gradients, torch {measured['torch']}, "
+        f"{scenario.ranks} ranks, {courses} course{'s' if courses > 1 else ''}",
     }
 
 

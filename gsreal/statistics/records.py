@@ -64,18 +64,18 @@ class GradientBook:
         looks = [[look for page in every for look in page.looks.values()] for every in pages]
         means = [np.sum([look.sketches.means for look in every], axis=0) for every in looks]
         parts = partition(means, small=self.small)
-        told = all(page.pairs for every in pages for page in every)
-        correlations = [rounded(fmean(page.correlation() for page in every), 3) for every in pages] if told else []
+        has_pairs = all(page.pairs for every in pages for page in every)
+        correlations = [rounded(fmean(page.correlation() for page in every), 3) for every in pages] if has_pairs else []
         return {"correlations": correlations, "blocks": [self._block(looks, part) for part in parts]}
 
     def _block(self, looks: list[list["_Look"]], part: slice) -> dict[str, Any]:
         """Return the records of a range of blocks, as a BlockTrace."""
-        found: dict[str, Any] = {"sketches": [sketch([look.sketches for look in every], part) for every in looks]}
+        fields: dict[str, Any] = {"sketches": [sketch([look.sketches for look in every], part) for every in looks]}
         if self.thresholds:
-            found["feedback"] = [_feedback(every, part) for every in looks]
+            fields["feedback"] = [_feedback(every, part) for every in looks]
         if self.multiples:
-            found["relative"] = [_relative(every, part) for every in looks]
-        return found | ({"first": sketch([self.first], part)} if self.first else {})
+            fields["relative"] = [_relative(every, part) for every in looks]
+        return fields | ({"first": sketch([self.first], part)} if self.first else {})
 
 
 class _Look:

@@ -37,8 +37,8 @@ class BlockSketches:
         magnitudes = gradient.detach().abs().reshape(-1).double()
         below = torch.bucketize(magnitudes, torch.tensor(SKETCH_EDGES, dtype=torch.float64), right=True)
         counts = [torch.bincount(block, minlength=len(SKETCH_EDGES) + 1) for block in in_blocks(below)]
-        found = torch.stack(counts).flip(1).cumsum(1).flip(1).numpy()
-        self.elements, self.reached = self.elements + found[:, 0], self.reached + found[:, 1:]
+        reached = torch.stack(counts).flip(1).cumsum(1).flip(1).numpy()
+        self.elements, self.reached = self.elements + reached[:, 0], self.reached + reached[:, 1:]
         self.sums, self.squares = self.sums + summed(magnitudes), self.squares + summed(magnitudes.square())
 
     def told(self, blocks: slice) -> np.ndarray:
@@ -46,8 +46,8 @@ class BlockSketches:
 
         And the fraction that reaches each edge.
         """
-        found = [self.sums[blocks].sum(), self.squares[blocks].sum(), *self.reached[blocks].sum(0)]
-        return np.array(found) / max(1, int(self.elements[blocks].sum()))
+        totals = [self.sums[blocks].sum(), self.squares[blocks].sum(), *self.reached[blocks].sum(0)]
+        return np.array(totals) / max(1, int(self.elements[blocks].sum()))
 
     @property
     def means(self) -> np.ndarray:
@@ -161,9 +161,10 @@ class Feedback:
     def add(self, values: Tensor) -> None:
         """Add values to the residuals, send what reaches each threshold, and keep the rest."""
         flat = values.detach().reshape(-1).float()
-        held = [flat + residual for residual in self._residuals(flat)]
+        values_held = [flat + residual for residual in self._residuals(flat)]
         self.residuals = [
-            each.mul_(each.abs() < threshold) for each, threshold in zip(held, self._thresholds(held), strict=True)
+            each.mul_(each.abs() < threshold)
+            for each, threshold in zip(values_held, self._thresholds(values_held), strict=True)
         ]
 
     def _thresholds(self, held: Sequence[Tensor]) -> list[float]:

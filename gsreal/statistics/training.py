@@ -49,10 +49,10 @@ class Replica:
         inputs, targets, weights = self.feeds[rank].at(batch)
         self.module.zero_grad(set_to_none=True)
         loss_of(logits_of(self.module(inputs)), targets).backward()
-        found = {}
+        gradients_by_name = {}
         for name, parameter in self.parameters.items():
-            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        return found, weights.ranks[rank]
+            gradients_by_name[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return gradients_by_name, weights.ranks[rank]
 
     def step(self, step: int, see: Callable[[int, Gradients], None]) -> None:
         """Train one step; `see` is called with every rank's gradients."""
@@ -66,8 +66,8 @@ class Replica:
             contributions.append((rank, weight, gradients))
         divides = self.push.aggregate == "received-weight"
         for name, parameter in self.parameters.items():
-            found = [(rank, weight, gradients[name]) for rank, weight, gradients in contributions]
-            parameter.grad = self._added(name, found, divided=self._thresholds(step) and divides)
+            contributions_of = [(rank, weight, gradients[name]) for rank, weight, gradients in contributions]
+            parameter.grad = self._added(name, contributions_of, divided=self._thresholds(step) and divides)
         self.optimizer.step()
 
     def _thresholds(self, step: int) -> bool:
@@ -98,8 +98,10 @@ class Replica:
         self.sent_elements += int((reached & ~own).sum())
         self.offered_elements += int((~own).sum())
         if self.push.error_feedback:
-            kept = torch.bfloat16 if self.push.error_feedback_precision == "bf16" else master_type(gradient.dtype)
-            self.residuals[rank, name] = (gradient * ~sent).to(kept)
+            residual_dtype = (
+                torch.bfloat16 if self.push.error_feedback_precision == "bf16" else master_type(gradient.dtype)
+            )
+            self.residuals[rank, name] = (gradient * ~sent).to(residual_dtype)
         return gradient * sent
 
     def _threshold(self, step: int, rank: int, name: str, accumulated: Tensor) -> float:
@@ -113,8 +115,8 @@ class Replica:
 
         if (rank, name) not in self.thresholds:
             self.thresholds[rank, name] = Thresholds(self.push, [slice(0, len(flat))])
-        ((_, found),) = self.thresholds[rank, name].find(pieces, self.scratch, step=step - self.push.warmup_steps)
-        return found
+        ((_, threshold),) = self.thresholds[rank, name].find(pieces, self.scratch, step=step - self.push.warmup_steps)
+        return threshold
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -158,7 +160,7 @@ def _owners(scenario: Scenario, module: nn.Module) -> dict[str, Tensor]:
     order = [layers[i].parameter_names[j] for i, j in gradient_order(layers)]
     first, cap = bucket_limits(scenario.plan, scenario.policies)
     sizes = [named[name].numel() * named[name].element_size() for name in order]
-    found = {}
+    owner_of = {}
     for members in assign_buckets(sizes, first_bytes=first, cap_bytes=cap):
         elements = [named[order[i]].numel() for i in members]
         flat = torch.cat(
@@ -168,5 +170,5 @@ def _owners(scenario: Scenario, module: nn.Module) -> dict[str, Tensor]:
             ]
         )
         for i, part in zip(members, flat.split(elements), strict=True):
-            found[order[i]] = part.view(named[order[i]].shape)
-    return found
+            owner_of[order[i]] = part.view(named[order[i]].shape)
+    return owner_of

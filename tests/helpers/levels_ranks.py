@@ -277,10 +277,10 @@ def main(cases_file: str, out: str) -> None:
         "order": order_beside(),
         "refusals": refusals(),
     }
-    everybodys: list[Any] = [None] * RANKS
-    dist.all_gather_object(everybodys, own)
+    gather_json: list[Any] = [None] * RANKS
+    dist.all_gather_object(gather_json, own)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps({"cases": shown, "by_hand": everybodys}), encoding="utf-8")
+        Path(out).write_text(json.dumps({"cases": shown, "by_hand": gather_json}), encoding="utf-8")
     dist.barrier()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gsreal.machine import settle, starting_threads
+from gsreal.machine import group_threads, settle
 from gsreal.run.rank import run_on_rank
 from gssim.scenario import load_scenario
 
@@ -29,7 +29,7 @@ def main(scenario: str, cluster: str, out: str) -> None:
 
 def a_group_more() -> dict[str, list[Any]]:
     """Make a process group, and return the threads."""
-    with starting_threads():
+    with group_threads():
         dist.new_group()
     return threads()
 

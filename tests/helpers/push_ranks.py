@@ -183,10 +183,10 @@ def main(cases_file: str, out: str) -> None:
     dist.init_process_group("gloo")
     cases = json.loads(Path(cases_file).read_text(encoding="utf-8"))
     found = {name: run_case(case) for name, case in cases.items()}
-    everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, found)
+    gather_json: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gather_json, found)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(everybodys), encoding="utf-8")
+        Path(out).write_text(json.dumps(gather_json), encoding="utf-8")
     dist.barrier()
 
 

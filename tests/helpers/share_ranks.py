@@ -20,7 +20,7 @@ from gsreal.methods.training import Training
 from gsreal.run.checkpoint import Progress
 from gsreal.run.feed import Feed
 from gsreal.run.rank import run_on_rank
-from gsreal.run.report import Course
+from gsreal.run.report import RunRecorder
 from gsreal.run.worker import _timed_steps, build
 from gssim.scenario import Scenario, load_scenario
 
@@ -43,7 +43,7 @@ def made(case: dict[str, Any]) -> tuple[Scenario, Training, Feed]:
     return scenario, training, Feed(scenario, dist.get_rank(), CPU)
 
 
-def everybodys(value: Any) -> list[Any]:
+def gather_json(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -52,7 +52,7 @@ def everybodys(value: Any) -> list[Any]:
 def paces(case: dict[str, Any]) -> dict[str, Any]:
     """Train a whole run; return its losses, step times and divisions of the batch."""
     scenario, training, feed = made(case)
-    course = Course(scenario, training, dist.get_rank(), CPU)
+    course = RunRecorder(scenario, training, dist.get_rank(), CPU)
     losses = _timed_steps(scenario, training, feed, dist.get_rank(), course, Progress(), None)
     spans, ends_s = training.timeline.read()
     divisions = training.follower.following.divisions if training.follower else ()
@@ -61,12 +61,12 @@ def paces(case: dict[str, Any]) -> dict[str, Any]:
         training.step(inputs, targets, weights, dist.get_rank())
     emulated = [span.label for span in spans if "emulated" in span.label]
     return {
-        "losses": [sum(each) for each in zip(*everybodys(losses), strict=True)],
+        "losses": [sum(each) for each in zip(*gather_json(losses), strict=True)],
         "ends_s": ends_s,
-        "collectives": [list(entry.key) for entry in collectives_of(everybodys(recorder.seen))],
+        "collectives": [list(entry.key) for entry in collectives_of(gather_json(recorder.seen))],
         "load": os.getloadavg()[0],
-        "divisions": everybodys([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
-        "emulated": [len(each) for each in everybodys(emulated)],
+        "divisions": gather_json([[each.first_step, each.samples, each.shard_shares] for each in divisions]),
+        "emulated": [len(each) for each in gather_json(emulated)],
     }
 
 
@@ -81,18 +81,18 @@ def migration(case: dict[str, Any]) -> dict[str, Any]:
         training.step(inputs, targets, weights, dist.get_rank())
         if step % 2 and step // 2 < len(case["shares"]):
             before = held(sharding)
-            sent.append(sum(everybodys(sharding.reshard(case["shares"][step // 2]))))
+            sent.append(sum(gather_json(sharding.reshard(case["shares"][step // 2]))))
             same &= all(torch.equal(before[name], now) for name, now in held(sharding).items())
     whole = held(sharding)
     elements = [sum(bucket.shard.numel() for bucket in sharding.buckets)]
     return {
         "sent": sent,
         "same": same,
-        "elements": [each[0] for each in everybodys(elements)],
+        "elements": [each[0] for each in gather_json(elements)],
         "parameters": {name: float(p.double().abs().sum()) for name, p in full_parameters(training.module).items()},
         "state": {name: float(value.double().abs().sum()) for name, value in whole.items()},
         "exact": digest(full_parameters(training.module)),
-        "replicas_equal": len(set(everybodys(digest(full_parameters(training.module))))) == 1,
+        "replicas_equal": len(set(gather_json(digest(full_parameters(training.module))))) == 1,
     }
 
 
@@ -104,7 +104,7 @@ def held(sharding: GradientSharding) -> dict[str, torch.Tensor]:
         for name, value in sharding.optimizer.state[bucket.shard].items():
             if torch.is_tensor(value) and value.dim():
                 own[f"{bucket.index} {name}"] = value.clone()
-    every = everybodys(own)
+    every = gather_json(own)
     return {name: torch.cat([each[name] for each in every]) for name in own}
 
 

@@ -126,17 +126,17 @@ def test_hosts_that_are_no_lab_keep_their_law():
 
 
 def test_calibration_gives_each_model_what_was_measured_of_it():
-    from gsreal.lab.calibration import beside_messages, crowd_size, on_a_core
+    from gsreal.lab.calibration import crowd_size, set_communication_slowdown, set_core_slowdown
 
     data = {
         "neighbour_slowdown_ratio": 1.01,
         "profiles": [{"model": "a", "neighbour_slowdown_ratio": 1.02}, {"model": "b"}],
     }
-    on_a_core(data, {"a": 1.1, "b": 1.3})
+    set_core_slowdown(data, {"a": 1.1, "b": 1.3})
     assert [each["neighbour_slowdown_ratio"] for each in (data, *data["profiles"])] == pytest.approx([1.2, 1.1, 1.3])
-    on_a_core(data, {})  # nothing shares its core
+    set_core_slowdown(data, {})  # nothing shares its core
     assert not [each for each in (data, *data["profiles"]) if "neighbour_slowdown_ratio" in each]
-    beside_messages(data, {"a": [(8.0, 0.5), (2.0, 0.25)], "b": [(2.0, 0.5), (8.0, 0.25)]})
+    set_communication_slowdown(data, {"a": [(8.0, 0.5), (2.0, 0.25)], "b": [(2.0, 0.5), (8.0, 0.25)]})
     first, second = (each["communicating_excess_ratio"] for each in data["profiles"])
     assert first == {"sizes": [2.0, 8.0], "values": [0.25, 0.5]}
     assert second == {"sizes": [2.0, 8.0], "values": [0.375, 0.375]}  # that more bytes take less is chance

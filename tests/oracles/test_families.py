@@ -18,7 +18,7 @@ from gsreal.model_files.build import build_module
 from gsreal.model_files.hugging_face import training_config
 from gsreal.model_files.model_file import counted_table, traced_model
 from gsreal.model_files.recorder import ALIASES, FORMULAS, flop_of, is_bound_by_bytes
-from gsreal.model_files.trace import Counted
+from gsreal.model_files.trace import OperationCounts
 from gssim.errors import UserError
 from gssim.workload import HuggingFace, Model, unrolled
 
@@ -53,7 +53,7 @@ def asked(family: str, **changes: object):
     return request_for(f"hf:{family}", **tokens | given)
 
 
-COUNTED: dict[str, Counted] = {}
+COUNTED: dict[str, OperationCounts] = {}
 
 
 @cache
@@ -301,7 +301,7 @@ def test_no_matrix_product_attention_or_transform_passes_for_one_that_moves_byte
     assert checked > 200
 
 
-def adds_up(model: Model, counted: Counted) -> bool:
+def adds_up(model: Model, counted: OperationCounts) -> bool:
     shape = counted.batch_size, counted.sequence_length
     layers = [instance.layer for instance in unrolled(model)]
     moved = sum(at(layer.forward_bytes, shape) + at(layer.backward_bytes, shape) for layer in layers)
@@ -325,7 +325,7 @@ def test_the_table_of_what_was_counted_adds_up_to_the_model_file():
 def test_the_table_is_of_all_blocks_where_a_few_are_traced():
     arguments = ("width=16", "heads=2", "layers=9", "vocabulary=32", "maximum_length=32")
     request = request_for("gsreal.models.gpt", arguments=arguments, vocabulary=32, image=None, sequence_length=24)
-    tables: list[Counted] = []
+    tables: list[OperationCounts] = []
     model = traced_model(request, on_counted=tables.append)
     assert adds_up(model, tables[0])
     assert tables[0].operations["aten.addmm"].operations == 9 * 4  # of a forward; the head has no bias

@@ -177,7 +177,7 @@ def test_a_model_of_another_input_is_refused(name, changes):
 @pytest.mark.parametrize("name", [GPT, BERT, RESNET])
 def test_shipped_models_can_be_trained(name):
     workload = workload_of(name)
-    for kind in ("auto", data.takes_data(workload.model)):
+    for kind in ("auto", data.default_data(workload.model)):
         data.check_data(replace(workload, data=kind), where="made")
 
 

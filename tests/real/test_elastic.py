@@ -27,10 +27,10 @@ from gsreal.run.checkpoint import (
     FORMAT,
     LOCK,
     Checkpoints,
-    _with_reasons,
+    _raise_with_reason,
     check_checkpoints,
     identity,
-    last_whole,
+    last_undamaged,
     latest,
     read_progress,
     remove_unfinished,
@@ -388,7 +388,7 @@ def test_a_malformed_progress_is_passed_over_for_the_checkpoint_before(tmp_path:
     before, last = (written(tmp_path, plain_scenario, step) for step in (4, 8))
     (last / "progress.json").write_text(text)
     told: list[str] = []
-    found = last_whole(tmp_path, tell=told.append)
+    found = last_undamaged(tmp_path, tell=told.append)
     assert found is not None
     assert found[0] == before
     (line,) = told
@@ -403,13 +403,13 @@ def test_a_malformed_progress_is_passed_over_for_the_checkpoint_before(tmp_path:
 def test_a_checkpoint_whose_files_are_not_as_they_were_written_is_passed_over(tmp_path: Path, plain_scenario, damage):
     before, last = (written(tmp_path, plain_scenario, step) for step in (4, 8))
     file = last / "__1_0.distcp"
-    assert last_whole(tmp_path)[0] == last
+    assert last_undamaged(tmp_path)[0] == last
     if damage == "gone":
         file.unlink()
     else:
         file.write_bytes(b"abc" if damage == "cut off" else b"abcdefgH")
     told: list[str] = []
-    assert last_whole(tmp_path, tell=told.append)[0] == before
+    assert last_undamaged(tmp_path, tell=told.append)[0] == before
     assert f"{last}: is damaged: __1_0.distcp is " in told[0]
 
 
@@ -444,7 +444,7 @@ def test_what_torch_raises_of_a_checkpoint_is_told_though_it_is_no_exception(tmp
     error = CheckpointException("save", {1: (fault, StackSummary())})
     assert not isinstance(error, Exception)
     told = r"step-4: cannot be saved: rank 1: OSError: .* No space left"
-    with pytest.raises(RunFailedError, match=told), _with_reasons(Path("step-4"), "saved"):
+    with pytest.raises(RunFailedError, match=told), _raise_with_reason(Path("step-4"), "saved"):
         raise error
 
     def ends(code):

@@ -22,7 +22,7 @@ from gsreal.model_files.build import loss_of
 from gsreal.run.checkpoint import Progress
 from gsreal.run.evaluation import HeldOut, check_evaluation
 from gsreal.run.feed import Feed
-from gsreal.run.report import Course, refuse_divergence
+from gsreal.run.report import RunRecorder, refuse_divergence
 from gsreal.run.worker import _timed_steps, build
 from gssim.errors import UserError
 from gssim.result import Evaluation
@@ -129,7 +129,7 @@ def course_of(overrides, *, name="resnet-digits.toml"):
     changes = [*DIGITS, "plan.method=single", *overrides]
     scenario = load_scenario(Path(scenario_file(name)), changes, gradients_needed=False).scenario
     training = build(scenario, Timeline(0, CPU), CPU)
-    course = Course(scenario, training, 0, CPU)
+    course = RunRecorder(scenario, training, 0, CPU)
     losses = _timed_steps(scenario, training, Feed(scenario, 0, CPU), 0, course, Progress(), None)
     return training, course, losses
 

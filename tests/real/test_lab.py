@@ -25,7 +25,7 @@ from gsreal.lab.building import address_commands, node_commands, route_commands,
 from gsreal.lab.network import LEAST_DELAY_S, network_of, shape, wire_bits_per_s
 from gsreal.lab.ranks import rank_command, rank_environment
 from gsreal.lab.throttle import MOST_OF_THE_CORES, Place, as_variable, cores_of, own_place
-from gsreal.lab.verify import Verified, carried_bytes
+from gsreal.lab.verify import Verified, interface_bytes
 from gsreal.machine import device_name, usable_cores
 from gssim.cluster import group_bytes
 from gssim.errors import RunFailedError, UserError
@@ -363,7 +363,7 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch, capsys, progra
 def test_root_that_may_make_no_namespaces_is_refused(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(check, "may_be_made", lambda: False)
+    monkeypatch.setattr(check, "can_create_namespaces", lambda: False)
     with pytest.raises(UserError, match="lab: root may not make network namespaces here"):
         check.check_tools()
 
@@ -523,16 +523,16 @@ COUNTERS = """Inter-|   Receive              |  Transmit
 def test_what_leaves_a_device_and_comes_to_it_is_counted_at_its_wires(tmp_path, monkeypatch):
     table = tmp_path / "dev"
     table.write_text(COUNTERS)
-    assert carried_bytes(table) is None
+    assert interface_bytes(table) is None
     for name, value in as_variable(Place("a core", 1, 1.0, "")).items():
         monkeypatch.setenv(name, value)
-    assert carried_bytes(table) == (35, 120)
+    assert interface_bytes(table) == (35, 120)
 
 
 def test_what_is_left_out_between_two_steps_is_not_counted(monkeypatch):
     counted = iter([(0, 0), (10, 20), (1010, 2020), (1020, 2040)])
-    monkeypatch.setattr(counters, "carried_bytes", lambda: next(counted))
-    carried = counters.Carried()
+    monkeypatch.setattr(counters, "interface_bytes", lambda: next(counted))
+    carried = counters.InterfaceBytes()
     carried.note()
     carried.leave_out()
     carried.note()
@@ -540,6 +540,6 @@ def test_what_is_left_out_between_two_steps_is_not_counted(monkeypatch):
 
 
 def test_outside_the_lab_nothing_is_counted():
-    carried = counters.Carried()
+    carried = counters.InterfaceBytes()
     carried.note()
     assert carried.by_step is None

@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 from strategies import write_files
 
-from gsreal.lab.sweep import cells_of, kept, measure_cells, middle_ones
-from gsreal.run.launch import deferred
+from gsreal.lab.sweep import cells_of, kept, measure_cells, median_results
+from gsreal.run.launch import signals_deferred
 from gssim.errors import RunFailedError
 from gssim.files import write_text
 from gssim.result import read_result
@@ -61,7 +61,7 @@ def test_every_point_is_measured_once_then_every_point_again(tmp_path):
     assert names == [f"sweep--{plan}{end}" for end in (".json", "-1.json") for plan in ("ddp", "gs", "zero1")]
     assert [result.provenance["repeat"] for result in results] == [0, 0, 0, 1, 1, 1]
     assert [read_result(cell.file) for cell in cells] == results
-    assert [result.provenance["repeat"] for result in middle_ones(cells, results)] == [0, 0, 0]
+    assert [result.provenance["repeat"] for result in median_results(cells, results)] == [0, 0, 0]
 
 
 def test_what_is_there_is_not_measured_again(tmp_path, capsys):
@@ -142,7 +142,7 @@ def test_an_interrupt_in_the_middle_of_a_fork_waits_for_its_end(number):
 
     def forked():
         with unwinding():
-            with deferred():
+            with signals_deferred():
                 signal.raise_signal(number)
                 reached.append("the end of what is not interrupted")
             reached.append("what comes after it")

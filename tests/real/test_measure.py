@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gsreal import measure
 from gsreal.gradient_sharding.point_to_point import all_gather_v, all_to_all_v
-from gsreal.measure import CollectiveRecorder, MemoryCounter, Seen, Timeline, collectives_of
+from gsreal.measure import CollectiveRecorder, MemoryCounter, ObservedCollective, Timeline, collectives_of
 from gsreal.model_files.build import loss_of
 from gsreal.models import bert, gpt
 from gssim.result import phases_of
@@ -141,7 +141,7 @@ def test_what_kernels_allocate_for_themselves_is_counted_by_the_allocator_alone(
 def clock(monkeypatch):
     """Return a list of times that the next looks at the clock show."""
     times = []
-    monkeypatch.setattr(measure.timeline.time, "perf_counter", lambda: times.pop(0))
+    monkeypatch.setattr(measure.step.time, "perf_counter", lambda: times.pop(0))
     return times
 
 
@@ -208,21 +208,21 @@ def test_a_real_clock_only_moves_on():
 # Collectives ---------------------------------------------------------------------------------------------------------
 
 
-def keys(seen_by_rank):
-    return [entry.key for entry in collectives_of(seen_by_rank)]
+def keys(observed_by_rank):
+    return [entry.key for entry in collectives_of(observed_by_rank)]
 
 
 def test_a_collective_that_all_members_saw_is_one():
-    every = [Seen("all-reduce", (0, 1, 2), 100)]
+    every = [ObservedCollective("all-reduce", (0, 1, 2), 100)]
     assert keys([every, every, every]) == [("all-reduce", (0, 1, 2), 100, 1)]
 
 
 def test_equal_collectives_are_counted_and_others_are_entries_of_their_own():
     every = [
-        Seen("all-reduce", (0, 1), 100),
-        Seen("all-gather", (0, 1), 100),
-        Seen("all-reduce", (0, 1), 60),
-        Seen("all-reduce", (0, 1), 100),
+        ObservedCollective("all-reduce", (0, 1), 100),
+        ObservedCollective("all-gather", (0, 1), 100),
+        ObservedCollective("all-reduce", (0, 1), 60),
+        ObservedCollective("all-reduce", (0, 1), 100),
     ]
     assert sorted(keys([every, every])) == [
         ("all-gather", (0, 1), 100, 1),
@@ -232,7 +232,7 @@ def test_equal_collectives_are_counted_and_others_are_entries_of_their_own():
 
 
 def test_groups_are_told_apart():
-    first, second = [Seen("all-reduce", (0, 1), 8)], [Seen("all-reduce", (2, 3), 8)]
+    first, second = [ObservedCollective("all-reduce", (0, 1), 8)], [ObservedCollective("all-reduce", (2, 3), 8)]
     assert sorted(keys([first, first, second, second])) == [
         ("all-reduce", (0, 1), 8, 1),
         ("all-reduce", (2, 3), 8, 1),
@@ -241,22 +241,27 @@ def test_groups_are_told_apart():
 
 def test_ranks_that_disagree_on_a_size_give_an_entry_each():
     """The k-th of one rank is the k-th of the others: a prediction cannot equal what ranks disagree on."""
-    assert sorted(keys([[Seen("all-reduce", (0, 1), 100)], [Seen("all-reduce", (0, 1), 104)]])) == [
+    assert sorted(
+        keys([[ObservedCollective("all-reduce", (0, 1), 100)], [ObservedCollective("all-reduce", (0, 1), 104)]])
+    ) == [
         ("all-reduce", (0, 1), 100, 1),
         ("all-reduce", (0, 1), 104, 1),
     ]
-    crossed = [[Seen("broadcast", (0, 1), a), Seen("broadcast", (0, 1), b)] for a, b in ((8, 16), (16, 8))]
+    crossed = [
+        [ObservedCollective("broadcast", (0, 1), a), ObservedCollective("broadcast", (0, 1), b)]
+        for a, b in ((8, 16), (16, 8))
+    ]
     assert sorted(keys(crossed)) == [("broadcast", (0, 1), 8, 2), ("broadcast", (0, 1), 16, 2)]
 
 
 def test_a_collective_that_one_rank_alone_saw_is_not_lost():
-    extra = Seen("all-reduce", (0, 1), 28)
-    every = [Seen("all-reduce", (0, 1), 100)]
+    extra = ObservedCollective("all-reduce", (0, 1), 28)
+    every = [ObservedCollective("all-reduce", (0, 1), 100)]
     assert sorted(keys([[*every, extra], every])) == [("all-reduce", (0, 1), 28, 1), ("all-reduce", (0, 1), 100, 1)]
 
 
 def test_all_to_all_v_adds_up_over_the_ranks():
-    seen = [[Seen("all-to-all-v", (0, 1, 2), size, sent_bytes=size)] * 2 for size in (30, 20, 10)]
+    seen = [[ObservedCollective("all-to-all-v", (0, 1, 2), size, sent_bytes=size)] * 2 for size in (30, 20, 10)]
     (entry,) = collectives_of(seen)
     assert entry.key == ("all-to-all-v", (0, 1, 2), 60, 2)
     assert entry.payload_bytes is None
@@ -264,8 +269,8 @@ def test_all_to_all_v_adds_up_over_the_ranks():
 
 def test_payloads_of_data_dependent_messages_add_up_over_ranks_and_counts():
     seen = [
-        [Seen("all-to-all-v", (0, 1), 1000, data_dependent=True, sent_bytes=5)],
-        [Seen("all-to-all-v", (0, 1), 500, data_dependent=True, sent_bytes=7.5)],
+        [ObservedCollective("all-to-all-v", (0, 1), 1000, data_dependent=True, sent_bytes=5)],
+        [ObservedCollective("all-to-all-v", (0, 1), 500, data_dependent=True, sent_bytes=7.5)],
     ]
     (entry,) = collectives_of(seen)
     assert entry.key == ("all-to-all-v", (0, 1), 1500, 1)
@@ -276,7 +281,10 @@ def test_payloads_of_data_dependent_messages_add_up_over_ranks_and_counts():
 
 def test_plain_sends_are_every_ranks_own():
     """Two ranks that send eight bytes each are two sends."""
-    seen = [[Seen("send", (0, 1), 8)], [Seen("send", (0, 1), 8), Seen("send", (0, 1), 4)]]
+    seen = [
+        [ObservedCollective("send", (0, 1), 8)],
+        [ObservedCollective("send", (0, 1), 8), ObservedCollective("send", (0, 1), 4)],
+    ]
     assert sorted(keys(seen)) == [("send", (0, 1), 4, 1), ("send", (0, 1), 8, 2)]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import gsreal.model_files.trace as tracer
 from gsreal.model_files.model_file import traced_model
-from gsreal.model_files.repeated import KEPT, shortened
+from gsreal.model_files.repeated import KEPT, with_fewer_blocks
 from gssim.scenario import load_model
 from gssim.workload import Model, unrolled
 
@@ -124,9 +124,9 @@ def test_a_siblings_replayed_peak_is_the_counted_one(family, recompute):
 )
 def test_repeating_a_middle_block_says_what_tracing_all_blocks_says(family, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(tracer, "shortened", lambda _model, _where: None)
+        patched.setattr(tracer, "with_fewer_blocks", lambda _model, _where: None)
         assert sibling(family) == traced(family)
-    assert shortened(traced(family), "here") is not None
+    assert with_fewer_blocks(traced(family), "here") is not None
 
 
 def test_siblings_of_transformers_tell_how_they_are_cut():
@@ -178,7 +178,7 @@ def stacked(**arguments: object) -> Model:
 def test_equal_blocks_are_found_by_the_argument_that_counts_them():
     """Another argument may be the same number: a sibling made with that has as many blocks as before."""
     model = stacked(spare=8, blocks=8)
-    short, stack = shortened(model, "here")
+    short, stack = with_fewer_blocks(model, "here")
     assert short.module.arguments == {"spare": 8, "blocks": KEPT}
     assert (stack.path, stack.count) == ("blocks", 8)
     assert [layer.module for layer in unrolled(model)] == ["first", *(f"blocks.{i}" for i in range(8)), "head", "loss"]
@@ -188,5 +188,5 @@ def test_equal_blocks_are_found_by_the_argument_that_counts_them():
 def test_blocks_that_differ_and_models_that_are_no_siblings_are_traced_whole(different):
     """In the first, every fourth block does more; in the second a parameter has an element for each block."""
     model = stacked(blocks=9, **different)
-    assert shortened(model, "here") is None
+    assert with_fewer_blocks(model, "here") is None
     assert sum(layer.repeats for layer in model.layers if layer.block) == 9

@@ -23,9 +23,9 @@ from strategies import topology
 from gsreal.compiled import compiler
 from gsreal.lab.building import built, execute
 from gsreal.lab.cleaning import LOCKS, missing, namespaces_of, runs
-from gsreal.lab.namespaces import before_first
+from gsreal.lab.namespaces import prepare_process
 from gsreal.lab.network import network_of
-from gsreal.lab.ranks import cut_off
+from gsreal.lab.ranks import unreachable_rank
 from gsreal.lab.throttle import Place, as_variable, throttle_library
 from gsreal.lab.verify import verify
 from gsreal.machine import usable_cores
@@ -191,10 +191,10 @@ def test_a_rank_that_is_cut_off_is_named():
     network = network_of(switch(), "test5")
     devices = [node for node in network.nodes if node.address]
     with built(network):
-        assert cut_off(devices) is None
+        assert unreachable_rank(devices) is None
         (end,) = (end for wire in network.wires for end in wire.ends if end.namespace == devices[1].namespace)
         execute([("ip", "-n", end.namespace, "link", "set", end.interface, "down")])
-        assert re.match(r"rank [01] \(.*\) cannot be reached from rank [01]: is a link down", cut_off(devices))
+        assert re.match(r"rank [01] \(.*\) cannot be reached from rank [01]: is a link down", unreachable_rank(devices))
 
 
 def test_a_lab_that_cannot_be_built_is_taken_down_again():
@@ -229,7 +229,7 @@ print(cpu_s / wall_s)
 def test_a_slow_device_gets_its_share_and_no_more_after_waiting(waits_s):
     words = [sys.executable, "-c", COMPUTES, str(throttle_library()), "0.25", str(waits_s)]
     found = subprocess.run(
-        words, stdout=subprocess.PIPE, preexec_fn=before_first, start_new_session=True, text=True, check=True
+        words, stdout=subprocess.PIPE, preexec_fn=prepare_process, start_new_session=True, text=True, check=True
     )
     share = json.loads(found.stdout)
     assert 0.15 < share < 0.3
@@ -259,7 +259,7 @@ def test_what_the_kernel_does_to_send_is_not_the_slow_device_s_work():
         [sys.executable, "-c", SENDS, library],
         stdout=subprocess.PIPE,
         env={**os.environ, **as_variable(Place("a fourth of a core", 0, 0.25, library))},
-        preexec_fn=before_first,
+        preexec_fn=prepare_process,
         start_new_session=True,
         text=True,
         check=True,
@@ -291,7 +291,7 @@ def test_a_slow_device_s_own_clock_tells_of_short_calls_what_many_of_them_take()
         words,
         stdout=subprocess.PIPE,
         env={**os.environ, **place},
-        preexec_fn=before_first,
+        preexec_fn=prepare_process,
         start_new_session=True,
         text=True,
         check=True,

@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def everybodys(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def gather_json(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run all cases on three ranks in one launch; return what each rank found."""
     folder: Path = tmp_path_factory.mktemp("push")
     (folder / "cases.json").write_text(json.dumps(CASES))
@@ -74,26 +74,26 @@ def everybodys(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_owners_get_what_the_definition_says(everybodys: list[dict[str, Any]], name: str) -> None:
-    for found in (each[name] for each in everybodys):
+def test_owners_get_what_the_definition_says(gather_json: list[dict[str, Any]], name: str) -> None:
+    for found in (each[name] for each in gather_json):
         assert found["largest"] > 0.5
         assert found["difference"] <= 1e-6 * found["largest"]
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["push"].get("error_feedback")])
-def test_what_is_not_sent_is_kept(everybodys: list[dict[str, Any]], name: str) -> None:
-    for found in (each[name] for each in everybodys):
+def test_what_is_not_sent_is_kept(gather_json: list[dict[str, Any]], name: str) -> None:
+    for found in (each[name] for each in gather_json):
         assert found["kept"] > 0.1
         assert found["residual_difference"] <= 1e-6
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_runs_are_bit_identical(everybodys: list[dict[str, Any]], name: str) -> None:
-    assert all(each[name]["identical"] for each in everybodys)
+def test_two_runs_are_bit_identical(gather_json: list[dict[str, Any]], name: str) -> None:
+    assert all(each[name]["identical"] for each in gather_json)
 
 
-def test_realised_densities_are_those_asked_for(everybodys: list[dict[str, Any]]) -> None:
-    for found in everybodys:
+def test_realised_densities_are_those_asked_for(gather_json: list[dict[str, Any]]) -> None:
+    for found in gather_json:
         assert found["dense"]["density"] == 1
         assert 0.07 < found["target"]["density"] < 0.13
         assert 2 / 5 < found["warm"]["density"] < 2 / 5 + 0.1

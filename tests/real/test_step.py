@@ -6,7 +6,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'gssim[
 
 import torch
 
-from gsreal.measure import RankStep, Timeline, step_of
+from gsreal.measure import RankStep, Timeline, combine_ranks
 from gsreal.measure.step import _held
 from gssim.result import Arrow, Span
 
@@ -19,7 +19,7 @@ def rank_step(rank, spans, groups, *, start_s=0.0, clock="here", held=()):
 
 def test_ranks_of_one_clock_keep_their_distance_and_others_begin_together():
     ranks = [rank_step(0, [("x", 10, 12)], [()], start_s=10.0), rank_step(1, [("x", 11, 13)], [()], start_s=11.0)]
-    step = step_of([*ranks, rank_step(2, [("x", 501, 502)], [()], start_s=500.0, clock="elsewhere")])
+    step = combine_ranks([*ranks, rank_step(2, [("x", 501, 502)], [()], start_s=500.0, clock="elsewhere")])
     assert [(span.start_s, span.end_s) for span in step.spans] == [(-1, 1), (0, 2), (1, 2)]
     assert step.bounds_s == {0: (-1, 1), 1: (0, 2), 2: (0, 2)}
     assert step.names == dict.fromkeys(range(3), "cpu")
@@ -29,15 +29,15 @@ def test_arrows_stay_in_the_group_that_communicates_and_follow_its_order():
     pairs = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
     times = {0: [(0, 5), (6, 9)], 1: [(3, 5), (5, 9)], 2: [(1, 4), (4, 8)], 3: [(0, 4), (7, 8)]}
     ranks = [rank_step(rank, [("all-gather", *each) for each in times[rank]], [pairs[rank]] * 2) for rank in range(4)]
-    step = step_of(ranks)
+    step = combine_ranks(ranks)
     ways = [(step.spans[arrow.source], step.spans[arrow.target]) for arrow in step.arrows]
     assert sorted((a.rank, b.rank, a.start_s) for a, b in ways) == [(0, 1, 6), (1, 0, 3), (2, 3, 1), (3, 2, 7)]
 
 
 def test_who_is_alone_or_misses_a_member_has_no_arrows():
     alone = rank_step(0, [("optimizer", 0, 1)], [()])
-    assert step_of([alone]).arrows == []
-    assert step_of([rank_step(0, [("x", 0, 1)], [(0, 1)]), rank_step(1, [], [])]).arrows == []
+    assert combine_ranks([alone]).arrows == []
+    assert combine_ranks([rank_step(0, [("x", 0, 1)], [(0, 1)]), rank_step(1, [], [])]).arrows == []
 
 
 def test_stages_send_activations_on_and_gradients_back():
@@ -49,7 +49,7 @@ def test_stages_send_activations_on_and_gradients_back():
 
     first = rank_step(0, spans(0, (0, 1), (5, 6)), [(0, 1)] * 2)
     last = rank_step(1, spans(1, (1, 2), (3, 4)), [(0, 1)] * 2)
-    assert step_of([first, last]).arrows == [
+    assert combine_ranks([first, last]).arrows == [
         Arrow("send activation of stage 0 micro-batch 0", 0, 2),
         Arrow("send gradient of stage 1 micro-batch 0", 3, 1),
     ]

@@ -19,10 +19,10 @@ from gssim.errors import RunFailedError
 
 RANK = """
 import sys, time
-from gsreal.run.progress import answer_where, note_progress
+from gsreal.run.progress import install_stack_dump, note_progress
 note_progress("step 3 done")
 if sys.argv[1] == "answers":
-    answer_where()
+    install_stack_dump()
 
 def lingers():
     print("ready", flush=True)
