@@ -14,7 +14,7 @@ from gssim.plan.encodings import (
     too_long,
 )
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
-from gssim.plan.methods import METHODS, Method, MethodName
+from gssim.plan.methods import METHODS, PREDICTED_ONLY, Method, MethodName
 from gssim.plan.pipeline_schedule import SCHEDULES, Action, Message, in_flight, refuse, schedule
 from gssim.plan.plan import (
     DDP_BUCKET_BYTES,
@@ -45,6 +45,7 @@ __all__ = [
     "METHODS",
     "MIB",
     "MOST_INDEXED",
+    "PREDICTED_ONLY",
     "SAMPLE_ELEMENTS",
     "SCHEDULES",
     "Action",
