@@ -32,7 +32,6 @@ from gssim.plan.policies import Policies, refuse_what_cannot_run, resolve
 from gssim.plan.rebalancing import Watch, observe, worth_moving
 from gssim.plan.shard_sizing import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
 from gssim.plan.splitting import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
-from gssim.plan.tensor_slices import held_model, native_tensors, units_held
 
 __all__ = [
     "AXES",
@@ -73,11 +72,9 @@ __all__ = [
     "divide",
     "even",
     "greedy",
-    "held_model",
     "in_flight",
     "memory_shares",
     "message_bytes",
-    "native_tensors",
     "observe",
     "owner_time_s",
     "proportional",
@@ -90,6 +87,5 @@ __all__ = [
     "scratch_elements",
     "split",
     "too_long",
-    "units_held",
     "worth_moving",
 ]

@@ -29,6 +29,7 @@ from gssim.scenario.scenario import Loaded, Run, Scenario, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
 from gssim.scenario.stages import schedule_of, why_no_chain
 from gssim.scenario.support import Support, supported
+from gssim.scenario.tensor_slices import held_model, native_tensors, units_held
 
 __all__ = [
     "SEARCHED_METHODS",
@@ -49,11 +50,13 @@ __all__ = [
     "first_comment",
     "has_master_copy",
     "held_bytes",
+    "held_model",
     "layer_profile",
     "load_cluster",
     "load_model",
     "load_scenario",
     "master_bytes",
+    "native_tensors",
     "overrides_of",
     "owned_bytes",
     "parsed_override",
@@ -66,6 +69,7 @@ __all__ = [
     "supported",
     "takes_tokens",
     "toml",
+    "units_held",
     "value_bytes",
     "why_no_chain",
 ]
