@@ -59,7 +59,7 @@ def run_command(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the Result's JSON file.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Folder to save the training in, and to go on from.")
+        Path | None, typer.Option("--checkpoint", help="Folder to save checkpoints in, and to resume from.")
     ] = None,
     every: Annotated[int, typer.Option("--every", help="Steps from one checkpoint to the next.")] = 10,
     max_restarts: Annotated[
@@ -88,7 +88,7 @@ def run_command(
     name = file_name(ours.name, ours.scenario_id, "measured")
     _check_writable(trace, out and out / name)
     if max_restarts < 0 or (max_restarts and checkpoint is None):
-        raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to go on from")
+        raise UserError(f"--max-restarts {max_restarts}: must be at least 0, and needs --checkpoint to resume from")
     with scratch_folder("gsreal-run-") as folder, _checkpoint_lock(checkpoint) as locks:
         if checkpoint is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             from gsreal.run.checkpoint import check_checkpoints
@@ -144,7 +144,7 @@ def lab_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the Result as JSON, or a list of them.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder for the Result's JSON file; a sweep needs it, and goes on there."),
+        typer.Option("--out", help="Folder for the Result's JSON file; a sweep needs it, and resumes there."),
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write one step's timeline (Chrome trace).")] = None,
     sweep: Annotated[

@@ -139,7 +139,9 @@ def _standard_library(workload: Workload, *, held_out: bool = False) -> Source:
     if source.classes is not None:
         modules = tuple(part(module) for module in longest_modules(source.classes))
         if len(modules) < source.classes or len(modules[-1]) < length:
-            raise UserError(f"workload.data: the standard library has not {source.classes} modules of {length} bytes")
+            raise UserError(
+                f"workload.data: the standard library has fewer than {source.classes} modules of {length} bytes"
+            )
         return ModuleClassification(modules, length, workload.global_batch_size)
     return Windows(part(standard_library_bytes()), length, workload.global_batch_size, _mask(source, None))
 
@@ -150,7 +152,7 @@ def _bytes_needed(source: TokenInput) -> int:
 
 def _cannot_read(source: TokenInput, data: str) -> UserError:
     return UserError(
-        f"workload.data: a model of {source.vocabulary} tokens cannot read '{data}'; "
+        f"workload.data: a model with a vocabulary of {source.vocabulary} cannot read '{data}'; "
         f"bytes need a vocabulary of {_bytes_needed(source)}"
     )
 

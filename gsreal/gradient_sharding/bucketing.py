@@ -84,7 +84,7 @@ def _groups_of(
     for parameter, number in group_of.items():
         if parameter not in trained and parameter.requires_grad:
             raise ValueError(
-                f"param_groups[{number}] has a parameter of {tuple(parameter.shape)} that the model has not"
+                f"param_groups[{number}] has a parameter of {tuple(parameter.shape)} that is not in the model"
             )
     return group_of
 

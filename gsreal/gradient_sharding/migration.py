@@ -34,7 +34,7 @@ def migrate(
     """
     if not all(bucket.is_one_piece for bucket in buckets):
         raise RuntimeError(
-            "shards cannot change their owners: the optimizer has parameters of them apart (whole_tensors, or some got "
+            "shards cannot change owners: the optimizer updates parameters of them separately (whole_tensors, or some got "
             "no gradient in some steps); save state_dict() and load it into a new shard_gradients with other shares"
         )
     sent = 0
@@ -44,7 +44,7 @@ def migrate(
         if before == after:
             continue
         if bucket.shard.grad is not None:
-            raise RuntimeError("gradients of this step wait to be used; shards change their owners after `step` only")
+            raise RuntimeError("gradients of this step are pending; shards can change owners only after `step`")
         state = optimizer.state.get(bucket.shard, {})
         moving = {
             name: value

@@ -49,8 +49,8 @@ class PeerError(RuntimeError):
 
     def __init__(self, call: str, reason: str) -> None:
         super().__init__(
-            f"{call}: every rank of the group must do this, as often and in the same order; another one did not within "
-            f"the group's time-out, or has ended ({reason})"
+            f"{call}: every rank of the group must make this call, equally often and in the same order; another rank did "
+            f"not within the group's timeout, or has ended ({reason})"
         )
         self.reason = reason
 
@@ -117,7 +117,7 @@ class ExchangeProtocol:
         if not dist.is_initialized():
             raise RuntimeError("the process group was destroyed; make the last step before destroy_process_group")
         if self.failed:
-            raise RuntimeError(f"rank {self.rank}: the {self.failed} has failed; nothing can be exchanged any more")
+            raise RuntimeError(f"rank {self.rank}: the {self.failed} has failed; no further exchange is possible")
 
     @contextmanager
     def exchange(self, name: str) -> Iterator[None]:
@@ -130,8 +130,8 @@ class ExchangeProtocol:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RuntimeError(
                 f"rank {self.rank}: the {self.failed} (pushes since the last step: {self.pushes}) failed: {reason}. "
-                "Where no rank has died, they are not at the same place: all must make as many steps, and between "
-                "two steps as many backwards outside no_sync"
+                "If no rank has died, the ranks are out of step: all must make equally many steps, and between "
+                "two steps equally many backwards outside no_sync"
             ) from error
 
 
@@ -148,7 +148,7 @@ def unpack_tags(counts: Sequence[int], tags: Sequence[int]) -> list[int]:
     """Return the received counts; raise RuntimeError if one carries another tag."""
     for count, tag in zip(counts, tags, strict=True):
         if count >> COUNT_BITS != tag:
-            raise RuntimeError(f"a count of {_tag_text(count >> COUNT_BITS)} came in place of {_tag_text(tag)}")
+            raise RuntimeError(f"a count of {_tag_text(count >> COUNT_BITS)} was received instead of {_tag_text(tag)}")
     return [count % 2**COUNT_BITS for count in counts]
 
 
@@ -220,4 +220,6 @@ def check_equal_on_all_ranks(
         if first.get(name) != other.get(name)
     ]
     more = f"; and {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
-    raise ValueError(f"ranks differ in what must be equal on all: {'; '.join(differences[:SHOWN_DIFFERENCES])}{more}")
+    raise ValueError(
+        f"ranks differ in values that must be equal on all: {'; '.join(differences[:SHOWN_DIFFERENCES])}{more}"
+    )

@@ -315,7 +315,7 @@ class GradientSharding(torch.optim.Optimizer):
         shard_shares = check_shares(shard_shares, len(self.hierarchy.ranks), self.scaler)
         self.hierarchy.check_equal_on_all_ranks({"reshard: shard_shares": repr(shard_shares)}, self._device)
         if self._gradients() or any(_has_own_gradient(p) for bucket in self.buckets for p in bucket.parameters):
-            raise RuntimeError("gradients of this step wait to be used; shards change their owners after `step` only")
+            raise RuntimeError("gradients of this step are pending; shards can change owners only after `step`")
         self.finish()
         pusher = self.pusher
         sent = migrate(self.buckets, self.optimizer, shard_shares, pusher.group, point_to_point=pusher.point_to_point)
@@ -390,7 +390,7 @@ class GradientSharding(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_not_replaced()
-        self._check_unscaled("gradients are scaled still: call scaler.step(optimizer), not optimizer.step()")
+        self._check_unscaled("gradients are still scaled: call scaler.step(optimizer), not optimizer.step()")
         self._sync_param_groups()
         self.finish()
         self._check_parameters()

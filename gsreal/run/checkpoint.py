@@ -257,11 +257,13 @@ def last_undamaged(
             _check_files(path, progress)
         except UserError as error:
             faults.append(str(error))
-            tell(f"{error}; passed over for the one before it")
+            tell(f"{error}; skipped for the one before it")
         else:
             return path, progress
     if faults:
-        raise UserError(f"{faults[0]}; no checkpoint there is whole: remove them to begin anew, or name another folder")
+        raise UserError(
+            f"{faults[0]}; all checkpoints there are damaged: remove them to start anew, or name another folder"
+        )
     return None
 
 
@@ -275,12 +277,12 @@ def read_progress(path: Path) -> Progress:
         unknown = set(values) - {each.name for each in fields(Progress)} if isinstance(values, dict) else ()
         if unknown:
             raise ValueError(f"unknown key {min(unknown)[:80]!r}")
-        progress = validated(Progress, values, file=f"{path}: is no checkpoint of gsreal: {PROGRESS}")
+        progress = validated(Progress, values, file=f"{path}: is not a checkpoint of gsreal: {PROGRESS}")
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: is no checkpoint of gsreal: {PROGRESS}: {reason}") from None
+        raise UserError(f"{path}: is not a checkpoint of gsreal: {PROGRESS}: {reason}") from None
     if progress.step != _step_of(path):
-        raise UserError(f"{path}: is no checkpoint of gsreal: {PROGRESS}: step = {progress.step}")
+        raise UserError(f"{path}: is not a checkpoint of gsreal: {PROGRESS}: step = {progress.step}")
     return progress
 
 
@@ -290,7 +292,7 @@ def _check_files(path: Path, progress: Progress) -> None:
         if not OURS.fullmatch(name) or not (path / name).is_file():
             raise UserError(f"{path}: is damaged: {name[:80]} is missing")
         if _digest(path / name) != digest:
-            raise UserError(f"{path}: is damaged: {name} is not as it was written")
+            raise UserError(f"{path}: is damaged: {name} does not match its digest")
 
 
 def _digest(file: Path) -> str:

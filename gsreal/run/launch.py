@@ -203,7 +203,7 @@ def _wait(
         elif watch.idle_s() > timeout_s:
             diagnosis = watch.finding()
             why = explain() if "wait for one another" in diagnosis else None
-            raise RunFailedError(f"no rank has come any further for {timeout_s:g} s (--timeout): {why or diagnosis}")
+            raise RunFailedError(f"no rank has made progress for {timeout_s:g} s (--timeout): {why or diagnosis}")
         time.sleep(LOOK_S)
     return [rank for rank in ranks if rank.process.returncode]
 

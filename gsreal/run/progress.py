@@ -95,8 +95,8 @@ class Watch:
     def _done(self, rank: int) -> str:
         """Return how far a rank has come, in words."""
         with suppress(OSError):
-            return (self.reports / f"progress-{rank}").read_text(encoding="utf-8").strip() or "it has not begun"
-        return "it has not begun"
+            return (self.reports / f"progress-{rank}").read_text(encoding="utf-8").strip() or "it has not started"
+        return "it has not started"
 
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of the ranks that respond."""

@@ -76,7 +76,7 @@ def refuse_divergence(losses: Sequence[float], evaluations: Sequence[Evaluation]
         return
     first = next((step for step, loss in enumerate(losses, start=1) if not isfinite(loss)), len(losses))
     raise UserError(
-        f"workload.learning_rate: training diverged: after {first} timed steps the loss is no finite number; "
+        f"workload.learning_rate: training diverged: after {first} timed steps the loss is not finite; "
         "allowed: a rate at which it falls"
     )
 

@@ -159,7 +159,7 @@ def a_push_is_not_taken_for_parameters_where_messages_have_no_tags():
                 torch.nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
 
-        raises(turn, "as many backwards outside no_sync")
+        raises(turn, "equally many backwards outside no_sync")
         for parameter, old in zip(model.parameters(), before, strict=True):
             assert float((parameter.detach() - old).abs().max()) < 0.02, "a gradient was taken for parameters"
 

@@ -451,7 +451,7 @@ def resharding():
         refused("shard_shares must be 2 fractions", optimizer.reshard, shares)
     refused("ranks differ", optimizer.reshard, [0.7, 0.3] if dist.get_rank() else [0.6, 0.4])
     loss(model, *own(*next(batches()))).backward()
-    refused("gradients of this step wait", optimizer.reshard, [0.7, 0.3])
+    refused("gradients of this step are pending", optimizer.reshard, [0.7, 0.3])
     optimizer.zero_grad()
     for shares in ([1.0, 0.0], [0.3, 0.7]):
         optimizer.reshard(shares)

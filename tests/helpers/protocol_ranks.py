@@ -117,7 +117,7 @@ def uneven_backwards_end_in_an_error_and_corrupt_nothing():
             optimizer.step()
             optimizer.finish()
 
-        raises(turn, "as many backwards outside no_sync")
+        raises(turn, "equally many backwards outside no_sync")
         raises(optimizer.step, "has failed")
         for parameter, old in zip(model.parameters(), before, strict=True):
             assert float((parameter.detach() - old).abs().max()) < 0.02, "a gradient was taken for parameters"

@@ -359,7 +359,7 @@ def test_what_updates_a_master_copy_is_saved_with_it(tmp_path: Path):
 
 def test_a_broken_checkpoint_is_refused(tmp_path: Path):
     (tmp_path / "step-00000004").mkdir()
-    assert "is no checkpoint of gsreal" in refusal("plan.method=gs", folder=tmp_path)
+    assert "is not a checkpoint of gsreal" in refusal("plan.method=gs", folder=tmp_path)
 
 
 PROGRESSES = {
@@ -393,10 +393,10 @@ def test_a_malformed_progress_is_passed_over_for_the_checkpoint_before(tmp_path:
     assert found[0] == before
     (line,) = told
     assert line.startswith(f"{last}: ")
-    assert line.endswith("; passed over for the one before it")
+    assert line.endswith("; skipped for the one before it")
     assert "\n" not in line
     (before / "progress.json").write_text(text)
-    assert "no checkpoint there is whole: remove them to begin anew" in refusal("plan.method=gs", folder=tmp_path)
+    assert "all checkpoints there are damaged: remove them to start anew" in refusal("plan.method=gs", folder=tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "one byte", "gone"])

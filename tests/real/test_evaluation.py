@@ -174,7 +174,7 @@ def test_the_evaluation_is_the_mean_loss_and_the_accuracy_on_all_held_out_sample
 @pytest.mark.parametrize(("losses", "first"), [([2.0, math.nan, math.nan], 2), ([2.0, 1.0, math.inf], 3)])
 def test_a_training_that_diverged_is_refused_in_one_line(losses, first):
     refuse_divergence([3.0, 2.0], [Evaluation(step=2, loss=2.0)])
-    with pytest.raises(UserError, match=f"training diverged: after {first} timed steps the loss is no finite number"):
+    with pytest.raises(UserError, match=f"training diverged: after {first} timed steps the loss is not finite"):
         refuse_divergence(losses, [])
 
 

@@ -94,7 +94,7 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_time_out_by_its_name(tmp
     with pytest.raises(RunFailedError) as told:
         run_ranks(starts, Guard(timeout_s=2.0))
     assert str(told.value) == (
-        "no rank has come any further for 2 s (--timeout): rank 1 is stopped (step 1 done); `kill -CONT` lets it go on"
+        "no rank has made progress for 2 s (--timeout): rank 1 is stopped (step 1 done); `kill -CONT` lets it go on"
     )
     assert time.monotonic() - began_s < 30
 
