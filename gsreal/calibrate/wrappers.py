@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,16 +83,14 @@ def _added_s(
                 found.append(phases)
     plain, cut = ({name: statistics.median(each[name] for each in found) for name in found[0]} for found in steps)
     sum_s = cut["exposed_communication"] / (BLOCKS * SUMS)
-    call_s = bench.time_s(partial(_plain_sum, x.detach(), group))
+    plain_x = x.detach()
+    # a functional all-reduce copies too: traces count that
+    call_s = bench.time_s(lambda: dist.all_reduce(plain_x.clone(), group=group))
     return {
         "forward_pair_s": max(0.0, (cut["forward"] - plain["forward"]) / (BLOCKS * PAIRS)),
         "backward_pair_s": max(0.0, (cut["backward"] - plain["backward"]) / (BLOCKS * PAIRS)),
         "sum_s": max(0.0, sum_s - call_s),
     }
-
-
-def _plain_sum(x: Tensor, group: Any) -> None:
-    dist.all_reduce(x.clone(), group=group)  # a functional all-reduce copies too: traces count that
 
 
 def _step_phases(bench: Bench, module: nn.Module, x: Tensor, timeline: Timeline) -> dict[str, float]:

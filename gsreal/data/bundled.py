@@ -84,7 +84,7 @@ class Digits:
         return _digits_of(drawn)
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
-        """Return how many images each part has."""
+        """Return the number of images of each part."""
         return sizes_of(rows)
 
 
@@ -97,7 +97,7 @@ class HeldOutDigits:
         return _digits_of(digits_parts()[1][rows])
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
-        """Return how many images each part has."""
+        """Return the number of images of each part."""
         return sizes_of(rows)
 
 
@@ -127,7 +127,7 @@ class ModuleClassification:
         return torch.from_numpy(tokens), torch.from_numpy(classes[rows])
 
     def loss_terms(self, *, seed: int, step: int, rows: Sequence[slice]) -> list[int]:
-        """Return how many pieces each part has."""
+        """Return the number of pieces of each part."""
         return sizes_of(rows)
 
 

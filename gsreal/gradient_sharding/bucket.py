@@ -71,7 +71,10 @@ class Bucket:
         self.ranges = [(start - first, stop - first) for start, stop in division.ranges(place)]
         """Every owner's half-open range of `flat`."""
         self.own = slice(*self.ranges[node])
-        self.places = {parameter: _clipped(slot, first, end) for parameter, slot in self.slots.items()}
+        self.places = {
+            parameter: slice(*(min(max(edge, first), end) - first for edge in (slot.start, slot.stop)))
+            for parameter, slot in self.slots.items()
+        }
         """Range of `flat` for each parameter, clipped to it."""
         self.shard: nn.Parameter
         self.pieces: list[Piece] = []
@@ -290,11 +293,6 @@ def _moved(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, s
         parameter.data = flat[slot].view(parameter.shape)
         start = slot.stop
     return slots
-
-
-def _clipped(slot: slice, first: int, end: int) -> slice:
-    """Return the intersection of a slice with [first, end), relative to `first`."""
-    return slice(*(min(max(edge, first), end) - first for edge in (slot.start, slot.stop)))
 
 
 class Partition:

@@ -34,8 +34,8 @@ def migrate(
     """
     if not all(bucket.is_one_piece for bucket in buckets):
         raise RuntimeError(
-            "shards cannot change owners: the optimizer updates parameters of them separately (whole_tensors, or some got "
-            "no gradient in some steps); save state_dict() and load it into a new shard_gradients with other shares"
+            "shards cannot change owners: the optimizer updates parameters of them separately (whole_tensors, or some "
+            "got no gradient in some steps); save state_dict() and load it into a new shard_gradients with other shares"
         )
     sent = 0
     rank = dist.get_rank(group)

@@ -49,8 +49,8 @@ class PeerError(RuntimeError):
 
     def __init__(self, call: str, reason: str) -> None:
         super().__init__(
-            f"{call}: every rank of the group must make this call, equally often and in the same order; another rank did "
-            f"not within the group's timeout, or has ended ({reason})"
+            f"{call}: every rank of the group must make this call, equally often and in the same order; another "
+            f"rank did not within the group's timeout, or has ended ({reason})"
         )
         self.reason = reason
 

@@ -197,7 +197,8 @@ class GradientSharding(torch.optim.Optimizer):
         """
         pushed = [parameter for bucket in self.buckets for parameter in bucket.reached]
         placeholders = [isinstance(p.grad, PushedGradient) and not p.grad.is_zeroed for p in pushed]
-        gone = [p for p, there in zip(pushed, placeholders, strict=True) if not there and _is_none_or_zeroed(p)]
+        zeroed = [p.grad is None or (isinstance(p.grad, PushedGradient) and p.grad.is_zeroed) for p in pushed]
+        gone = [p for p, is_zeroed in zip(pushed, zeroed, strict=True) if is_zeroed]
         if gone and any(placeholders):
             raise RuntimeError(
                 f"{self.names[gone[0]]}: its gradient was removed, but it has been pushed with those of the other "
@@ -530,7 +531,7 @@ class GradientSharding(torch.optim.Optimizer):
         self.finish()
         with collective_call("the optimizer's state_dict"):
             self.hierarchy.check_equal_on_all_ranks(describe_optimizer(self.optimizer), self._device)
-            return state.whole(self)
+            return state.gather_state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the own part of a `state_dict`, saved by any number of ranks with any shares; no collective.
@@ -593,11 +594,6 @@ def _is_inside_another() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def _is_none_or_zeroed(parameter: nn.Parameter) -> bool:
-    gradient = parameter.grad
-    return gradient is None or (isinstance(gradient, PushedGradient) and gradient.is_zeroed)
 
 
 def _has_own_gradient(parameter: nn.Parameter) -> bool:

@@ -92,7 +92,7 @@ State = dict[str, Any]
 # Whole ---------------------------------------------------------------------------------------------------------------
 
 
-def whole(sharding: "GradientSharding") -> dict[str, Any]:
+def gather_state(sharding: "GradientSharding") -> dict[str, Any]:
     """Return every owner's state by parameter name (a collective: keys are exchanged, then values all-reduced)."""
     described: dict[str, dict[str, torch.dtype]] = {}
     others: dict[str, State] = {}
@@ -116,14 +116,16 @@ def whole(sharding: "GradientSharding") -> dict[str, Any]:
         for parameter, name in names.items():
             values = {key: gathered[key][bucket.slots[parameter]] for key in described.get(name, {})}
             state = {key: value.clone().view(parameter.shape) for key, value in values.items()}
-            state |= {key: _to_bucket_device(value, bucket) for key, value in others.get(name, {}).items()}
+            for key, value in others.get(name, {}).items():  # step counts stay on torch's device
+                on_device = isinstance(value, Tensor) and value.dim()
+                state[key] = value.to(bucket.flat.device) if on_device else value
             if state:
                 states[name] = state
     return {"state": states, "param_groups": _groups(sharding), "updates": sharding.pusher.steps}
 
 
 def load_gathered_state(sharding: "GradientSharding", saved: dict[str, Any]) -> None:
-    """Load the own part of a result of `whole`; raise ValueError if it is another optimizer's or model's."""
+    """Load the own part of a result of `gather_state`; raise ValueError if it is another optimizer's or model's."""
     _check_saved(sharding, saved)
     load_groups(sharding, saved["param_groups"])
     sharding.pusher.steps = saved.get("updates", 0)
@@ -159,7 +161,7 @@ def load_gathered_state(sharding: "GradientSharding", saved: dict[str, Any]) -> 
 
 
 def _check_saved(sharding: "GradientSharding", saved: Any) -> None:
-    """Raise ValueError if this is not a result of `whole`, before anything is changed."""
+    """Raise ValueError if this is not a result of `gather_state`, before anything is changed."""
     groups, states = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, Mapping) else (None, None)
     if groups is None or not isinstance(states, Mapping):
         raise ValueError("this is no state_dict of an optimizer: it must have 'state' and 'param_groups'")
@@ -310,7 +312,7 @@ def _owned(sharding: "GradientSharding") -> list[tuple[str, Bucket, nn.Parameter
 def _owned_state(
     sharding: "GradientSharding", bucket: Bucket, parameter: nn.Parameter, first: Mapping[Tensor, State] | None = None
 ) -> tuple[dict[str, Tensor], State]:
-    """Return what `_state` does of the own part of a parameter."""
+    """Return `_state` of the own part of a parameter."""
     owned_piece = bucket.piece_of(parameter)
     assert owned_piece is not None
     return _state(sharding, bucket, owned_piece[0], owned_piece[2], first)
@@ -374,11 +376,6 @@ def _comparable(value: Any) -> Any:
 def _own_memory(value: Any) -> Any:
     """Return a tensor that keeps no larger one alive."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _to_bucket_device(value: Any, bucket: Bucket) -> Any:
-    """Return a tensor of more than one element on a bucket's device; step counts stay on torch's."""
-    return value.to(bucket.flat.device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _groups(sharding: "GradientSharding") -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def _kth_largest(sample: Tensor, k: int) -> float:
 
 
 def clip_ranges(parts: Sequence[ThresholdedRange], first: int, last: int) -> list[ThresholdedRange]:
-    """Return what of the parts is in [first, last), counted from there."""
+    """Return the ranges clipped to [first, last), relative to `first`."""
     inside = [(slice(max(part.start, first), min(part.stop, last)), threshold) for part, threshold in parts]
     return [(slice(p.start - first, p.stop - first), threshold) for p, threshold in inside if p.start < p.stop]
 

@@ -1,7 +1,7 @@
 """Builds a lab's network, and always takes it down."""
 
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -111,7 +111,7 @@ def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
     with ExitStack() as stack:
         if not stack.enter_context(claimed(network.run_id)):
             raise RunFailedError(f"lab: run id {network.run_id} is taken")
-        stack.callback(_taken_down, network.run_id)
+        stack.callback(_without_signals, take_down, network.run_id)
         execute(node_commands(network))
         netem = has_netem(network.nodes[0].namespace)
         for node in network.nodes:
@@ -120,7 +120,7 @@ def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
         execute(wire_commands(wire for wire in network.wires if wire not in delayed))
         line = delay_line(delayed) if delayed else None
         if line is not None:
-            stack.callback(_ended, line)
+            stack.callback(_without_signals, line.end)
         execute(address_commands(network))
         execute(route_commands(network))
         ends = [end for wire in network.wires for end in wire.ends]
@@ -129,14 +129,10 @@ def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
         yield Built(netem, line)
 
 
-def _taken_down(run_id: str) -> None:
+def _without_signals(call: Callable[..., object], *arguments: object) -> None:
+    """Call a function that no signal interrupts."""
     with signals_ignored():
-        take_down(run_id)
-
-
-def _ended(line: Line) -> None:
-    with signals_ignored():
-        line.end()
+        call(*arguments)
 
 
 def _settle() -> None:

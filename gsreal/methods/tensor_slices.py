@@ -162,19 +162,15 @@ def slices_of(block: nn.Module, held: range) -> dict[tuple[str, str], Slice]:
         for name, parameter in module.named_parameters(recurse=False):
             if path in cut.rows and name == "bias":
                 continue
-            dimension = _dimension(module, parameter, rows=path in cut.rows)
+            # Hugging Face's linear map Conv1D has its inputs as rows
+            transposed = type(module).__name__ == "Conv1D" and parameter.dim() > 1
+            dimension = int((path in cut.rows) != transposed)
             parts, size = cut.parts.get(path, 1), parameter.shape[dimension]
             each = size // parts // units
             starts = [part * (size // parts) for part in range(parts)]
             ranges = tuple((start + each * held.start, start + each * held.stop) for start in starts)
             slices[path, name] = Slice(dimension, size, ranges)
     return slices
-
-
-def _dimension(module: nn.Module, parameter: Tensor, *, rows: bool) -> int:
-    """Return the dimension of the outputs, or for `rows` that of the inputs."""
-    transposed = type(module).__name__ == "Conv1D" and parameter.dim() > 1  # Hugging Face's linear map
-    return int(rows != transposed)
 
 
 def slice_block(

@@ -175,7 +175,10 @@ def run_ranks(
                 for rank in ranks:
                     rank.process.wait()
         if failed:
-            raise RunFailedError(_reason(reports, failed))
+            # the exit of a rank that died without a report says more than reports of lost connections
+            dead = min(failed, key=lambda rank: (Path(reports, f"rank-{rank.number}.json").exists(), rank.number))
+            log = dead.log.read_text(encoding="utf-8", errors="replace")
+            raise RunFailedError(str(reason_of(reports, (dead.number, dead.process.returncode), log)))
 
 
 def _wait(
@@ -214,13 +217,6 @@ def _print_progress(log: IO[str]) -> None:
         if line.startswith("gsreal:"):
             sys.stderr.write(line)
             sys.stderr.flush()
-
-
-def _reason(reports: Path, failed: Sequence[Rank]) -> str:
-    """Return why ranks failed: a rank's report, or the exit of one that died without a report."""
-    dead = min(failed, key=lambda rank: (Path(reports, f"rank-{rank.number}.json").exists(), rank.number))
-    log = dead.log.read_text(encoding="utf-8", errors="replace")
-    return str(reason_of(reports, (dead.number, dead.process.returncode), log))
 
 
 def reason_of(reports: Path, dead: tuple[int, int] | None, log: str) -> str | None:

@@ -93,7 +93,7 @@ class Watch:
         return f"all ranks wait for one another: {said}; is a link between them down?"
 
     def _done(self, rank: int) -> str:
-        """Return how far a rank has come, in words."""
+        """Return a rank's progress as text."""
         with suppress(OSError):
             return (self.reports / f"progress-{rank}").read_text(encoding="utf-8").strip() or "it has not started"
         return "it has not started"

@@ -90,10 +90,10 @@ def measure(
     training = build(scenario, Timeline(rank, device), device)
     feed = Feed(scenario, rank, device)
     course = RunRecorder(scenario, training, rank, device)
-    begun = checkpoints.resume(scenario, training) if checkpoints else Progress()
+    resumed = checkpoints.resume(scenario, training) if checkpoints else Progress()
     if training.follower is not None:
         feed.divide(training.follower.following.samples)
-    losses = _timed_steps(scenario, training, feed, rank, course, begun, checkpoints)
+    losses = _timed_steps(scenario, training, feed, rank, course, resumed, checkpoints)
     spans, ends_s = training.timeline.read()
     phases_s = typical_phases(spans, ends_s)
     sent, steps = _sent(training), len(ends_s) - 1
@@ -108,7 +108,7 @@ def measure(
         phases_s=phases_s,
         step=step,
         losses=losses,
-        losses_before=begun.losses,
+        losses_before=resumed.losses,
         pushed_by_step=course.pushed_by_step,
         carried_by_step=course.carried.by_step,
         evaluations=course.evaluations,
@@ -163,7 +163,7 @@ def _timed_steps(
     feed: Feed,
     rank: int,
     course: RunRecorder,
-    begun: Progress,
+    resumed: Progress,
     checkpoints: Checkpoints | None,
 ) -> list[float]:
     """Train warm-up and timed steps from the resumed step on; return this rank's part of the losses after the warm-up.
@@ -173,11 +173,11 @@ def _timed_steps(
     """
     run, sharding = scenario.run, _sharding(training)
     losses: list[Tensor] = []
-    steps = range(begun.step, run.warmup_steps + run.steps)
+    steps = range(resumed.step, run.warmup_steps + run.steps)
     feed.prepare(steps)
     dist.barrier()
     for step in steps:
-        if step == min(begun.step + run.warmup_steps, steps.stop - 1):
+        if step == min(resumed.step + run.warmup_steps, steps.stop - 1):
             training.timeline.restart()
             course.restart()
             if sharding:
@@ -191,7 +191,7 @@ def _timed_steps(
             losses.append(loss * own if own else torch.zeros(()))  # no samples: its mean is NaN
         course.note(step)
         if checkpoints and checkpoints.is_due(step + 1, steps.stop):
-            checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(begun, losses, rank))
+            checkpoints.save(scenario, training, step=step + 1, losses=losses_so_far(resumed, losses, rank))
         note_progress(f"step {step + 1} done")
         done, total = step + 1, steps.stop
         if rank == 0 and (done == total or done % max(1, total // 10) == 0):
@@ -200,9 +200,9 @@ def _timed_steps(
     return [float(loss) for loss in losses]
 
 
-def losses_so_far(begun: Progress, losses: Sequence[Tensor], rank: int) -> list[float]:
+def losses_so_far(resumed: Progress, losses: Sequence[Tensor], rank: int) -> list[float]:
     """Return this rank's part of all losses; those from before the resume are on the first rank."""
-    before = begun.losses if rank == 0 else (0.0,) * len(begun.losses)
+    before = resumed.losses if rank == 0 else (0.0,) * len(resumed.losses)
     return [*before, *(float(loss) for loss in losses)]
 
 

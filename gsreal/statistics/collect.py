@@ -72,9 +72,11 @@ def take_statistics(
             books = Books(scenario, policy, sampled, sizes, batches=batches, push_grid=looked_at, publish_grid=publish)
             for course in range(courses):
                 _say_how(policy, course, courses)
-                _train(
-                    replace(scenario, run=replace(scenario.run, seed=scenario.run.seed + course * APART)), policy, books
-                )
+                seed = scenario.run.seed + course * APART
+                trained = Replica(replace(scenario, run=replace(scenario.run, seed=seed)), policy)
+                books.begin()
+                for step in range(books.steps):
+                    books.train(trained, step)
             return books
 
         dense = taken(push, publish_grid)
@@ -93,14 +95,6 @@ def take_statistics(
         "changes": {name: book.trace() for name, book in dense.changes.items()},
     }
     return validated(GradientStatistics, data, file="gsreal gradients")
-
-
-def _train(scenario: Scenario, push: Push, books: Books) -> None:
-    """Train once, and record the samples."""
-    replica = Replica(scenario, push)
-    books.begin()
-    for step in range(books.steps):
-        books.train(replica, step)
 
 
 def _say_how(push: Push, course: int, courses: int) -> None:

@@ -41,7 +41,7 @@ class BlockSketches:
         self.elements, self.reached = self.elements + reached[:, 0], self.reached + reached[:, 1:]
         self.sums, self.squares = self.sums + summed(magnitudes), self.squares + summed(magnitudes.square())
 
-    def told(self, blocks: slice) -> np.ndarray:
+    def totals(self, blocks: slice) -> np.ndarray:
         """Return mean and mean square magnitude of some of the blocks together.
 
         And the fraction that reaches each edge.
@@ -68,7 +68,7 @@ def typical(courses: Sequence[np.ndarray]) -> np.ndarray:
 
 def sketch(courses: Sequence[BlockSketches], blocks: slice) -> dict[str, Any]:
     """Return the typical sketch of some of the blocks together."""
-    mean, square, *reached = typical([each.told(blocks) for each in courses])
+    mean, square, *reached = typical([each.totals(blocks) for each in courses])
     ratios = np.array(reached)
     first = max(0, int((ratios >= NEARLY_ALL * ratios[0]).sum()) - 1)
     last = max(first + 1, int((ratios > 0).sum()))
