@@ -374,7 +374,7 @@ def _calibrate_lab(file: Path, settings: "Settings", out: Path) -> None:
     cluster = load_cluster(file)
     with _file_lock(out):
         for types, backend in calibrate_types(cluster, settings, where=str(file)):
-            write_types(out, types, backend)  # what is measured is kept, should the rest be interrupted
+            write_types(out, types, backend)  # completed measurements survive an interruption of the rest
 
 
 def _check_writable(*files: Path | None) -> None:

@@ -117,7 +117,7 @@ def shard_gradients(
     check_options(parameters, units, publish, param_groups)
     shares = check_shares(shard_shares, len(hierarchy.ranks), scaler)
     if parameters != "replicated":
-        model = getattr(model, "_orig_mod", model)  # what torch.compile wraps runs and is read by itself too
+        model = getattr(model, "_orig_mod", model)  # the module inside torch.compile is also called and read directly
     trained = trained_parameters(model, parameter_order)
     thresholded = publish.threshold is not None or (push is not None and push.threshold is not None)
     previous_optimizers = _previous_optimizers(trained)

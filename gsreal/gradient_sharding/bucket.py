@@ -134,7 +134,7 @@ class Bucket:
         if isinstance(parameter.grad, PushedGradient):
             parameter.grad = parameter.grad.added()
             if parameter.grad is not None:
-                del self._placeholders[parameter]  # what was added is in it
+                del self._placeholders[parameter]  # it has the added values
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
         if parameter.grad is not None:

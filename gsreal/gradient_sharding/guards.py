@@ -167,7 +167,7 @@ class _Trial:
 def _check_group(trial: _Trial, *, whole_tensors: bool) -> None:
     try:
         optimizer, given = trial.make(trial.values)
-    except Exception:  # the factory's own error, or a matter of these tensors: what it makes of the shards will tell
+    except Exception:  # the factory's own error, or one of these tensors: the call with the shards will show
         return
     check_optimizer_tensors(optimizer, given)
     name = type(optimizer).__name__

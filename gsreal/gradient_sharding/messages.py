@@ -136,9 +136,9 @@ class Encoding:
     def _fill_dense(self, message: Tensor, part: Tensor, flags: Tensor, clear: bool) -> None:
         for first, last in self.scratch.chunks(part.numel()):
             sent = self.scratch.magnitudes[: last - first].copy_(part[first:last])
-            sent.masked_fill_(flags[first:last].logical_not_(), ABSENT)  # so that what nobody sends is known as absent
+            sent.masked_fill_(flags[first:last].logical_not_(), ABSENT)  # elements that no rank sends stay absent
             message[first:last].copy_(sent)
-            if clear:  # of what is summed up more precisely than it is sent, the rounding is not kept
+            if clear:  # rounding of a sum of higher precision is not kept
                 rest = part[first:last].sub_(sent if part.dtype == sent.dtype else message[first:last])
                 rest.masked_fill_(torch.eq(rest, 0, out=flags[first:last]), ABSENT)
 

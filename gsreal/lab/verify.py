@@ -149,7 +149,7 @@ def measured(network: Network) -> tuple[Verified, ...]:
     for wire in network.wires:
         a, b = wire.ends
         there, back = wire.between
-        mean_delay_s = (a.delay_s + b.delay_s) / 2  # of a round trip, no more can be told
+        mean_delay_s = (a.delay_s + b.delay_s) / 2  # a round trip does not separate the directions
         delay_s = _settled(partial(_delay_once, a, b), mean_delay_s)
         for ends, name in (((a, b), f"{there} -> {back}"), ((b, a), f"{back} -> {there}")):
             rate = _settled(partial(_rate_once, *ends), ends[0].rate_bytes_per_s)

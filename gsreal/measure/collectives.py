@@ -81,7 +81,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it will come back with what it does on this rank
+            return NotImplemented  # it dispatches again with its local operations
         if func.namespace == "c10d":
             self._record(func._schema.name.removeprefix("c10d::"), args)
         result = func(*args, **(kwargs or {}))
@@ -91,7 +91,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def _record_functional(self, name: str, args: Sequence[Any], result: Any) -> None:
         if name not in FUNCTIONAL_KINDS:
-            return  # waiting, and wrapping what is waited for
+            return  # waits and wrappers
         sizes = [sum(t.numel() * t.element_size() for t in tree_leaves(each)) for each in (args[0], result)]
         self.seen.append(ObservedCollective(FUNCTIONAL_KINDS[name], _functional_group(args), max(sizes)))
 

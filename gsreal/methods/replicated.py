@@ -70,7 +70,7 @@ def _blocking_all_reduce(
 ) -> Callable[[object, Any], torch.futures.Future[Tensor]]:
     """Return a DistributedDataParallel hook that all-reduces a bucket before the backward continues."""
 
-    # DDP looks at these annotations
+    # DDP reads these annotations
     def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         with timeline.span(f"all-reduce bucket {bucket.index()}", "exposed_communication", group):
             work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)

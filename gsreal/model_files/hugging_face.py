@@ -122,6 +122,6 @@ def _finding_none(original: Callable[[Tensor], Tensor | None]) -> Callable[..., 
     def find(position_ids: Tensor, *_args: Any, **_settings: Any) -> None:
         indices = original(position_ids)
         if indices is not None:
-            (indices[:, -1] == 0).all()  # what it would look at
+            (indices[:, -1] == 0).all()  # the value that it would read
 
     return find

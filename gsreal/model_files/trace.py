@@ -128,7 +128,7 @@ def _traced(
     whole = with_partial_costs(model, fitted, shapes, checked, where=where)
     try:
         return whole, _traced_cut(model, shapes, checked, where), largest
-    except NoPolynomialError:  # what a rank does depends on how much it holds: then it is not known how to cut them
+    except NoPolynomialError:  # operations depend on the units: such blocks are not sliced
         return whole, [], largest
 
 

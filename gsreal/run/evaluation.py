@@ -50,7 +50,7 @@ class HeldOut:
             sums = torch.stack([self._sums(module, *batch) for batch in self._batches()]).sum(0)
         module.train()
         _free_gathered(module)
-        dist.all_reduce(sums)  # ranks that hold the same part of the data count it alike: means stay what they are
+        dist.all_reduce(sums)  # ranks with the same part of the data count it equally: means do not change
         loss, targets, right, samples = sums.tolist()
         return Evaluation(step=step, loss=loss / targets, accuracy_ratio=right / samples if self.classifies else None)
 
