@@ -143,7 +143,10 @@ def groups_of_parameters():
         ([{"params": ["0.wieght"]}], "no parameter that is trained"),
         ([{"params": [torch.zeros(2)]}], "no parameter of the model"),
         ([{"params": ["0.weight", "0.weight"]}], "param_groups[0] and in param_groups[0]"),
-        ([{"params": [name for name, _ in mlp().named_parameters()] + [nn.Parameter(torch.zeros(3))]}], "has not"),
+        (
+            [{"params": [name for name, _ in mlp().named_parameters()] + [nn.Parameter(torch.zeros(3))]}],
+            "is not in the model",
+        ),
     ):
         refused(words, shard_gradients, mlp(), SGD, param_groups=groups)
 
