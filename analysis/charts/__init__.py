@@ -6,7 +6,7 @@ or hatching and in lightness, so that they can be told apart in grey and by colo
 
 from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
-from analysis.charts.chart_sets import comparison_charts, study_charts
+from analysis.charts.comparison import comparison_charts, study_charts
 from analysis.charts.drawing import DPI, STYLE, Chart, png, point_labels, save, save_all, svg
 from analysis.charts.rivals import rivals
 from analysis.charts.step_phases import exposed_communication, phases

@@ -169,7 +169,7 @@ def point_labels(comparison: pl.DataFrame) -> list[str]:
     ]
     labels = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "\u2026" for name in names]
     for words in (comparison["method"].to_list(), thresholds, _short_ids(comparison["scenario_id"].to_list())):
-        labels = _told_apart(labels, words)
+        labels = _disambiguated(labels, words)
     return labels
 
 
@@ -179,7 +179,7 @@ def _short_ids(ids: Sequence[str]) -> list[str]:
     return [identity[:length] for identity in ids]
 
 
-def _told_apart(labels: Sequence[str], words: Sequence[str]) -> list[str]:
+def _disambiguated(labels: Sequence[str], words: Sequence[str]) -> list[str]:
     """Return labels with their word added where equal labels have different words."""
     meanings = defaultdict(set)
     for label, word in zip(labels, words, strict=True):

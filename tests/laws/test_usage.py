@@ -39,7 +39,7 @@ REFUSED = [
     ("analysis", "convergence --seeds many", "invalid value for '--seeds'"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.__main__"}
+MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.cli"}
 
 
 def run(monkeypatch, program, arguments):

@@ -17,14 +17,14 @@ from analysis.charts.sweeps.panels import (
     add_axes,
     density_words,
     looks_of,
-    of_all,
     points_only,
     sheet,
+    subset_note,
     threshold_words,
     value_axis,
 )
-from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, front, layout_of, spread
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
+from analysis.sweep_tables.plans import Layout, Place, by_plan, by_setting, front, layout_of, representative
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
 MOST_PANELS = 9
@@ -69,7 +69,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     layout = layout_of(table)
     known = [row for row in table.fitting if price.of(row) is not None]
     settings = {place: rows for place, rows in by_setting(known, layout).items() if len(rows) > 1}
-    chosen = {place: settings[place] for place in spread(list(settings), MOST_PANELS)}
+    chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     if not chosen:
         return None
     looks = looks_of(table, layout)
@@ -85,7 +85,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
             if sparse
             else ""
         )
-        + of_all(len(chosen), len(settings))
+        + subset_note(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]

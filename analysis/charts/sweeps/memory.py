@@ -11,9 +11,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, label_width_in, plain, unit_for
-from analysis.charts.sweeps.panels import Size, add_axes, listed, of_all, sheet
-from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of, spread
-from analysis.sweeps.table import FITS, THRESHOLD, Row, SweepTable
+from analysis.charts.sweeps.panels import Size, add_axes, listed, sheet, subset_note
+from analysis.sweep_tables.plans import Layout, Place, by_plan, by_setting, layout_of, representative
+from analysis.sweep_tables.table import FITS, THRESHOLD, Row, SweepTable
 from gssim.result import CATEGORIES
 from gssim.units import human_bytes
 
@@ -65,9 +65,9 @@ def memory_by_category(table: SweepTable) -> Chart | None:
     known = [row for row in table.answered if row.get("capacity_bytes") is not None]
     if not known:
         return None
-    layout = deciding(known, layout_of(table))
+    layout = layout_by_memory(known, layout_of(table))
     settings = by_setting(known, layout)
-    chosen = {place: settings[place] for place in spread(list(settings), MOST_PANELS)}
+    chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     bars = {place: _bars(rows, layout) for place, rows in chosen.items()}
     shown = _shown([row for rows in bars.values() for _, row in rows])
     labels_in = max(label_width_in(label) for rows in bars.values() for label, _ in rows)
@@ -79,7 +79,7 @@ def memory_by_category(table: SweepTable) -> Chart | None:
         "Predicted: each plan's rank that has least to spare, at its peak; of several thresholds (and networks, "
         "where they are not told apart) the one that needs most. "
         f"Thick line: what the device has, where that is not more than {BEYOND_RATIO:g} times what is needed. In "
-        "bold: what does not fit." + of_all(len(chosen), len(settings))
+        "bold: what does not fit." + subset_note(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
@@ -90,7 +90,7 @@ def memory_by_category(table: SweepTable) -> Chart | None:
     return Chart("memory_by_category", TITLE, figure, _words(bars, layout))
 
 
-def deciding(rows: Sequence[Row], layout: Layout) -> Layout:
+def layout_by_memory(rows: Sequence[Row], layout: Layout) -> Layout:
     """Return a layout without the columns of settings on which no plan's memory depends by more than `SAME_RATIO`."""
     kept = list(layout.settings)
     for column in layout.settings:

@@ -15,8 +15,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.accuracy import log_ticks
 from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, MARKS, label_width_in, new_figure, plain, wrapped
-from analysis.sweeps.settings import Layout, Place, by_plan
-from analysis.sweeps.table import Row, SweepTable
+from analysis.sweep_tables.plans import Layout, Place, by_plan
+from analysis.sweep_tables.table import Row, SweepTable
 
 Look = dict[str, Any]
 CONTROL: Look = {"marker": (8, 2, 0), "color": "black", "linestyle": "", "markersize": 9, "markeredgewidth": 1.4}
@@ -148,10 +148,10 @@ def sheet(
     return figure, boxes
 
 
-def of_all(drawn: int, there: int, things: str = "settings") -> str:
+def subset_note(drawn: int, there: int, things: str = "settings") -> str:
     """Return what a note says of how many are drawn; nothing where all are.
 
-    >>> of_all(9, 1200), of_all(3, 3)
+    >>> subset_note(9, 1200), subset_note(3, 3)
     (' 9 of 1,200 settings, spread over the sweep.', '')
     """
     return f" {drawn:,} of {there:,} {things}, spread over the sweep." if drawn < there else ""

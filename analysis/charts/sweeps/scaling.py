@@ -9,9 +9,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart
-from analysis.charts.sweeps.panels import Look, Size, add_axes, density_words, log_axis, looks_of, of_all, sheet
-from analysis.sweeps.settings import Layout, Place, by_plan, family, follows, layout_of, shown, spread
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
+from analysis.charts.sweeps.panels import Look, Size, add_axes, density_words, log_axis, looks_of, sheet, subset_note
+from analysis.sweep_tables.plans import Layout, Place, by_plan, family, follows, layout_of, representative, shown
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "How far does each plan scale?"
 SIZE = Size(wide=3.7, high=2.4, left=0.85, right=0.35, above=0.45, below=1.95)
@@ -31,7 +31,7 @@ def scaling(table: SweepTable) -> Chart | None:
     panels = {place: rows for place, rows in panels.items() if len({row["ranks"] for row in rows}) >= FEWEST_SIZES}
     if not panels:
         return None
-    chosen = {place: panels[place] for place in spread(list(panels), MOST_PANELS)}
+    chosen = {place: panels[place] for place in representative(list(panels), MOST_PANELS)}
     titles = [_title(place, layout) for place in chosen]
     looks = looks_of(table, layout)
     sparse = any(not is_dense(row) and not is_control(row) for rows in chosen.values() for row in rows)
@@ -45,7 +45,7 @@ def scaling(table: SweepTable) -> Chart | None:
             if sparse
             else ""
         )
-        + of_all(len(chosen), len(panels), "networks")
+        + subset_note(len(chosen), len(panels), "networks")
     )
     with mpl.rc_context(STYLE):
         legend = _legend([lines_of(rows, layout) for rows in chosen.values()], layout, looks)

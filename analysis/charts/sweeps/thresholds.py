@@ -18,14 +18,23 @@ from analysis.charts.sweeps.panels import (
     add_axes,
     density_words,
     looks_of,
-    of_all,
     points_only,
     sheet,
+    subset_note,
     threshold_words,
     value_axis,
 )
-from analysis.sweeps.settings import Layout, Place, best_gain, by_plan, by_setting, layout_of, spread, thresholds
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
+from analysis.sweep_tables.plans import (
+    Layout,
+    Place,
+    best_gain,
+    by_plan,
+    by_setting,
+    layout_of,
+    representative,
+    thresholds,
+)
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "At which threshold is a step faster than dense training, and on which network?"
 SIZE = Size(wide=3.1, high=2.2, left=0.85, right=0.45, above=0.5, below=1.75)
@@ -43,13 +52,15 @@ def step_time_by_threshold(table: SweepTable) -> list[Chart]:
     settings = {
         place: rows for place, rows in by_setting(table.fitting, layout).items() if len(_finite(thresholds(rows))) > 1
     }
-    drawn = spread(list(settings), MOST_PANELS * MOST_PAGES)
+    drawn = representative(list(settings), MOST_PANELS * MOST_PAGES)
     pages = [drawn[i : i + MOST_PANELS] for i in range(0, len(drawn), MOST_PANELS)]
     looks = looks_of(table, layout)
     charts = []
     for number, page in enumerate(pages):
         name = "step_time_by_threshold" + (f"-{number + 1}" if number else "")
-        where = of_all(len(drawn), len(settings)) + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
+        where = subset_note(len(drawn), len(settings)) + (
+            f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else ""
+        )
         charts.append(_chart(name, {place: settings[place] for place in page}, layout, looks, where))
     return charts
 

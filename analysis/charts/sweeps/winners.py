@@ -11,20 +11,20 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, plain, wrapped
-from analysis.charts.sweeps.panels import Size, add_axes, of_all, percentage, sheet, threshold_words
-from analysis.sweeps.settings import (
+from analysis.charts.sweeps.panels import Size, add_axes, percentage, sheet, subset_note, threshold_words
+from analysis.sweep_tables.plans import (
     Layout,
     Place,
     Winner,
     by_setting,
-    evenly,
+    evenly_spaced,
     layout_of,
+    representative,
     shown,
-    spread,
     thresholds,
     winner,
 )
-from analysis.sweeps.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
+from analysis.sweep_tables.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
 
 TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
 HEAD_POINTS = LABEL_POINTS - 1
@@ -63,23 +63,23 @@ def _by_rate(table: SweepTable, axis: str, *, first: int) -> list[Chart]:
     for place, rows in by_setting([row for row in table.fitting if row[axis] is not None], layout).items():
         cells = sorted(_with_both(rows, columns).items(), key=lambda cell: float(str(cell[0][0])))
         if cells:
-            found[place] = dict(evenly(cells, MOST_COLUMNS))
+            found[place] = dict(evenly_spaced(cells, MOST_COLUMNS))
             rates[place] = len(cells)
-    chosen = spread(list(found), MOST_PANELS * MOST_PAGES)
+    chosen = representative(list(found), MOST_PANELS * MOST_PAGES)
     maps = [(place, found[place]) for place in chosen]
-    return _pages(maps, layout, columns, of_all(len(chosen), len(found)), first=first, rates=rates)
+    return _pages(maps, layout, columns, subset_note(len(chosen), len(found)), first=first, rates=rates)
 
 
 def _by_setting(table: SweepTable, rows: Sequence[Row], *, first: int) -> list[Chart]:
     """Return the maps of rows without a bandwidth that varies; they are counted from `first`."""
     layout = layout_of(table)
     cells = _with_both(rows, layout)
-    chosen = spread(list(cells), MOST_COLUMNS * MOST_PANELS * MOST_PAGES)
+    chosen = representative(list(cells), MOST_COLUMNS * MOST_PANELS * MOST_PAGES)
     maps = [
         ((), {place: cells[place] for place in chosen[i : i + MOST_COLUMNS]})
         for i in range(0, len(chosen), MOST_COLUMNS)
     ]
-    return _pages(maps, layout, layout, of_all(len(chosen), len(cells)), first=first)
+    return _pages(maps, layout, layout, subset_note(len(chosen), len(cells)), first=first)
 
 
 Cells = dict[Place, list[Row]]
@@ -112,7 +112,7 @@ def _pages(
     for number, page in enumerate(pages):
         name = "who_wins" + (f"-{first + number + 1}" if first + number else "")
         most = max(rates.get(place, 0) for place, _ in page)
-        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly apart." if most > MOST_COLUMNS else ""
+        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly_spaced apart." if most > MOST_COLUMNS else ""
         where += note + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
         charts.append(_chart(name, page, layout, columns, where))
     return charts
@@ -175,8 +175,8 @@ def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
 
 
 def _levels(rows: Sequence[Row]) -> list[float]:
-    """Return the thresholds that have a row: of many, the ends and those between them that are evenly apart."""
-    return evenly(thresholds(rows), MOST_ROWS)
+    """Return the thresholds that have a row: of many, the ends and those between them that are evenly_spaced apart."""
+    return evenly_spaced(thresholds(rows), MOST_ROWS)
 
 
 def _level(rows: Sequence[Row], level: float) -> str:
@@ -316,5 +316,5 @@ def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
     return (
         "Heat map of predicted speeds, thresholded over dense plans (above 1 a threshold wins), by network and "
         "threshold. "
-        f"{'; '.join(evenly(found, MOST_SAID))}."
+        f"{'; '.join(evenly_spaced(found, MOST_SAID))}."
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TypeVar
 
-from analysis.sweeps.table import BANDWIDTH, METHOD, THRESHOLD, Row, SweepTable, is_control, is_dense
+from analysis.sweep_tables.table import BANDWIDTH, METHOD, THRESHOLD, Row, SweepTable, is_control, is_dense
 from gssim.units import human_bytes, human_seconds
 
 PLAN = "plan."
@@ -64,7 +64,7 @@ def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
     rows = table.answered
     place = [axis for axis in table.axes if not axis.startswith(PLAN)]
     candidates = [column for column in (*place, "group", "cluster", "model") if column not in without]
-    settings = telling(rows, candidates)
+    settings = distinguishing_columns(rows, candidates)
     if _is_headed(rows, settings):
         settings.insert(0, "group")
     policies = [axis for axis in table.axes if axis.startswith(PLAN) and axis not in (THRESHOLD, METHOD, *without)]
@@ -75,7 +75,7 @@ def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
     return Layout(tuple(settings), tuple(plans))
 
 
-def telling(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
+def distinguishing_columns(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
     """Return the columns that vary, leaving out those whose value follows from the ones before."""
     found: list[str] = []
     for column in columns:
@@ -237,10 +237,10 @@ FAR = 8.0
 """How far apart the ends of a column of numbers are, where values 1 apart are hardly alike."""
 
 
-def evenly(values: Sequence[T], most: int) -> list[T]:
-    """Return so many of the values, evenly apart and both ends among them; all, where there are no more.
+def evenly_spaced(values: Sequence[T], most: int) -> list[T]:
+    """Return so many of the values, evenly_spaced apart and both ends among them; all, where there are no more.
 
-    >>> evenly([0, 1, 2, 3, 4, 5, 6], 3), evenly("ab", 3)
+    >>> evenly_spaced([0, 1, 2, 3, 4, 5, 6], 3), evenly_spaced("ab", 3)
     ([0, 3, 6], ['a', 'b'])
     """
     if len(values) <= most:
@@ -249,14 +249,14 @@ def evenly(values: Sequence[T], most: int) -> list[T]:
     return [values[round(i * step)] for i in range(most)]
 
 
-def spread(places: Sequence[Place], most: int) -> list[Place]:
+def representative(places: Sequence[Place], most: int) -> list[Place]:
     """Return so many places, in their order, that are spread over the values of every column.
 
     Places are of one kind where they have the same names and the same keys (None: a key that a place does not have).
     Beginning with the first place, the next is of a kind that was taken least, and of these the one whose values are
     the least like those that were taken: numbers by their rank, so that ends and middle of a column appear.
 
-    >>> spread([("ring", 1), ("ring", 2), ("ring", 4), ("star", 1), ("star", 4)], 2)
+    >>> representative([("ring", 1), ("ring", 2), ("ring", 4), ("star", 1), ("star", 4)], 2)
     [('ring', 1), ('star', 4)]
     """
     if len(places) <= most:

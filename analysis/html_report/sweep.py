@@ -6,9 +6,18 @@ from collections.abc import Mapping, Sequence
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.panels import density_words, threshold_words
-from analysis.page.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
-from analysis.sweeps.settings import Layout, Place, best_gain, by_setting, evenly, fastest, layout_of, spread
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
+from analysis.html_report.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
+from analysis.sweep_tables.plans import (
+    Layout,
+    Place,
+    best_gain,
+    by_setting,
+    evenly_spaced,
+    fastest,
+    layout_of,
+    representative,
+)
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 from gssim.result import PHASES
 
 MOST_SETTINGS = 40
@@ -78,7 +87,7 @@ def _control(found: SweepTable) -> str:
 def _tables(found: SweepTable, layout: Layout) -> str:
     settings = by_setting(found.fitting, layout)
     rows: list[list[Cell]] = []
-    shown = spread(list(settings), MOST_SETTINGS)
+    shown = representative(list(settings), MOST_SETTINGS)
     for place in shown:
         members = settings[place]
         dense = fastest(row for row in members if is_dense(row))
@@ -120,10 +129,10 @@ def _tables(found: SweepTable, layout: Layout) -> str:
             paragraph(f"{_part(shown, settings)}; all are in the table's file.", "soft") if left_out else "",
             _reasons(found),
             folded(
-                f"{MOST_ROWS} of {counted(len(found.rows), 'point')}, evenly apart"
+                f"{MOST_ROWS} of {counted(len(found.rows), 'point')}, evenly_spaced apart"
                 if len(found.rows) > MOST_ROWS
                 else f"All {counted(len(found.rows), 'point')}",
-                _points(evenly(found.rows, MOST_ROWS)),
+                _points(evenly_spaced(found.rows, MOST_ROWS)),
             ),
         ]
     )
@@ -178,7 +187,7 @@ def _bottlenecks(found: SweepTable, layout: Layout) -> str:
     """Return of each setting's fastest dense and fastest thresholded plan what it waits for."""
     lines: list[list[Cell]] = []
     settings = by_setting(found.fitting, layout)
-    shown = spread(list(settings), MOST_SETTINGS)
+    shown = representative(list(settings), MOST_SETTINGS)
     for place in shown:
         members = settings[place]
         for kind, row in (

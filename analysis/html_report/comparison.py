@@ -9,8 +9,8 @@ from analysis.charts.step_phases import longest_phase
 from analysis.compare.comparison import medians
 from analysis.compare.groups import ALL, error_column, variant_of, worst_of
 from analysis.compare.targets import Target, targets
-from analysis.page.contents import Comparison
-from analysis.page.markup import (
+from analysis.html_report.contents import Comparison
+from analysis.html_report.markup import (
     Cell,
     Column,
     Part,

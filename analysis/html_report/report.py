@@ -12,11 +12,11 @@ from typing import Any
 from analysis.charts import timeline
 from analysis.charts.drawing import Chart
 from analysis.compare.table import method_of, name_of, peaks_by_rank
-from analysis.compare.timeline import named_alike
-from analysis.page.comparison import comparison_parts
-from analysis.page.comparison import summary as comparison_summary
-from analysis.page.contents import Contents, Overlay, contents_of
-from analysis.page.markup import (
+from analysis.compare.timeline import with_common_labels
+from analysis.html_report.comparison import comparison_parts
+from analysis.html_report.comparison import summary as comparison_summary
+from analysis.html_report.contents import Contents, Overlay, contents_of
+from analysis.html_report.markup import (
     Cell,
     Column,
     Part,
@@ -33,9 +33,9 @@ from analysis.page.markup import (
     table,
     terms,
 )
-from analysis.page.study import study_parts
-from analysis.page.sweep import summary as sweep_summary
-from analysis.page.sweep import sweep_parts
+from analysis.html_report.study import study_parts
+from analysis.html_report.sweep import summary as sweep_summary
+from analysis.html_report.sweep import sweep_parts
 from gssim.result import Result
 
 MOST_VALUES = 6
@@ -43,7 +43,7 @@ MOST_ROWS = 200
 MOST_CALIBRATIONS = 20
 
 
-def told_part(found: Contents) -> Part:
+def evidence_part(found: Contents) -> Part:
     """Return what was measured, and what is only predicted."""
     lines = []
     for comparison in found.comparisons:
@@ -203,7 +203,7 @@ def report(folder: Path) -> str:
         parts += study_parts(study)
     if found.overlays:
         parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, found.overlays))))
-    parts += [told_part(found), provenance_part(found)]
+    parts += [evidence_part(found), provenance_part(found)]
     return document(title, _lead(questions), _named_once(parts))
 
 
@@ -236,7 +236,7 @@ def _short(found: Contents) -> list[str]:
 
 
 def _overlay(overlay: Overlay) -> Part:
-    pair = (named_alike(overlay.predicted, overlay.measured), overlay.measured)
+    pair = (with_common_labels(overlay.predicted, overlay.measured), overlay.measured)
     drawn = timeline(*pair, names=overlay.files)
     ours, theirs = overlay.predicted.time_s, overlay.measured.time_s
     words = (

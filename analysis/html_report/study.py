@@ -1,7 +1,7 @@
 """What a study of thresholds says: findings, its table, its pictures."""
 
-from analysis.page.contents import Training
-from analysis.page.markup import Cell, Column, Part, bullets, density, picture, png_size, seconds, table
+from analysis.html_report.contents import Training
+from analysis.html_report.markup import Cell, Column, Part, bullets, density, picture, png_size, seconds, table
 
 TITLES = {
     "loss_against_threshold": "What does a threshold cost in quality?",
