@@ -1,4 +1,4 @@
-"""One step, predicted above measured, rank by rank on one time axis."""
+"""Timeline chart of one step: the streams of each rank on one time axis, predicted above measured."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TEXT_MARGIN_IN = 0.1
 
 
 def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figure:
-    """Return the chart of one step; `names`: the files that it is from."""
+    """Return the chart of one step; `names`: the names of both trace files."""
     ranks = sorted({*predicted.ranks, *measured.ranks})[:MOST_RANKS]
     sides = {"predicted": predicted, "measured": measured}
     heights = sum(_height_in(step.lanes_of(rank)) + GAP_IN for rank in ranks for step in sides.values())
@@ -62,12 +62,12 @@ def _panel(axes: Axes, sides: dict[str, Step], ranks: list[int], panel_in: float
 
 
 def _outside(axes: Axes) -> dict[str, Any]:
-    """Return how text left or right of the panel is placed: across in its widths, down in inches."""
+    """Return the text style left or right of the panel: x as a fraction of its width, y in inches."""
     return {"transform": axes.get_yaxis_transform(), "va": "center", "clip_on": False}
 
 
 def _side(axes: Axes, side: str, step: Step, rank: int, y: float, unit: tuple[str, float]) -> float:
-    """Draw what one side says of a rank, from the height `y` on; return where it ends."""
+    """Draw the lanes of a rank on one side, from height `y`; return the height at which they end."""
     name, factor = unit
     lanes = step.lanes_of(rank)
     if not lanes:

@@ -182,7 +182,7 @@ def _same_order(a: Row, b: Row) -> bool:
 
 
 def spearman(times_s: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rank correlation of (predicted, measured) pairs; None where it cannot be distinguishable.
+    """Return Spearman's rank correlation of (predicted, measured) pairs; None where it is undefined.
 
     >>> spearman([(1.0, 1.1), (2.0, 2.4), (3.0, 2.3)])
     0.5

@@ -81,17 +81,11 @@ def step_of(spans: Sequence[Span], time_s: float) -> Step:
         start_s, end_s = max(0.0, span.start_s), min(time_s, span.end_s)
         if end_s > start_s:
             streams[span.rank, span.stream].append(span._replace(start_s=start_s, end_s=end_s))
-    return Step(
-        time_s,
-        tuple(
-            Lane(
-                rank,
-                stream,
-                tuple(merged_blocks(flattened(own) if stream == "compute" else own, JOINED_RATIO * time_s)),
-            )
-            for (rank, stream), own in sorted(streams.items())
-        ),
-    )
+    lanes = []
+    for (rank, stream), own in sorted(streams.items()):
+        blocks = merged_blocks(flattened(own) if stream == "compute" else own, JOINED_RATIO * time_s)
+        lanes.append(Lane(rank, stream, tuple(blocks)))
+    return Step(time_s, tuple(lanes))
 
 
 def with_common_labels(step: Step, other: Step) -> Step:

@@ -1,1 +1,1 @@
-"""One self-contained HTML page of what a folder holds: no network, no scripts, images inside."""
+"""A self-contained HTML report of a folder's Results, sweeps and studies: no network, no scripts, images inside."""

@@ -1,4 +1,4 @@
-"""What a comparison says: errors, thresholds with their price, charts, bottlenecks."""
+"""The report's parts on a comparison: errors, effects of thresholds, charts, bottlenecks."""
 
 from collections.abc import Sequence
 from math import inf
@@ -29,16 +29,20 @@ from gssim.result import Result
 Row = dict[str, Any]
 
 MOST_ROWS = 25
-"""More scenarios are folded away, the worst of them shown."""
+"""Most scenarios that are all shown; of more, the worst are shown and the rest is folded."""
 FAR_RATIO = 0.20
-"""A step time that is further off is marked."""
+"""Step time errors above this are marked."""
 
 
 def comparison_parts(found: Comparison) -> list[Part]:
-    """Return the parts of the page for a comparison: what was asked, tables, charts, bottlenecks."""
+    """Return the parts of the report for a comparison: errors, effects of thresholds, charts, bottlenecks."""
     rows = list(found.table.iter_rows(named=True))
     groups = list(found.groups.iter_rows(named=True))
-    charts = tuple(Part(chart.title, figure(chart)) for chart in _shown_charts(found))
+    charts = tuple(
+        Part(chart.title, figure(chart))
+        for chart in comparison_charts(found.table, found.rivals)
+        if not chart.name.startswith("phases-")  # of a large matrix, each group's phases: they are in the table
+    )
     return [
         Part("How far off are the predictions?", _tables(rows, groups, found)),
         *([Part("What did thresholds gain, and what did they cost?", _effects(rows))] if _thresholded(rows) else []),
@@ -47,13 +51,8 @@ def comparison_parts(found: Comparison) -> list[Part]:
     ]
 
 
-def _shown_charts(found: Comparison) -> list[Any]:
-    """Return the charts; of a large matrix without the phases of each group, which the table has."""
-    return [chart for chart in comparison_charts(found.table, found.rivals) if not chart.name.startswith("phases-")]
-
-
 def summary(found: Comparison) -> list[str]:
-    """Return in sentences what a comparison says."""
+    """Return the summary of a comparison in sentences."""
     rows = list(found.table.iter_rows(named=True))
     equal = sum(row["collectives_equal"] for row in rows)
     errors = "; ".join(
@@ -207,11 +206,11 @@ def _thresholded(rows: Sequence[Row]) -> list[Row]:
 
 
 def _effects(rows: Sequence[Row]) -> str:
-    """Return each speed-up beside its density, its change of loss, and the control of its group."""
-    found = _thresholded(rows)
-    controls = {row["group"]: row for row in found if row["threshold"] == inf}
+    """Return the table of speed-ups with density, change of loss, and the control of the group."""
+    thresholded = _thresholded(rows)
+    controls = {row["group"]: row for row in thresholded if row["threshold"] == inf}
     lines: list[list[Cell]] = []
-    for row in found:
+    for row in thresholded:
         change = row["loss_change_measured_ratio"]
         control = controls.get(row["group"])
         lines.append(
@@ -246,7 +245,7 @@ def _control(row: Row) -> str:
 
 
 def _bottlenecks(rows: Sequence[Row], predicted: Sequence[Result]) -> str:
-    """Return what takes longest, the busiest link and the tightest memory: of many plans, of each group's fastest."""
+    """Return the table of longest phase, busiest link and tightest device; of many plans, for each group's fastest."""
     if len(rows) > MOST_ROWS:
         best: dict[str, Row] = {}
         for row in rows:

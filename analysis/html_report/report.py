@@ -1,7 +1,4 @@
-"""The whole report of a folder.
-
-Where a report's figures are from: programs, machines, calibrations; what was measured, and what only predicted.
-"""
+"""The HTML report of a folder: summary, tables and charts of its contents, and the provenance of its figures."""
 
 import json
 import math
@@ -44,7 +41,7 @@ MOST_CALIBRATIONS = 20
 
 
 def evidence_part(found: Contents) -> Part:
-    """Return what was measured, and what is only predicted."""
+    """Return the part that lists what was measured and what is only predicted."""
     lines = []
     for comparison in found.comparisons:
         repeated = int((comparison.table["repeats"] > 1).sum())
@@ -79,7 +76,7 @@ def evidence_part(found: Contents) -> Part:
 
 
 def _result_table(title: str, results: Sequence[Result]) -> str:
-    """Return Results of one side."""
+    """Return a table of Results that are only predicted, or only measured."""
     rows: list[list[Cell]] = [
         [
             name_of(result),
@@ -99,7 +96,7 @@ def _result_table(title: str, results: Sequence[Result]) -> str:
 
 
 def provenance_part(found: Contents) -> Part:
-    """Return versions, hardware and calibrations of all that the page shows."""
+    """Return the part with versions, hardware and calibrations of all figures in the report."""
     predicted = [result for each in found.comparisons for result in each.predicted]
     predicted += [file.result for file in found.only_predicted]
     measured = [result for each in found.comparisons for result in each.measured]
@@ -118,25 +115,22 @@ def provenance_part(found: Contents) -> Part:
 
 
 def _facts(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return each fact with the values that Results have, most have but one."""
-    found: dict[str, dict[str, None]] = {}
+    """Return each provenance entry with its distinct values in the Results."""
+    facts: dict[str, dict[str, None]] = {}
     for result in results:
         for key, value in _flat(result.provenance):
-            found.setdefault(key, {}).setdefault(value, None)
-        found.setdefault("devices", {}).setdefault("; ".join(dict.fromkeys(rank.device for rank in result.ranks)), None)
-    return [
-        (key.replace("_", " "), ", ".join([*list(values)[:MOST_VALUES], *_more(values)]))
-        for key, values in found.items()
-        if key != "repeat"
-    ]
-
-
-def _more(values: dict[str, None]) -> list[str]:
-    return [f"and {len(values) - MOST_VALUES} others"] if len(values) > MOST_VALUES else []
+            facts.setdefault(key, {}).setdefault(value, None)
+        facts.setdefault("devices", {}).setdefault("; ".join(dict.fromkeys(rank.device for rank in result.ranks)), None)
+    lines = []
+    for key, values in facts.items():
+        if key != "repeat":
+            more = [f"and {len(values) - MOST_VALUES} others"] if len(values) > MOST_VALUES else []
+            lines.append((key.replace("_", " "), ", ".join([*list(values)[:MOST_VALUES], *more])))
+    return lines
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield facts by their names; of lists how long they are: links and devices are in the Results."""
+    """Yield nested provenance entries as (name, value); of lists only a summary."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key} ")
@@ -147,7 +141,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
 
 
 def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
-    """Yield what is to say of a list: of links that were verified, how far off the worst was; of others how many."""
+    """Yield the summary of a list: the worst deviation of verified links, else the number of entries."""
     rates = ("measured_bytes_per_s", "rate_bytes_per_s")
     known = [value for value in values if isinstance(value, dict) and all(value.get(rate) for rate in rates)]
     if known:
@@ -158,7 +152,7 @@ def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
 
 
 def _calibrations(found: Contents) -> str:
-    """Return a table of the calibrations, a row for each; of very many, those of which most is."""
+    """Return a table of the calibrations; of more than `MOST_CALIBRATIONS`, the most used ones."""
     counts = _uses(found)
     if not counts:
         return ""
@@ -173,12 +167,12 @@ def _calibrations(found: Contents) -> str:
 
 
 def _uses(found: Contents) -> dict[str, list[int]]:
-    """Return of how many predictions, measurements and points each calibration is."""
+    """Return the numbers of predictions, measurements and sweep points of each calibration."""
     counts: dict[str, list[int]] = {}
     for comparison in found.comparisons:
-        for place, side in enumerate(("predicted", "measured")):
+        for column, side in enumerate(("predicted", "measured")):
             for identity in comparison.table[f"calibration_id_{side}"].to_list():
-                counts.setdefault(str(identity), [0, 0, 0])[place] += 1
+                counts.setdefault(str(identity), [0, 0, 0])[column] += 1
     for sweep in found.sweeps:
         for row in sweep.answered:
             counts.setdefault(str(row.get("calibration_id")), [0, 0, 0])[2] += 1
@@ -190,7 +184,7 @@ TIMELINE = "Who does what in one step, when, and waits for what?"
 
 
 def report(folder: Path) -> str:
-    """Return the page as HTML, the same for the same folder; raise UserError where there is nothing to report."""
+    """Return the report as HTML, deterministic for a folder; raise UserError where there is nothing to report."""
     found = contents_of(folder)
     questions = questions_of(found)
     title = questions[0] if len(questions) == 1 else f"What was asked of {folder.resolve().name}, and what came out"
@@ -204,11 +198,13 @@ def report(folder: Path) -> str:
     if found.overlays:
         parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, found.overlays))))
     parts += [evidence_part(found), provenance_part(found)]
-    return document(title, _lead(questions), _named_once(parts))
+    several = len(questions) > 1
+    lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else ""
+    return document(title, lead, _with_unique_titles(parts))
 
 
 def questions_of(found: Contents) -> list[str]:
-    """Return what was asked: the questions of sweeps and scenarios, each once."""
+    """Return the distinct questions of sweeps, scenarios and studies."""
     asked = [sweep.question for sweep in found.sweeps]
     results = [result for comparison in found.comparisons for result in comparison.measured]
     results += [file.result for file in (*found.only_measured, *found.only_predicted)]
@@ -217,12 +213,6 @@ def questions_of(found: Contents) -> list[str]:
         f"What do thresholds cost in quality, and gain in bytes and time? Study {each.place}" for each in found.studies
     ]
     return [question for question in dict.fromkeys(asked) if question]
-
-
-def _lead(questions: list[str]) -> str:
-    if len(questions) <= 1:
-        return ""
-    return paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS])
 
 
 def _short(found: Contents) -> list[str]:
@@ -247,12 +237,12 @@ def _overlay(overlay: Overlay) -> Part:
     return Part(f"{overlay.name}: {TIMELINE}", figure(Chart("timeline", TIMELINE, drawn, words)))
 
 
-def _named_once(parts: list[Part]) -> list[Part]:
-    """Return parts whose titles differ: two comparisons, or studies, have parts of the same name."""
+def _with_unique_titles(parts: list[Part]) -> list[Part]:
+    """Return the parts with repeated titles numbered, as two comparisons or studies have parts of the same title."""
     seen: dict[str, int] = {}
-    found = []
+    numbered = []
     for part in parts:
         seen[part.title] = seen.get(part.title, 0) + 1
-        again = f" ({seen[part.title]})" if seen[part.title] > 1 else ""
-        found.append(Part(f"{part.title}{again}", part.body, part.parts))
-    return found
+        number = f" ({seen[part.title]})" if seen[part.title] > 1 else ""
+        numbered.append(Part(f"{part.title}{number}", part.body, part.parts))
+    return numbered

@@ -1,4 +1,4 @@
-"""What a study of thresholds says: findings, its table, its pictures."""
+"""The report's parts on a study of thresholds: findings, table of variants, pictures."""
 
 from analysis.html_report.contents import Training
 from analysis.html_report.markup import Cell, Column, Part, bullets, density, picture, png_size, seconds, table
@@ -12,7 +12,7 @@ TITLES = {
 
 
 def study_parts(found: Training) -> list[Part]:
-    """Return the parts of the page for a study: what was found, variant by variant, and its pictures as they are."""
+    """Return the parts of the report for a study: findings, a table of its variants, and its pictures."""
     charts = []
     for path in found.pictures:
         content = path.read_bytes()

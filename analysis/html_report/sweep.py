@@ -1,4 +1,4 @@
-"""What a sweep's table says: how many points fit, who is fastest where and why, charts."""
+"""The report's parts on a sweep: points that fit, fastest plans by setting, bottlenecks, charts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ MOST_REASONS = 10
 
 
 def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
-    """Return the parts of the page for a sweep's table; `several`: the page has more than one, so they are named."""
+    """Return the parts of the report for a sweep; `several`: titles name the sweep, as the report has more than one."""
     layout = layout_of(found)
     name = f": {found.name}" if several else ""
     drawn = sweep_charts(found)
@@ -40,17 +40,17 @@ def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
 
 
 def _titles(charts: Sequence[Chart]) -> list[str]:
-    """Return the headings of charts: pages of one kind are counted."""
+    """Return the headings of charts; those of several pages of one kind are numbered."""
     pages, before = Counter(chart.title for chart in charts), Counter[str]()
-    found = []
+    titles = []
     for title in (chart.title for chart in charts):
         before[title] += 1
-        found.append(f"{title} ({before[title]} of {pages[title]})" if pages[title] > 1 else title)
-    return found
+        titles.append(f"{title} ({before[title]} of {pages[title]})" if pages[title] > 1 else title)
+    return titles
 
 
 def summary(found: SweepTable) -> list[str]:
-    """Return in sentences what a sweep says."""
+    """Return the summary of a sweep in sentences."""
     counts = Counter(row["status"] for row in found.rows)
     rest = "; ".join(f"{n:,} {status}" for status, n in counts.items() if status != "fits")
     differ = f" They differ in {', '.join(found.axes)}." if found.axes else ""
@@ -60,19 +60,16 @@ def summary(found: SweepTable) -> list[str]:
     if gains:
         faster = [gain for gain in gains if gain.speed_up_ratio > 1]
         best = max(gains, key=lambda gain: gain.speed_up_ratio)
+        label = layout.setting_label(layout.setting_of(best.thresholded))
+        where = f" in '{label}'" if label else ""
         sentences.append(
             f"A threshold is predicted to be faster than the fastest dense plan in {len(faster)} of "
-            f"{counted(len(gains), 'setting')}; most{_where(best.thresholded, layout)}: "
+            f"{counted(len(gains), 'setting')}; most{where}: "
             f"{_threshold(best.thresholded, layout)} has {best.speed_up_ratio:.2f} times the speed of dense "
             f"{layout.plan_label(layout.plan_of(best.dense))}, with {density_words(best.thresholded)}. "
             f"Change of loss: not measured. {_control(found)}"
         )
     return sentences
-
-
-def _where(row: Row, layout: Layout) -> str:
-    label = layout.setting_label(layout.setting_of(row))
-    return f" in '{label}'" if label else ""
 
 
 def _control(found: SweepTable) -> str:
@@ -151,7 +148,7 @@ def _threshold(row: Row | None, layout: Layout) -> str:
 
 
 def _reasons(found: SweepTable) -> str:
-    """Return why points have no answer, or do not fit."""
+    """Return a table of the reasons for points without a prediction, or that do not fit."""
     reasons = Counter((row["status"], str(row["reason"] or "")) for row in found.rows if row["status"] != "fits")
     rows: list[list[Cell]] = [[status, reason, f"{n:,}"] for (status, reason), n in reasons.most_common(MOST_REASONS)]
     columns = [Column("status", False), Column("reason", False), Column("points")]
@@ -184,7 +181,7 @@ def _points(rows: Sequence[Row]) -> str:
 
 
 def _bottlenecks(found: SweepTable, layout: Layout) -> str:
-    """Return of each setting's fastest dense and fastest thresholded plan what it waits for."""
+    """Return the bottlenecks of each setting's fastest dense and fastest thresholded plan."""
     lines: list[list[Cell]] = []
     settings = by_setting(found.fitting, layout)
     shown = representative(list(settings), MOST_SETTINGS)

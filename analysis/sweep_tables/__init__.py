@@ -1,1 +1,1 @@
-"""What a sweep's table says: its points as plans in settings, who is fastest among them, and what it costs."""
+"""Tables of sweeps: reading them, and grouping their points into plans by setting."""

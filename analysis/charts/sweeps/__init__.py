@@ -1,4 +1,4 @@
-"""All charts that a sweep's table allows: which there are depends on what its points differ in."""
+"""The set of charts of a sweep's table; which charts exist depends on the axes of the sweep."""
 
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps.fronts import fronts
@@ -10,7 +10,7 @@ from analysis.sweep_tables.table import SweepTable
 
 
 def sweep_charts(table: SweepTable) -> list[Chart]:
-    """Return the charts of a sweep's table; none of those that its axes do not allow."""
+    """Return the charts of a sweep's table that its axes allow."""
     if not table.answered:
         return []
     memory, scaled = memory_by_category(table), scaling(table)

@@ -1,4 +1,4 @@
-"""Which plans are worth choosing: step time against memory, and against cost, and the fronts of both kinds."""
+"""Charts of step time against memory and against cost, with the Pareto fronts of dense and of all plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ Of = Callable[[Row], float]
 
 @dataclass(frozen=True)
 class Price:
-    """What a short step is had for."""
+    """The second axis of a front: memory or cost."""
 
     name: str
     title: str
@@ -61,7 +61,7 @@ PRICES = (
 
 
 def fronts(table: SweepTable) -> list[Chart]:
-    """Return a chart for each price that is known."""
+    """Return a chart for each price that the table has."""
     return [chart for price in PRICES if (chart := _chart(table, price)) is not None]
 
 
@@ -97,7 +97,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
 
 
 def price_of(row: Row, price: Price) -> float:
-    """Return a known price."""
+    """Return the price of a row that has one."""
     value = price.of(row)
     assert value is not None
     return value
@@ -137,7 +137,7 @@ def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, L
 
 
 def _steps(points: Sequence[tuple[float, float]], axes: Axes) -> tuple[list[float], list[float]]:
-    """Return the corners of a front: what is reached by the plans on it, from edge to edge of the panel."""
+    """Return the corners of a front's step line, from edge to edge of the panel."""
     xs, ys = [points[0][0]], [axes.get_ylim()[1]]
     for x, y in points:
         xs += [x, x]
@@ -146,11 +146,11 @@ def _steps(points: Sequence[tuple[float, float]], axes: Axes) -> tuple[list[floa
 
 
 def _labels(axes: Axes, rows: Sequence[Row], named: Sequence[Row], layout: Layout, x: Of, y: Of) -> None:
-    """Name the plans on the fronts, each beside its mark: of a plan's thresholds the fastest, with its density."""
-    found: dict[tuple[Place, bool], Row] = {}
+    """Label the plans on the fronts; of a plan's thresholds only the fastest, with its density."""
+    fastest: dict[tuple[Place, bool], Row] = {}
     for row in named:
-        found.setdefault((layout.plan_of(row), is_dense(row)), row)
-    shown = list(found.values())[:MOST_LABELS]
+        fastest.setdefault((layout.plan_of(row), is_dense(row)), row)
+    shown = list(fastest.values())[:MOST_LABELS]
     texts = [_label(row, layout.plan_label(layout.plan_of(row))) for row in shown]
     place_labels(axes, [(x(row), y(row)) for row in shown], texts, [(x(row), y(row)) for row in rows])
 

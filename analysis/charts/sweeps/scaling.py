@@ -1,4 +1,4 @@
-"""How far a plan scales: throughput against the number of ranks, beside ideal scaling from the smallest number."""
+"""Chart of throughput against the number of ranks, with ideal scaling from the smallest number."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ Line = tuple[Place, bool]
 
 
 def scaling(table: SweepTable) -> Chart | None:
-    """Return throughput by ranks, a panel for each kind of setting; None where fewer than three sizes are there."""
+    """Return throughput by ranks, a panel for each kind of setting; None for fewer than `FEWEST_SIZES` sizes."""
     layout = layout_of(table)
     panels = _panels(table, layout)
     panels = {place: rows for place, rows in panels.items() if len({row["ranks"] for row in rows}) >= FEWEST_SIZES}
@@ -59,22 +59,20 @@ def scaling(table: SweepTable) -> Chart | None:
 
 
 def _panels(table: SweepTable, layout: Layout) -> dict[Place, list[Row]]:
-    """Return rows by what does not say how many ranks there are; names of clusters without their numbers."""
-    found: dict[Place, list[Row]] = {}
-    sized = {column for column in layout.settings if _says_ranks(table.fitting, column)}
+    """Return rows by setting, without the columns that determine the number of ranks; of names, without numbers."""
+    panels: dict[Place, list[Row]] = {}
+    sized = {
+        column
+        for column in layout.settings
+        if follows((row for row in table.fitting if row[column] is not None), [column], "ranks")
+    }
     for row in table.fitting:
-        place = tuple(row[column] if column not in sized else _family(row[column]) for column in layout.settings)
-        found.setdefault(place, []).append(row)
-    return found
-
-
-def _says_ranks(rows: Sequence[Row], column: str) -> bool:
-    """Return whether the ranks follow from a column's value, among the settings that have one."""
-    return follows((row for row in rows if row[column] is not None), [column], "ranks")
-
-
-def _family(value: object) -> str | None:
-    return family(value) if isinstance(value, str) else None
+        place = []
+        for column in layout.settings:
+            value = row[column]
+            place.append(value if column not in sized else family(value) if isinstance(value, str) else None)
+        panels.setdefault(tuple(place), []).append(row)
+    return panels
 
 
 def _title(place: Place, layout: Layout) -> str:
@@ -83,7 +81,7 @@ def _title(place: Place, layout: Layout) -> str:
 
 
 def lines_of(rows: Sequence[Row], layout: Layout) -> dict[Line, list[Row]]:
-    """Return the fastest point of each plan at each number of ranks, dense and thresholded apart, controls left out."""
+    """Return the fastest point of each plan by number of ranks, dense and thresholded separately, without controls."""
     found: dict[Line, list[Row]] = {}
     for place, members in by_plan(rows, layout).items():
         for sparse in (False, True):
@@ -166,7 +164,7 @@ def _legend(
 
 
 def _densities(rows: Sequence[Row]) -> str:
-    """Return what thresholds let through, of the sparsest and the densest point."""
+    """Return the densities of the sparsest and the densest point, as text."""
     known = sorted((row for row in rows), key=lambda row: row["push_density_ratio"] or 0.0)
     words = list(dict.fromkeys(density_words(row) for row in (known[0], known[-1])))
     return " to ".join(words)

@@ -1,4 +1,4 @@
-"""Who wins over bandwidth and density: the fastest thresholded plan or the fastest dense one, cell by cell."""
+"""Heat map over bandwidth and threshold: whether the fastest thresholded or the fastest dense plan is faster."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, log
@@ -30,22 +30,22 @@ TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
 HEAD_POINTS = LABEL_POINTS - 1
 CELL_IN, ROW_IN, MOST_COLUMNS, MOST_PANELS, MOST_ROWS, MOST_PAGES = 0.92, 0.46, 12, 6, 14, 4
 MOST_SAID = 16
-"""Cells of the map's columns that are put into words."""
+"""Most columns that are described in the text alternative."""
 ALL = ", all"
-"""Follows a method that wins without a threshold over itself with one."""
+"""Suffix of a method that is faster without a threshold than with one."""
 EVEN_COLOUR = (0.93, 0.93, 0.93)
 DEEPEST_RATIO = 3.0
-"""A speed-up that has the darkest colour."""
+"""Speed-up with the darkest colour."""
 EVEN_RATIO = 1.02
-"""What is nearer to 1 than this is called even."""
+"""Speed-ups below this count as equal."""
 SPARSE_COLOUR, DENSE_COLOUR = (0.902, 0.624, 0.0), (0.337, 0.706, 0.914)
-"""Okabe & Ito 2008: orange and sky blue; hatching tells them apart in grey."""
+"""Okabe & Ito 2008: orange and sky blue; hatching distinguishes them in grey."""
 
 
 def who_wins(table: SweepTable) -> list[Chart]:
     """Return maps of the winners: columns are bandwidths, and settings where none varies; rows are thresholds.
 
-    Clusters of different forms have links of different names, each an axis: they have maps of their own.
+    Clusters of different topologies have differently named links, each an axis with maps of its own.
     """
     axes = [key for key in table.axes if key.endswith(BANDWIDTH)]
     found: list[Chart] = []
@@ -56,7 +56,7 @@ def who_wins(table: SweepTable) -> list[Chart]:
 
 
 def _by_rate(table: SweepTable, axis: str, *, first: int) -> list[Chart]:
-    """Return the maps of the rows that have a value on an axis of bandwidths; they are counted from `first`."""
+    """Return the maps of the rows with a value on a bandwidth axis, numbered from `first`."""
     layout, columns = layout_of(table, without=[axis]), Layout((axis,), ())
     found: dict[Place, Cells] = {}
     rates: dict[Place, int] = {}
@@ -71,7 +71,7 @@ def _by_rate(table: SweepTable, axis: str, *, first: int) -> list[Chart]:
 
 
 def _by_setting(table: SweepTable, rows: Sequence[Row], *, first: int) -> list[Chart]:
-    """Return the maps of rows without a bandwidth that varies; they are counted from `first`."""
+    """Return the maps of rows without a varying bandwidth, numbered from `first`."""
     layout = layout_of(table)
     cells = _with_both(rows, layout)
     chosen = representative(list(cells), MOST_COLUMNS * MOST_PANELS * MOST_PAGES)
@@ -83,13 +83,17 @@ def _by_setting(table: SweepTable, rows: Sequence[Row], *, first: int) -> list[C
 
 
 Cells = dict[Place, list[Row]]
-"""By column of a map."""
+"""Rows by column of a map."""
 Map = tuple[Place, Cells]
 
 
 def _with_both(rows: Sequence[Row], columns: Layout) -> Cells:
-    """Return the columns in which thresholded and dense plans can be compared."""
-    return {each: members for each, members in by_setting(rows, columns).items() if _has_both(members)}
+    """Return the columns that have both thresholded and dense plans."""
+    return {
+        place: members
+        for place, members in by_setting(rows, columns).items()
+        if thresholds(members) and any(is_dense(row) for row in members)
+    }
 
 
 def _pages(
@@ -101,9 +105,9 @@ def _pages(
     first: int,
     rates: Mapping[Place, int] = MappingProxyType({}),
 ) -> list[Chart]:
-    """Return a chart for every `MOST_PANELS` maps; none where there is nothing to compare.
+    """Return a chart for every `MOST_PANELS` maps; none for fewer than two columns in all.
 
-    `rates`: how many bandwidths there are for a map, of which it may have fewer.
+    `rates`: number of bandwidths of each map, of which the map may show fewer.
     """
     if sum(len(cells) for _, cells in maps) < 2:
         return []
@@ -118,13 +122,9 @@ def _pages(
     return charts
 
 
-def _has_both(rows: Sequence[Row]) -> bool:
-    return bool(thresholds(rows)) and any(is_dense(row) for row in rows)
-
-
 def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: str) -> Chart:
     rows = [row for _, cells in maps for members in cells.values() for row in members]
-    levels = _levels(rows)
+    levels = evenly_spaced(thresholds(rows), MOST_ROWS)
     widest = max(len(cells) for _, cells in maps)
     labels_in = max(label_width_in(_level(rows, level)) for level in levels)
     names = {place: _head(columns, place) for _, cells in maps for place in cells}
@@ -151,14 +151,14 @@ def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: s
 
 
 def _cell_width_in(heads: Iterable[str]) -> float:
-    """Return how wide cells are: as the longest word over one, at least."""
+    """Return the width of the cells, at least that of the longest word in their headings."""
     words = {word for head in heads for word in head.split()}
     longest_in = max((label_width_in(word) for word in words), default=0.0) * HEAD_POINTS / LABEL_POINTS
     return max(CELL_IN, longest_in + 0.1)
 
 
 def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
-    """Return what is to know of these maps."""
+    """Return the explanation below the title of these maps."""
     controlled = any(is_control(row) for _, cells in maps for members in cells.values() for row in members)
     dense = [_dense_name(each) for each in _won(maps, levels) if _kind(each) == "dense"]
     named = next((name for name in dense if name.endswith(ALL)), None)
@@ -174,13 +174,8 @@ def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
     )
 
 
-def _levels(rows: Sequence[Row]) -> list[float]:
-    """Return the thresholds that have a row: of many, the ends and those between them that are evenly_spaced apart."""
-    return evenly_spaced(thresholds(rows), MOST_ROWS)
-
-
 def _level(rows: Sequence[Row], level: float) -> str:
-    """Return a row's label: threshold, and the densities that it gives."""
+    """Return the label of a map's row: the threshold and the range of its densities."""
     found = [row["push_density_ratio"] for row in rows if row.get("plan.push.threshold") == level]
     densities = sorted(
         {percentage(density) for density in found if density is not None}, key=lambda text: float(text[:-2])
@@ -251,7 +246,7 @@ Kind = Literal["sparse", "dense", "even"]
 
 
 def _kind(found: Winner) -> Kind:
-    """Return who is faster."""
+    """Return whether the thresholded plan is faster, the dense one, or neither."""
     ratio = found.speed_up_ratio
     if max(ratio, 1 / ratio) < EVEN_RATIO:
         return "even"
@@ -259,7 +254,7 @@ def _kind(found: Winner) -> Kind:
 
 
 def _times(ratio: float) -> str:
-    """Return a ratio for people, in three digits.
+    """Return a ratio as text, with three digits.
 
     >>> _times(1.0449), _times(21.0), _times(123.4)
     ('1.04 \u00d7', '21.0 \u00d7', '123 \u00d7')
@@ -268,26 +263,26 @@ def _times(ratio: float) -> str:
 
 
 def _dense_name(found: Winner) -> str:
-    """Return the dense winner's method, told apart from the same method with a threshold."""
+    """Return the method of the fastest dense plan, marked where the thresholded one has the same method."""
     method = found.dense["method"]
     return f"{method}{ALL}" if method == found.thresholded["method"] else str(method)
 
 
 def _shade(colour: tuple[float, float, float], ratio: float) -> tuple[float, float, float]:
-    """Return a colour that is the deeper the larger the ratio."""
+    """Return a colour whose saturation rises with the ratio."""
     depth = 0.25 + 0.75 * min(1.0, log(ratio) / log(DEEPEST_RATIO))
     red, green, blue = (1 - depth * (1 - part) for part in colour)
     return red, green, blue
 
 
 def _won(maps: Sequence[Map], levels: Sequence[float]) -> list[Winner]:
-    """Return what the cells of these maps say."""
-    cells = [winner(members, level) for _, cells in maps for members in cells.values() for level in levels]
-    return [each for each in cells if each is not None]
+    """Return the winners of all cells of these maps."""
+    winners = [winner(members, level) for _, cells in maps for members in cells.values() for level in levels]
+    return [cell for cell in winners if cell is not None]
 
 
 def _legend(maps: Sequence[Map], levels: Sequence[float]) -> list[tuple[Artist, str]]:
-    """Return what the colours of these maps' cells mean."""
+    """Return the legend entries of the colours that occur in these maps."""
     kinds = {_kind(each) for each in _won(maps, levels)}
     entries: dict[Kind, tuple[Artist, str]] = {
         "sparse": (Patch(facecolor=SPARSE_COLOUR), "a thresholded plan is faster"),

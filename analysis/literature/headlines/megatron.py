@@ -64,8 +64,8 @@ def headlines(simulations: Simulations) -> list[Headline]:
 def slow_headlines() -> list[Headline]:
     """Return the headline that takes two minutes: pipelines of 35 stages and 8 tensor ranks, 160 to 240 micro-batches.
 
-    Of the two predictions that this one takes apart, the bubble and the time of a micro-batch, the latter is too low:
-    0.171 s against 0.18 to 0.21 s between the published step times.
+    The predicted steps are too short because a micro-batch is predicted to take 0.171 s, against 0.18 to 0.21 s by the
+    differences between the published step times.
     """
     predictions = {gpus: simulated(gpus) for gpus in STEPS_S}
     errors = {gpus: predictions[gpus].step_s / step_s - 1 for gpus, step_s in STEPS_S.items()}

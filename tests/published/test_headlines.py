@@ -1,4 +1,4 @@
-"""Published: what the two starting texts state, beside formulas and simulations that say how far it can be so."""
+"""Published: headline figures of the two starting texts against formulas and simulations."""
 
 import json
 import math
