@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, label_width_in, new_figure, plain, unit_for
 from analysis.charts.step_phases import DARK_PHASES, PHASE_COLOURS
-from analysis.compare.timeline import Block, Lane, Step
+from analysis.compare.timeline import Block, Step
 from gssim.result import PHASES
 
 MOST_RANKS = 8
@@ -23,8 +23,12 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
     """Return the chart of one step; `names`: the names of both trace files."""
     ranks = sorted({*predicted.ranks, *measured.ranks})[:MOST_RANKS]
     sides = {"predicted": predicted, "measured": measured}
-    heights = sum(_height_in(step.lanes_of(rank)) + GAP_IN for rank in ranks for step in sides.values())
-    panel_in = heights + RANK_GAP_IN * (len(ranks) - 1)
+    heights_in = 0.0
+    for rank in ranks:
+        for step in sides.values():
+            lanes_in = sum(LANE_IN if lane.stream == "compute" else STRIP_IN for lane in step.lanes_of(rank))
+            heights_in += (lanes_in or LANE_IN) + GAP_IN
+    panel_in = heights_in + RANK_GAP_IN * (len(ranks) - 1)
     with mpl.rc_context(STYLE):
         width_in, height_in = LEFT_IN + PANEL_IN + RIGHT_IN, TOP_IN + panel_in + BOTTOM_IN
         figure = new_figure(width_in, height_in)
@@ -34,10 +38,6 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
         left_out = len({*predicted.ranks, *measured.ranks}) - len(ranks)
         _heading(figure, names, left_out)
     return figure
-
-
-def _height_in(lanes: tuple[Lane, ...]) -> float:
-    return sum(LANE_IN if lane.stream == "compute" else STRIP_IN for lane in lanes) or LANE_IN
 
 
 def _panel(axes: Axes, sides: dict[str, Step], ranks: list[int], panel_in: float) -> None:

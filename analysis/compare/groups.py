@@ -151,13 +151,19 @@ def errors_of(ratios: Sequence[float | None]) -> Errors:
 def order_of(rows: Sequence[Row]) -> Order:
     """Return the agreement of predicted and measured order of the scenarios of a group."""
     distinguishable = [(a, b) for a, b in combinations(rows, 2) if differ(a, b)]
+    pairs_right = 0
+    for a, b in distinguishable:
+        predicted_s, measured_s = (
+            a[column] - b[column] for column in ("step_time_predicted_s", "step_time_measured_s")
+        )
+        pairs_right += predicted_s * measured_s > 0  # a tie is no order
     candidates = [row for row in rows if row["threshold"] != inf]
     first = min(candidates, key=lambda row: row["step_time_predicted_s"], default=None)
     fastest = min(candidates, key=lambda row: row["step_time_measured_s"], default=None)
     choice = len(candidates) > 1 and first is not None and fastest is not None
     return Order(
         pairs=len(distinguishable),
-        pairs_right=sum(_same_order(a, b) for a, b in distinguishable),
+        pairs_right=pairs_right,
         spearman=spearman([(row["step_time_predicted_s"], row["step_time_measured_s"]) for row in rows]),
         predicted_best=None if first is None else first["name"],
         measured_best=None if fastest is None else fastest["name"],
@@ -173,12 +179,6 @@ def differ(a: Row, b: Row) -> bool:
 
 def _noise_s(row: Row) -> float:
     return float((row["noise_ratio"] or 0.0) * row["step_time_measured_s"])
-
-
-def _same_order(a: Row, b: Row) -> bool:
-    """Return whether two are predicted in the order of their measurements; a tie is no order."""
-    predicted_s = a["step_time_predicted_s"] - b["step_time_predicted_s"]
-    return bool(predicted_s * (a["step_time_measured_s"] - b["step_time_measured_s"]) > 0)
 
 
 def spearman(times_s: Sequence[tuple[float, float]]) -> float | None:

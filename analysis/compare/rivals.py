@@ -52,7 +52,7 @@ def rival_table(pairs: Sequence[Pair]) -> pl.DataFrame:
         result = pair.predicted.result
         trainings[group_of(result), _training_key(result)].append(pair)
     rows = [
-        _row(pair, min(rivals, key=lambda rival: _plan_distance(rival.predicted.result, pair.predicted.result)))
+        _row(pair, _nearest(rivals, pair.predicted.result))
         for same in trainings.values()
         for pair in same
         if method_of(pair.predicted.result) in GRADIENT_SHARDING
@@ -69,9 +69,15 @@ def _training_key(result: Result) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def _plan_distance(rival: Result, ours: Result) -> tuple[int, str]:
-    plans = (rival.scenario["plan"], ours.scenario["plan"])
-    return sum(plans[0].get(key) != plans[1].get(key) for key in COMPARED_KEYS), name_of(rival)
+def _nearest(rivals: Sequence[Pair], ours: Result) -> Pair:
+    """Return the rival whose plan differs in the fewest of `COMPARED_KEYS`; of several, the first by name."""
+    plan = ours.scenario["plan"]
+
+    def distance(rival: Pair) -> tuple[int, str]:
+        result = rival.predicted.result
+        return sum(result.scenario["plan"].get(key) != plan.get(key) for key in COMPARED_KEYS), name_of(result)
+
+    return min(rivals, key=distance)
 
 
 def _row(pair: Pair, rival: Pair) -> tuple[object, ...]:

@@ -171,14 +171,3 @@ def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
     if unknown:
         raise UserError(f"{path}: traceEvents: cat = {unknown[0]!r}: unknown phase; allowed: {', '.join(PHASES)}")
     return spans
-
-
-def _rank(process_name: str) -> int:
-    """Return the rank that a process is named after: `rank 0`, or `rank 0: a100`."""
-    return int(process_name.removeprefix("rank ").partition(":")[0])
-
-
-def _span(event: dict[str, Any], ranks: dict[int, int], streams: dict[tuple[int, int], str], zero_s: float) -> Span:
-    start_s = event["ts"] * 1e-6 - zero_s
-    stream = streams[event["pid"], event["tid"]]
-    return Span(ranks[event["pid"]], stream, event["name"], event["cat"], start_s, start_s + event["dur"] * 1e-6)

@@ -1,7 +1,7 @@
 """Layout of a cluster's drawing: positions of nodes and boxes in inches; repeated parts are left out and counted."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, cos, pi, prod, sin
@@ -273,7 +273,9 @@ def _switches(layout: Layout, topology: Servers, wiring: Wiring, prefix: str) ->
     """Add the leaf switches above the network cards that they connect, and the spines above the leafs."""
     served = defaultdict(list)
     for name, x in [(name, node.x) for name, node in layout.nodes.items() if node.kind == "nic"]:
-        for other in _linked(wiring, [name]) - layout.nodes.keys():
+        card = np.array([i for i, other in enumerate(wiring.names) if other == name])
+        linked = {wiring.names[i] for i in wiring.target[np.isin(wiring.source, card)]}
+        for other in linked - layout.nodes.keys():
             served[other].append(x)
     left, _, right, top = layout.extent
     leafs = sorted(served, key=lambda name: int(_number(name) or 0))
@@ -351,10 +353,3 @@ def _free(cluster: Cluster) -> Layout:
         width = max(0.7, 0.09 * len(name) + 0.2)
         layout.nodes[name] = Node(x, y, width if few else 0.3, 0.42 if few else 0.2, "switch", name if few else "", 9)
     return layout
-
-
-def _linked(wiring: Wiring, names: Iterable[str]) -> set[str]:
-    """Return the nodes that links from the named nodes lead to."""
-    wanted = set(names)
-    rows = np.array([i for i, name in enumerate(wiring.names) if name in wanted])
-    return {wiring.names[i] for i in wiring.target[np.isin(wiring.source, rows)]}

@@ -67,6 +67,7 @@ def _row(each: Trained, dense: Trained, silent: Trained) -> Row:
     accuracies = _accuracies(each)
     densities = [result.density.push for result in each.results if result.density.push is not None]
     of_steps = [result.density.push_by_step for result in each.results]
+    evaluations = zip(*(result.evaluation for result in each.results), strict=True)
     plan, run = each.results[0].scenario["plan"], each.results[0].scenario["run"]
     steps = run["steps"] + run["warmup_steps"]
     is_dense = each is dense
@@ -86,7 +87,7 @@ def _row(each: Trained, dense: Trained, silent: Trained) -> Row:
         loss_over_silent=None if each is silent else paired_difference(losses, _each(silent, _loss)),
         accuracy=spread(accuracies) if accuracies else None,
         accuracy_change=None if is_dense or not accuracies else paired_difference(accuracies, _accuracies(dense)),
-        curve=_curve(each.results),
+        curve=tuple((seeds[0].step, fmean(one.loss for one in seeds)) for seeds in evaluations),
         step_time_s=spread(times),
         speed_up=None if is_dense else paired_ratio(_each(each, _speed), _each(dense, _speed)),
         predicted_s=predicted_s,
@@ -116,11 +117,6 @@ def _loss(result: Result) -> float:
 def _accuracies(trained: Trained) -> list[float]:
     found = [result.evaluation[-1].accuracy_ratio for result in trained.results]
     return [each for each in found if each is not None]
-
-
-def _curve(results: Sequence[Result]) -> tuple[tuple[int, float], ...]:
-    by_step = zip(*(result.evaluation for result in results), strict=True)
-    return tuple((each[0].step, fmean(e.loss for e in each)) for each in by_step)
 
 
 def sent_bytes(result: Result) -> float:

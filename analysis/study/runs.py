@@ -42,7 +42,8 @@ def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Traine
     All variants of a seed are trained before the next seed, so that a drift of the machine affects all of them.
     """
     study = loaded.study
-    inputs = _prepared(loaded, out)
+    cluster = [f"cluster={json.dumps(str(_calibrated(loaded, out)))}"] if study.calibrate else []
+    inputs = (*cluster, f"workload.gradients={json.dumps(str(_statistics(loaded, cluster, out)))}")
     results: dict[tuple[str, int], Result] = {}
     progress = _Progress(len(study.seeds) * len(study.variants))
     for seed in study.seeds:
@@ -63,12 +64,6 @@ def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Traine
 
 
 # Before the trainings ------------------------------------------------------------------------------------------------
-
-
-def _prepared(loaded: LoadedStudy, out: Path) -> tuple[str, ...]:
-    """Return the overrides for the inputs that are measured first: this machine, and gradient statistics."""
-    inputs = [f"cluster={json.dumps(str(_calibrated(loaded, out)))}"] if loaded.study.calibrate else []
-    return (*inputs, f"workload.gradients={json.dumps(str(_statistics(loaded, inputs, out)))}")
 
 
 def _calibrated(loaded: LoadedStudy, out: Path) -> Path:

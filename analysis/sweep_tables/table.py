@@ -80,8 +80,11 @@ def read_table(path: Path) -> SweepTable:
     rows = tuple(_checked(row, path) for row in frame.iter_rows(named=True))
     if not rows:
         raise UserError(f"{path}: a table without points")
-    about = _metadata(path)
-    return SweepTable(path.stem, about.get("question", ""), axes, rows, about.get("sweep", ""))
+    try:
+        metadata = dict(pl.read_parquet_metadata(files_of(path)[0]))
+    except (OSError, pl.exceptions.PolarsError):  # only a CSV file
+        metadata = {}
+    return SweepTable(path.stem, metadata.get("question", ""), axes, rows, metadata.get("sweep", ""))
 
 
 def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
@@ -140,14 +143,6 @@ def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
     return cast.with_columns(
         pl.Series(name, [each and of_text_cell(each) for each in cast[name]], dtype=pl.String) for name in texts
     )
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    parquet, _ = files_of(path)
-    try:
-        return dict(pl.read_parquet_metadata(parquet))
-    except (OSError, pl.exceptions.PolarsError):
-        return {}
 
 
 def _checked(row: Row, path: Path) -> Row:

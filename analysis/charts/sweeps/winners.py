@@ -1,6 +1,6 @@
 """Heat map over bandwidth and threshold: whether the fastest thresholded or the fastest dense plan is faster."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, log
 from types import MappingProxyType
 from typing import Any, Literal
@@ -128,7 +128,9 @@ def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: s
     widest = max(len(cells) for _, cells in maps)
     labels_in = max(label_width_in(_level(rows, level)) for level in levels)
     names = {place: _head(columns, place) for _, cells in maps for place in cells}
-    cell_in = _cell_width_in(names.values())
+    words = {word for name in names.values() for word in name.split()}
+    longest_in = max((label_width_in(word) for word in words), default=0.0) * HEAD_POINTS / LABEL_POINTS
+    cell_in = max(CELL_IN, longest_in + 0.1)
     heads = {place: wrapped(name, cell_in - 0.06, HEAD_POINTS) for place, name in names.items()}
     size = Size(
         cell_in * widest,
@@ -148,13 +150,6 @@ def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: s
             label = "bandwidth of the links" if columns is not layout else "setting"
             _panel(axes, cells, levels, [heads[place] for place in cells], label)
     return Chart(name, TITLE, figure, _words(maps, layout, columns))
-
-
-def _cell_width_in(heads: Iterable[str]) -> float:
-    """Return the width of the cells, at least that of the longest word in their headings."""
-    words = {word for head in heads for word in head.split()}
-    longest_in = max((label_width_in(word) for word in words), default=0.0) * HEAD_POINTS / LABEL_POINTS
-    return max(CELL_IN, longest_in + 0.1)
 
 
 def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
