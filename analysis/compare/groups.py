@@ -153,10 +153,8 @@ def order_of(rows: Sequence[Row]) -> Order:
     distinguishable = [(a, b) for a, b in combinations(rows, 2) if differ(a, b)]
     pairs_right = 0
     for a, b in distinguishable:
-        predicted_s, measured_s = (
-            a[column] - b[column] for column in ("step_time_predicted_s", "step_time_measured_s")
-        )
-        pairs_right += predicted_s * measured_s > 0  # a tie is no order
+        predicted_s = a["step_time_predicted_s"] - b["step_time_predicted_s"]
+        pairs_right += predicted_s * (a["step_time_measured_s"] - b["step_time_measured_s"]) > 0  # a tie is no order
     candidates = [row for row in rows if row["threshold"] != inf]
     first = min(candidates, key=lambda row: row["step_time_predicted_s"], default=None)
     fastest = min(candidates, key=lambda row: row["step_time_measured_s"], default=None)

@@ -1,4 +1,4 @@
-"""Comparisons of results: what joins, what the errors say, what is refused, what is drawn."""
+"""Comparisons of Results: joining, error columns, refused input, charts."""
 
 import csv
 import math

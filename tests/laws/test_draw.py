@@ -1,4 +1,4 @@
-"""Pictures of clusters: what they show and count, that every shipped file can be drawn, and what is refused."""
+"""Drawings of clusters: nodes, counts and labels, every shipped cluster file, refused input."""
 
 import sys
 from pathlib import Path

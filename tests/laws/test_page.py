@@ -1,4 +1,4 @@
-"""The report: what is on the page, and whether everybody can read it (in a headless Chromium where there is one)."""
+"""The HTML report: its content, and its accessibility (in a headless Chromium where there is one)."""
 
 import json
 import re

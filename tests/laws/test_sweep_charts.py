@@ -1,4 +1,4 @@
-"""Charts of a sweep's table: what is chosen, what is drawn, and that it can be told apart without colour."""
+"""Charts of a sweep: selection of settings, drawn values, and readability without colour."""
 
 import io
 from collections import Counter

@@ -1,4 +1,4 @@
-"""One step, predicted above measured: blocks from traces, what is refused, and what is drawn."""
+"""Timeline of one step, predicted above measured: blocks from traces, refused input, the drawing."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Published training runs: their models, how tables are read, and how far predictions may be off."""
+"""Published training runs: models, reading of tables, and bounds on the errors of predictions."""
 
 import csv
 import json

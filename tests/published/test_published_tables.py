@@ -1,4 +1,4 @@
-"""Published tables: whatever a row says, the others stand; each row is a run or has a reason why it is none."""
+"""Published tables: every row is a run or has a reason for being skipped; no row affects the others."""
 
 import csv
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Studies of convergence: pairs and their intervals, what is found (also: no gain), what is refused, what is kept."""
+"""Studies of thresholds: paired intervals, findings (also: no gain), refused input, reused trainings."""
 
 import json
 import math
