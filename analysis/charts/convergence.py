@@ -129,7 +129,7 @@ def _loss(row: Row) -> str:
     return f"{row.name} ({density}) {row.loss.mean:.3f}{change}"
 
 
-def against_threshold(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def against_threshold(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return quality against the absolute threshold, and against the density that was realised."""
     absolute = [row for row in rows if row.kind == "absolute" or row.threshold is None]
     absolute = [row for row in absolute if not row.control or row.name in (study.dense, study.silent)]
@@ -154,10 +154,12 @@ def against_threshold(study: Study, rows: Sequence[Row], found: Findings) -> Fig
             _log_axis(axes, {0.0: "0 %", **ticks}, (ends[0], 2.0))
             axes.set_xlabel("density: off-shard gradients pushed, mean over the run")
 
-    return _figure(study, rows, (QUALITY_TITLE, found.quality), ("by threshold", "by what it let through"), draw, BOTH)
+    return _figure(
+        study, rows, (QUALITY_TITLE, findings.quality), ("by threshold", "by what it let through"), draw, BOTH
+    )
 
 
-def against_bytes(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def against_bytes(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return quality against the bytes that a rank sends."""
     unit, factor = unit_for(max(row.sent_bytes for row in rows), (("MB", 1e6), ("kB", 1e3), ("bytes", 1.0)))
     places = {row.name: row.sent_bytes / factor for row in rows}
@@ -169,10 +171,10 @@ def against_bytes(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
         axes.set_xlabel(f"sent by a rank in a step ({unit})")
 
     note = "Grey: another is as good or better, with fewer bytes."
-    return _figure(study, rows, (BYTES_TITLE, found.bytes), ("gradients and parameters",), draw, BOTH, note=note)
+    return _figure(study, rows, (BYTES_TITLE, findings.bytes), ("gradients and parameters",), draw, BOTH, note=note)
 
 
-def against_time(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def against_time(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return quality against a step's time: measured here, predicted here, and predicted for other networks."""
     networks = list(rows[0].predicted_s)
     titles = ["measured, this machine", *(f"predicted, {name}" for name in networks)]
@@ -187,11 +189,11 @@ def against_time(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
         axes.set_xlabel(f"time of one step ({unit})")
         axes.xaxis.set_major_locator(MaxNLocator(5))
 
-    note = f"Grey: another is as good or better, in less time. {' '.join(f'{each}.' for each in found.elsewhere)}"
-    return _figure(study, rows, (TIME_TITLE, found.time), titles, draw, CHANGES, note=note)
+    note = f"Grey: another is as good or better, in less time. {' '.join(f'{each}.' for each in findings.elsewhere)}"
+    return _figure(study, rows, (TIME_TITLE, findings.time), titles, draw, CHANGES, note=note)
 
 
-def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def by_step(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return held-out loss by step, as a change from dense's, and by time, and density by step: means over seeds."""
     looks = _looks(study, rows)
     dense = dict(next(row.curve for row in rows if row.name == study.dense))
@@ -220,7 +222,7 @@ def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percentage(value)))
             axes.yaxis.set_minor_locator(NullLocator())
 
-    return _figure(study, rows, (STEP_TITLE, found.density or found.quality), titles, draw, (LOSS,), bars=False)
+    return _figure(study, rows, (STEP_TITLE, findings.density or findings.quality), titles, draw, (LOSS,), bars=False)
 
 
 def dominated(rows: Sequence[Row], places: dict[str, float], quality: Quality, study: Study) -> set[str]:
@@ -411,12 +413,12 @@ def _grid(panels: int, qualities: int) -> tuple[dict[tuple[int, int], tuple[int,
 
 def _legend_entries(study: Study, rows: Sequence[Row]) -> list[tuple[Line2D, str]]:
     looks = _looks(study, rows)
-    found = [
+    entries = [
         (Line2D([], [], **CONTROL_LINES[0]), "all pushed (dense)"),
         (Line2D([], [], **CONTROL_LINES[1]), "nothing pushed"),
     ]
     for row in rows:
         density = "all" if row.density is None else percentage(row.density)
         words = f"{row.name} (control): {density}" if row.control else f"{row.name}: {density}"
-        found.append((Line2D([], [], linestyle="", **_style(looks[row.name])), words))
-    return found
+        entries.append((Line2D([], [], linestyle="", **_style(looks[row.name])), words))
+    return entries

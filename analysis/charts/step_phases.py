@@ -183,15 +183,15 @@ def magnitudes(values: Sequence[float]) -> list[list[int]]:
 
 def longest_phase(row: dict[str, Any]) -> str:
     """Return the longest phase of a step as text, measured and predicted."""
-    found = []
+    longest = []
     for side in ("measured", "predicted"):
         total_s = _total_s(row, side)
         phase = max(PHASES, key=lambda phase: row[f"{phase}_{side}_s"] or 0.0)
         if total_s > 0:
-            found.append((side, phase.replace("_", " "), (row[f"{phase}_{side}_s"] or 0.0) / total_s))
-    if len(found) == 2 and found[0][1] == found[1][1]:
-        return f"{found[0][1]} ({100 * found[0][2]:.0f} % measured, {100 * found[1][2]:.0f} % predicted)"
-    return ", ".join(f"{side} {phase} ({100 * ratio:.0f} %)" for side, phase, ratio in found)
+            longest.append((side, phase.replace("_", " "), (row[f"{phase}_{side}_s"] or 0.0) / total_s))
+    if len(longest) == 2 and longest[0][1] == longest[1][1]:
+        return f"{longest[0][1]} ({100 * longest[0][2]:.0f} % measured, {100 * longest[1][2]:.0f} % predicted)"
+    return ", ".join(f"{side} {phase} ({100 * ratio:.0f} %)" for side, phase, ratio in longest)
 
 
 def _phase_heading(figure: Figure, which: str, *, several: bool) -> None:

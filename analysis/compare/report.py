@@ -118,13 +118,13 @@ def _best(group: dict[str, Any]) -> str:
     return f"{predicted}: as fast as {measured}" if group["best_right"] else f"{predicted}: wrong, {measured}"
 
 
-def _target_table(found: Sequence[Target]) -> Table:
+def _target_table(targets: Sequence[Target]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("asked of the whole matrix")
     for header in ("asked", "found", "of"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("")
-    for target in found:
+    for target in targets:
         table.add_row(
             target.what,
             f"{'>=' if target.at_least else '<='} {_figure(target, target.asked)}",

@@ -17,7 +17,7 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     """
     predicted = [pair.predicted for pair in pairs]
     measured = [file for pair in pairs for file in pair.repeats]
-    found = [
+    sentences = [
         *_of_other_code(predicted, "code", code_digest(), "predicted", "another gssim", "predict again"),
         *_of_other_code(
             measured, "gsreal", package_digest("gsreal"), "measured", "another gsreal", "--again measures anew"
@@ -26,8 +26,8 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
     if len(versions) > 1:
         counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
-        found.append(f"measured with several versions of torch: {counts}")
-    return found
+        sentences.append(f"measured with several versions of torch: {counts}")
+    return sentences
 
 
 def _of_other_code(files: Sequence[ResultFile], key: str, digest: str, done: str, other: str, advice: str) -> list[str]:

@@ -76,15 +76,15 @@ def wires_of(wiring: Wiring, nodes: dict[str, Node]) -> list[Wire]:
     rows = np.array([i for i, name in enumerate(wiring.names) if name in nodes])
     inside = np.flatnonzero(np.isin(wiring.source, rows) & np.isin(wiring.target, rows))
     ends = {(int(wiring.source[i]), int(wiring.target[i])): i for i in inside}
-    found = []
+    wires = []
     for (source, target), i in ends.items():
         back = (target, source) in ends
         if back and source > target:
             continue
         a, b = wiring.names[source], wiring.names[target]
         rates = (float(wiring.bandwidth_bytes_per_s[i]), float(wiring.latency_s[i]))
-        found.append(Wire(a, b, *rates, _kind(a, b, nodes), back))
-    return _doubled(found)
+        wires.append(Wire(a, b, *rates, _kind(a, b, nodes), back))
+    return _doubled(wires)
 
 
 def _kind(a: str, b: str, nodes: dict[str, Node]) -> str:

@@ -34,29 +34,29 @@ FAR_RATIO = 0.20
 """Step time errors above this are marked."""
 
 
-def comparison_parts(found: Comparison) -> list[Part]:
+def comparison_parts(comparison: Comparison) -> list[Part]:
     """Return the parts of the report for a comparison: errors, effects of thresholds, charts, bottlenecks."""
-    rows = list(found.table.iter_rows(named=True))
-    groups = list(found.groups.iter_rows(named=True))
+    rows = list(comparison.table.iter_rows(named=True))
+    groups = list(comparison.groups.iter_rows(named=True))
     charts = tuple(
         Part(chart.title, figure(chart))
-        for chart in comparison_charts(found.table, found.rivals)
+        for chart in comparison_charts(comparison.table, comparison.rivals)
         if not chart.name.startswith("phases-")  # of a large matrix, each group's phases: they are in the table
     )
     return [
-        Part("How far off are the predictions?", _tables(rows, groups, found)),
+        Part("How far off are the predictions?", _tables(rows, groups, comparison)),
         *([Part("What did thresholds gain, and what did they cost?", _effects(rows))] if _thresholded(rows) else []),
         Part("Charts of predicted beside measured", "", charts),
-        Part("Bottlenecks", _bottlenecks(rows, found.predicted)),
+        Part("Bottlenecks", _bottlenecks(rows, comparison.predicted)),
     ]
 
 
-def summary(found: Comparison) -> list[str]:
+def summary(comparison: Comparison) -> list[str]:
     """Return the summary of a comparison in sentences."""
-    rows = list(found.table.iter_rows(named=True))
+    rows = list(comparison.table.iter_rows(named=True))
     equal = sum(row["collectives_equal"] for row in rows)
     errors = "; ".join(
-        f"{each.what} {percent(each.error_ratio, signed=False)} (n = {each.n})" for each in medians(found.table)
+        f"{each.what} {percent(each.error_ratio, signed=False)} (n = {each.n})" for each in medians(comparison.table)
     )
     sentences = [
         f"{counted(len(rows), 'scenario')} predicted and measured. Median size of errors: {errors}.",
@@ -65,7 +65,7 @@ def summary(found: Comparison) -> list[str]:
     worst = worst_of(rows, 1)
     if worst:
         sentences.append(f"Furthest off in time: {worst[0]['name']}, {percent(worst[0]['step_time_error_ratio'])}.")
-    *_, whole = found.groups.iter_rows(named=True)
+    *_, whole = comparison.groups.iter_rows(named=True)
     assert whole["group"] == ALL
     if whole["choices"]:
         sentences.append(
@@ -77,11 +77,11 @@ def summary(found: Comparison) -> list[str]:
     return sentences
 
 
-def _tables(rows: Sequence[Row], groups: Sequence[Row], found: Comparison) -> str:
+def _tables(rows: Sequence[Row], groups: Sequence[Row], comparison: Comparison) -> str:
     large = len(rows) > MOST_ROWS
     parts = []
     if large or len(groups) > 2:
-        parts.append(_target_table(targets(found.groups)))
+        parts.append(_target_table(targets(comparison.groups)))
         parts.append(_group_table(groups))
     if large:
         parts.append(_row_table("The scenarios whose step times are predicted worst", worst_of(rows)))
@@ -101,9 +101,9 @@ NOTE = (
 )
 
 
-def _target_table(found: Sequence[Target]) -> str:
+def _target_table(targets: Sequence[Target]) -> str:
     rows: list[list[Cell]] = []
-    for target in found:
+    for target in targets:
         sign = "\u2265" if target.at_least else "\u2264"
         met = {True: "met", False: "not met", None: "cannot be told"}[target.met]
         rows.append(

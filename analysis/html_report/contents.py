@@ -76,7 +76,7 @@ def contents_of(folder: Path) -> Contents:
     sweeps = list(_sweeps(folder))
     if len(predicted) >= FEWEST_PREDICTIONS and not joined.pairs and not sweeps and all(map(_is_whole, predicted)):
         sweeps.append(table_from(predicted, name=folder.name))
-    found = Contents(
+    contents = Contents(
         comparisons=tuple(_comparisons(folder, joined)),
         sweeps=tuple(sweeps),
         studies=tuple(_studies(folder)),
@@ -84,11 +84,11 @@ def contents_of(folder: Path) -> Contents:
         only_predicted=predicted,
         only_measured=tuple(file for file in joined.unmatched if file.result.source == "measured"),
     )
-    if not any((found.comparisons, found.sweeps, found.studies, found.overlays, joined.unmatched)):
+    if not any((contents.comparisons, contents.sweeps, contents.studies, contents.overlays, joined.unmatched)):
         raise UserError(
             f"{folder}: nothing to report: no Results, no table of `gssim sweep`, no comparison.csv, no convergence.csv"
         )
-    return found
+    return contents
 
 
 def _is_whole(file: ResultFile) -> bool:

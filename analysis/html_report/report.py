@@ -40,10 +40,10 @@ MOST_ROWS = 200
 MOST_CALIBRATIONS = 20
 
 
-def evidence_part(found: Contents) -> Part:
+def evidence_part(contents: Contents) -> Part:
     """Return the part that lists what was measured and what is only predicted."""
     lines = []
-    for comparison in found.comparisons:
+    for comparison in contents.comparisons:
         repeated = int((comparison.table["repeats"] > 1).sum())
         lines.append(
             f"Measured and predicted: {counted(len(comparison.table), 'scenario')}, {repeated} of them more than "
@@ -52,24 +52,24 @@ def evidence_part(found: Contents) -> Part:
             "categories of "
             "memory, cost."
         )
-    if found.only_predicted:
-        lines.append(f"Only predicted: {counted(len(found.only_predicted), 'scenario')}.")
-    if found.only_measured:
-        lines.append(f"Only measured: {counted(len(found.only_measured), 'scenario')}.")
+    if contents.only_predicted:
+        lines.append(f"Only predicted: {counted(len(contents.only_predicted), 'scenario')}.")
+    if contents.only_measured:
+        lines.append(f"Only measured: {counted(len(contents.only_measured), 'scenario')}.")
     lines += [
         f"Only predicted: all {counted(len(sweep.rows), 'point')} of the sweep {sweep.sweep or sweep.name}; nothing "
         "of it was measured."
-        for sweep in found.sweeps
-        if not found.only_predicted
+        for sweep in contents.sweeps
+        if not contents.only_predicted
     ]
     lines += [
         f"Measured: all trainings of the study {study.place}: loss, density, step time. Predicted: step times, also "
         "for other networks."
-        for study in found.studies
+        for study in contents.studies
     ]
-    lines += [f"One step of {overlay.name}: traced on both sides." for overlay in found.overlays]
+    lines += [f"One step of {overlay.name}: traced on both sides." for overlay in contents.overlays]
     body = bullets(lines)
-    for title, files in (("only predicted", found.only_predicted), ("only measured", found.only_measured)):
+    for title, files in (("only predicted", contents.only_predicted), ("only measured", contents.only_measured)):
         if files:
             body += folded(f"Scenarios that are {title}", _result_table(title, [file.result for file in files]))
     return Part("What was measured, and what is only predicted", body)
@@ -95,20 +95,20 @@ def _result_table(title: str, results: Sequence[Result]) -> str:
     return table(f"Scenarios that are {title}", columns, rows[:MOST_ROWS]) + more
 
 
-def provenance_part(found: Contents) -> Part:
+def provenance_part(contents: Contents) -> Part:
     """Return the part with versions, hardware and calibrations of all figures in the report."""
-    predicted = [result for each in found.comparisons for result in each.predicted]
-    predicted += [file.result for file in found.only_predicted]
-    measured = [result for each in found.comparisons for result in each.measured]
-    measured += [file.result for file in found.only_measured]
+    predicted = [result for each in contents.comparisons for result in each.predicted]
+    predicted += [file.result for file in contents.only_predicted]
+    measured = [result for each in contents.comparisons for result in each.measured]
+    measured += [file.result for file in contents.only_measured]
     body = ""
     for title, results in (("Predicted by", predicted), ("Measured on", measured)):
         if results:
             body += f"<h3>{title}</h3>\n{terms(_facts(results))}"
-    body += _calibrations(found)
-    files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in found.sweeps]
-    files += [f"Comparison {each.place}, without its Results" for each in found.comparisons if not each.predicted]
-    files += [f"Study {each.place}" for each in found.studies]
+    body += _calibrations(contents)
+    files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in contents.sweeps]
+    files += [f"Comparison {each.place}, without its Results" for each in contents.comparisons if not each.predicted]
+    files += [f"Study {each.place}" for each in contents.studies]
     if files:
         body += bullets(files)
     return Part("Provenance", body or paragraph("Nothing is known of where these figures are from."))
@@ -151,9 +151,9 @@ def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
         yield key, str(len(values))
 
 
-def _calibrations(found: Contents) -> str:
+def _calibrations(contents: Contents) -> str:
     """Return a table of the calibrations; of more than `MOST_CALIBRATIONS`, the most used ones."""
-    counts = _uses(found)
+    counts = _uses(contents)
     if not counts:
         return ""
     often = sorted(counts, key=lambda identity: (-sum(counts[identity]), identity))[:MOST_CALIBRATIONS]
@@ -166,14 +166,14 @@ def _calibrations(found: Contents) -> str:
     )
 
 
-def _uses(found: Contents) -> dict[str, list[int]]:
+def _uses(contents: Contents) -> dict[str, list[int]]:
     """Return the numbers of predictions, measurements and sweep points of each calibration."""
     counts: dict[str, list[int]] = {}
-    for comparison in found.comparisons:
+    for comparison in contents.comparisons:
         for column, side in enumerate(("predicted", "measured")):
             for identity in comparison.table[f"calibration_id_{side}"].to_list():
                 counts.setdefault(str(identity), [0, 0, 0])[column] += 1
-    for sweep in found.sweeps:
+    for sweep in contents.sweeps:
         for row in sweep.answered:
             counts.setdefault(str(row.get("calibration_id")), [0, 0, 0])[2] += 1
     return counts
@@ -185,42 +185,45 @@ TIMELINE = "Who does what in one step, when, and waits for what?"
 
 def report(folder: Path) -> str:
     """Return the report as HTML, deterministic for a folder; raise UserError where there is nothing to report."""
-    found = contents_of(folder)
-    questions = questions_of(found)
+    contents = contents_of(folder)
+    questions = questions_of(contents)
     title = questions[0] if len(questions) == 1 else f"What was asked of {folder.resolve().name}, and what came out"
-    parts = [Part("In short", bullets(_short(found)))]
-    for comparison in found.comparisons:
+    parts = [Part("In short", bullets(_short(contents)))]
+    for comparison in contents.comparisons:
         parts += comparison_parts(comparison)
-    for sweep in found.sweeps:
-        parts += sweep_parts(sweep, several=len(found.sweeps) > 1)
-    for study in found.studies:
+    for sweep in contents.sweeps:
+        parts += sweep_parts(sweep, several=len(contents.sweeps) > 1)
+    for study in contents.studies:
         parts += study_parts(study)
-    if found.overlays:
-        parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, found.overlays))))
-    parts += [evidence_part(found), provenance_part(found)]
+    if contents.overlays:
+        parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, contents.overlays))))
+    parts += [evidence_part(contents), provenance_part(contents)]
     several = len(questions) > 1
     lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else ""
     return document(title, lead, _with_unique_titles(parts))
 
 
-def questions_of(found: Contents) -> list[str]:
+def questions_of(contents: Contents) -> list[str]:
     """Return the distinct questions of sweeps, scenarios and studies."""
-    asked = [sweep.question for sweep in found.sweeps]
-    results = [result for comparison in found.comparisons for result in comparison.measured]
-    results += [file.result for file in (*found.only_measured, *found.only_predicted)]
+    asked = [sweep.question for sweep in contents.sweeps]
+    results = [result for comparison in contents.comparisons for result in comparison.measured]
+    results += [file.result for file in (*contents.only_measured, *contents.only_predicted)]
     asked += [str(result.scenario.get("question") or "") for result in results]
     asked += [
-        f"What do thresholds cost in quality, and gain in bytes and time? Study {each.place}" for each in found.studies
+        f"What do thresholds cost in quality, and gain in bytes and time? Study {each.place}"
+        for each in contents.studies
     ]
     return [question for question in dict.fromkeys(asked) if question]
 
 
-def _short(found: Contents) -> list[str]:
-    lines = [line for comparison in found.comparisons for line in comparison_summary(comparison)]
-    lines += [line for sweep in found.sweeps for line in sweep_summary(sweep)]
-    several = len(found.studies) > 1
+def _short(contents: Contents) -> list[str]:
+    lines = [line for comparison in contents.comparisons for line in comparison_summary(comparison)]
+    lines += [line for sweep in contents.sweeps for line in sweep_summary(sweep)]
+    several = len(contents.studies) > 1
     lines += [
-        f"{each.place}: {each.findings[0]}" if several else each.findings[0] for each in found.studies if each.findings
+        f"{each.place}: {each.findings[0]}" if several else each.findings[0]
+        for each in contents.studies
+        if each.findings
     ]
     return lines or ["Results without their other side: nothing is compared."]
 

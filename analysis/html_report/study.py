@@ -25,9 +25,9 @@ def study_parts(found: Training) -> list[Part]:
     ]
 
 
-def _table(found: Training) -> str:
+def _table(study: Training) -> str:
     lines: list[list[Cell]] = []
-    for row in found.rows:
+    for row in study.rows:
         control = row.get("control") == "True"
         lines.append(
             [
@@ -39,7 +39,7 @@ def _table(found: Training) -> str:
                 _interval(row, "speed_up", "{:.2f}") or "1",
             ]
         )
-    seeds = found.rows[0].get("seeds", "")
+    seeds = study.rows[0].get("seeds", "")
     heads = (
         "pushed",
         "change of held-out loss from dense (nats)",

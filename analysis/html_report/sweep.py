@@ -49,14 +49,14 @@ def _titles(charts: Sequence[Chart]) -> list[str]:
     return titles
 
 
-def summary(found: SweepTable) -> list[str]:
+def summary(sweep: SweepTable) -> list[str]:
     """Return the summary of a sweep in sentences."""
-    counts = Counter(row["status"] for row in found.rows)
+    counts = Counter(row["status"] for row in sweep.rows)
     rest = "; ".join(f"{n:,} {status}" for status, n in counts.items() if status != "fits")
-    differ = f" They differ in {', '.join(found.axes)}." if found.axes else ""
-    sentences = [f"{counted(len(found.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
-    layout = layout_of(found)
-    gains = [gain for rows in by_setting(found.fitting, layout).values() if (gain := best_gain(rows))]
+    differ = f" They differ in {', '.join(sweep.axes)}." if sweep.axes else ""
+    sentences = [f"{counted(len(sweep.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
+    layout = layout_of(sweep)
+    gains = [gain for rows in by_setting(sweep.fitting, layout).values() if (gain := best_gain(rows))]
     if gains:
         faster = [gain for gain in gains if gain.speed_up_ratio > 1]
         best = max(gains, key=lambda gain: gain.speed_up_ratio)
@@ -67,13 +67,13 @@ def summary(found: SweepTable) -> list[str]:
             f"{counted(len(gains), 'setting')}; most{where}: "
             f"{_threshold(best.thresholded, layout)} has {best.speed_up_ratio:.2f} times the speed of dense "
             f"{layout.plan_label(layout.plan_of(best.dense))}, with {density_words(best.thresholded)}. "
-            f"Change of loss: not measured. {_control(found)}"
+            f"Change of loss: not measured. {_control(sweep)}"
         )
     return sentences
 
 
-def _control(found: SweepTable) -> str:
-    controls = [row for row in found.fitting if is_control(row) and not is_dense(row)]
+def _control(sweep: SweepTable) -> str:
+    controls = [row for row in sweep.fitting if is_control(row) and not is_dense(row)]
     return (
         f"{counted(len(controls), 'control')} (nothing pushed) among the points."
         if controls
@@ -81,8 +81,8 @@ def _control(found: SweepTable) -> str:
     )
 
 
-def _tables(found: SweepTable, layout: Layout) -> str:
-    settings = by_setting(found.fitting, layout)
+def _tables(sweep: SweepTable, layout: Layout) -> str:
+    settings = by_setting(sweep.fitting, layout)
     rows: list[list[Cell]] = []
     shown = representative(list(settings), MOST_SETTINGS)
     for place in shown:
@@ -124,12 +124,12 @@ def _tables(found: SweepTable, layout: Layout) -> str:
             if rows
             else paragraph("No plan fits."),
             paragraph(f"{_part(shown, settings)}; all are in the table's file.", "soft") if left_out else "",
-            _reasons(found),
+            _reasons(sweep),
             folded(
-                f"{MOST_ROWS} of {counted(len(found.rows), 'point')}, evenly_spaced apart"
-                if len(found.rows) > MOST_ROWS
-                else f"All {counted(len(found.rows), 'point')}",
-                _points(evenly_spaced(found.rows, MOST_ROWS)),
+                f"{MOST_ROWS} of {counted(len(sweep.rows), 'point')}, evenly_spaced apart"
+                if len(sweep.rows) > MOST_ROWS
+                else f"All {counted(len(sweep.rows), 'point')}",
+                _points(evenly_spaced(sweep.rows, MOST_ROWS)),
             ),
         ]
     )
@@ -147,9 +147,9 @@ def _threshold(row: Row | None, layout: Layout) -> str:
     return name if threshold is None else f"{name} at {threshold_words(threshold)}"
 
 
-def _reasons(found: SweepTable) -> str:
+def _reasons(sweep: SweepTable) -> str:
     """Return a table of the reasons for points without a prediction, or that do not fit."""
-    reasons = Counter((row["status"], str(row["reason"] or "")) for row in found.rows if row["status"] != "fits")
+    reasons = Counter((row["status"], str(row["reason"] or "")) for row in sweep.rows if row["status"] != "fits")
     rows: list[list[Cell]] = [[status, reason, f"{n:,}"] for (status, reason), n in reasons.most_common(MOST_REASONS)]
     columns = [Column("status", False), Column("reason", False), Column("points")]
     return table("Why points do not fit, or have no answer: the most frequent reasons", columns, rows) if rows else ""
@@ -180,10 +180,10 @@ def _points(rows: Sequence[Row]) -> str:
     return table("Points, in the order of the sweep", columns, lines)
 
 
-def _bottlenecks(found: SweepTable, layout: Layout) -> str:
+def _bottlenecks(sweep: SweepTable, layout: Layout) -> str:
     """Return the bottlenecks of each setting's fastest dense and fastest thresholded plan."""
     lines: list[list[Cell]] = []
-    settings = by_setting(found.fitting, layout)
+    settings = by_setting(sweep.fitting, layout)
     shown = representative(list(settings), MOST_SETTINGS)
     for place in shown:
         members = settings[place]

@@ -115,8 +115,8 @@ def _loss(result: Result) -> float:
 
 
 def _accuracies(trained: Trained) -> list[float]:
-    found = [result.evaluation[-1].accuracy_ratio for result in trained.results]
-    return [each for each in found if each is not None]
+    accuracies = [result.evaluation[-1].accuracy_ratio for result in trained.results]
+    return [each for each in accuracies if each is not None]
 
 
 def sent_bytes(result: Result) -> float:

@@ -213,15 +213,15 @@ def _predictions(
     """Return the predictions for the variant's first training, by network; each is also written to a file."""
     seed = loaded.study.seeds[0]
     density = results[variant.density_of, seed].density.push if variant.density_of else None
-    found = {}
+    predictions = {}
     here = loaded.load(variant, seed=seed, density=density, extra=inputs, predicts=True)
     asked = {HERE: here} | {network.name: on_network(here, network) for network in loaded.study.elsewhere}
     for name, each in asked.items():
         result = simulate(each).result
-        found[name] = result
+        predictions[name] = result
         folder = out / "results" if name == HERE else out / "elsewhere" / slug(name)
         write_text(folder / f"{each.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
-    return found
+    return predictions
 
 
 def _say(text: str) -> None:

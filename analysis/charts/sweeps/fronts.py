@@ -180,16 +180,16 @@ def _legend(
 
 
 def _words(settings: dict[Place, list[Row]], layout: Layout, price: Price) -> str:
-    found = []
+    fronts = []
     for place, rows in settings.items():  # no more than `MOST_PANELS`
         dense = front(
             [row for row in rows if is_dense(row)], lambda row: row["step_time_s"], lambda r: price_of(r, price)
         )
         names = list(dict.fromkeys(layout.plan_label(layout.plan_of(row)) for row in dense))
         label = layout.setting_label(place)
-        found.append(f"{f'{label}: ' if label else ''}{', '.join(names) or 'no dense plan'}")
+        fronts.append(f"{f'{label}: ' if label else ''}{', '.join(names) or 'no dense plan'}")
     return (
         f"Scatter chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against "
         f"{price.label}. "
-        f"Dense plans on the front, fastest first: {'; '.join(found)}."
+        f"Dense plans on the front, fastest first: {'; '.join(fronts)}."
     )

@@ -82,7 +82,7 @@ def _title(place: Place, layout: Layout) -> str:
 
 def lines_of(rows: Sequence[Row], layout: Layout) -> dict[Line, list[Row]]:
     """Return the fastest point of each plan by number of ranks, dense and thresholded separately, without controls."""
-    found: dict[Line, list[Row]] = {}
+    lines: dict[Line, list[Row]] = {}
     for place, members in by_plan(rows, layout).items():
         for sparse in (False, True):
             same = [row for row in members if is_dense(row) != sparse and not (sparse and is_control(row))]
@@ -92,8 +92,8 @@ def lines_of(rows: Sequence[Row], layout: Layout) -> dict[Line, list[Row]]:
                 if before is None or row["throughput_samples_per_s"] > before["throughput_samples_per_s"]:
                     best[row["ranks"]] = row
             if best:
-                found[place, sparse] = [best[ranks] for ranks in sorted(best)]
-    return found
+                lines[place, sparse] = [best[ranks] for ranks in sorted(best)]
+    return lines
 
 
 def _look(line: Line, looks: dict[Place, Look]) -> Look:
@@ -171,7 +171,7 @@ def _densities(rows: Sequence[Row]) -> str:
 
 
 def _words(panels: dict[str, list[Row]], layout: Layout) -> str:
-    found = []
+    sentences = []
     for label, rows in panels.items():
         for line, members in lines_of(rows, layout).items():
             first, last = members[0], members[-1]
@@ -183,9 +183,9 @@ def _words(panels: dict[str, list[Row]], layout: Layout) -> str:
                 if line[1] and last.get(THRESHOLD)
                 else ""
             )
-            found.append(
+            sentences.append(
                 f"{label + ': ' if label else ''}{layout.plan_label(line[0])}{threshold} keeps {100 * ratio:.0f} % of "
                 "its throughput per rank from "
                 f"{first['ranks']} to {last['ranks']} ranks"
             )
-    return f"Line chart of predicted throughput against ranks. {'; '.join(found)}."
+    return f"Line chart of predicted throughput against ranks. {'; '.join(sentences)}."

@@ -191,12 +191,12 @@ def _legend(rows: list[Row], layout: Layout, looks: dict[Place, Look], controlle
 
 
 def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
-    found = []
+    sentences = []
     for place, rows in list(settings.items())[:MOST_SAID]:
         gain = best_gain(rows)
         if gain is not None:
             setting = layout.setting_label(place)
-            found.append(
+            sentences.append(
                 f"{f'{setting}: ' if setting else ''}at best {gain.speed_up_ratio:.2f} times the speed of the fastest "
                 "dense "
                 f"plan ({gain.dense['method']}), by {gain.thresholded['method']} at threshold "
@@ -205,5 +205,5 @@ def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
     return (
         f"Line chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against the "
         "threshold, "
-        f"with dense plans as horizontal lines and density below. {'. '.join(found)}."
+        f"with dense plans as horizontal lines and density below. {'. '.join(sentences)}."
     )

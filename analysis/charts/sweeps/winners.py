@@ -48,26 +48,26 @@ def who_wins(table: SweepTable) -> list[Chart]:
     Clusters of different topologies have differently named links, each an axis with maps of its own.
     """
     axes = [key for key in table.axes if key.endswith(BANDWIDTH)]
-    found: list[Chart] = []
+    charts: list[Chart] = []
     for axis in axes:
-        found += _by_rate(table, axis, first=len(found))
+        charts += _by_rate(table, axis, first=len(charts))
     others = [row for row in table.fitting if all(row[axis] is None for axis in axes)]
-    return found + _by_setting(table, others, first=len(found))
+    return charts + _by_setting(table, others, first=len(charts))
 
 
 def _by_rate(table: SweepTable, axis: str, *, first: int) -> list[Chart]:
     """Return the maps of the rows with a value on a bandwidth axis, numbered from `first`."""
     layout, columns = layout_of(table, without=[axis]), Layout((axis,), ())
-    found: dict[Place, Cells] = {}
+    cells_of: dict[Place, Cells] = {}
     rates: dict[Place, int] = {}
     for place, rows in by_setting([row for row in table.fitting if row[axis] is not None], layout).items():
         cells = sorted(_with_both(rows, columns).items(), key=lambda cell: float(str(cell[0][0])))
         if cells:
-            found[place] = dict(evenly_spaced(cells, MOST_COLUMNS))
+            cells_of[place] = dict(evenly_spaced(cells, MOST_COLUMNS))
             rates[place] = len(cells)
-    chosen = representative(list(found), MOST_PANELS * MOST_PAGES)
-    maps = [(place, found[place]) for place in chosen]
-    return _pages(maps, layout, columns, subset_note(len(chosen), len(found)), first=first, rates=rates)
+    chosen = representative(list(cells_of), MOST_PANELS * MOST_PAGES)
+    maps = [(place, cells_of[place]) for place in chosen]
+    return _pages(maps, layout, columns, subset_note(len(chosen), len(cells_of)), first=first, rates=rates)
 
 
 def _by_setting(table: SweepTable, rows: Sequence[Row], *, first: int) -> list[Chart]:
@@ -171,9 +171,9 @@ def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
 
 def _level(rows: Sequence[Row], level: float) -> str:
     """Return the label of a map's row: the threshold and the range of its densities."""
-    found = [row["push_density_ratio"] for row in rows if row.get("plan.push.threshold") == level]
+    ratios = [row["push_density_ratio"] for row in rows if row.get("plan.push.threshold") == level]
     densities = sorted(
-        {percentage(density) for density in found if density is not None}, key=lambda text: float(text[:-2])
+        {percentage(density) for density in ratios if density is not None}, key=lambda text: float(text[:-2])
     )
     span = densities[0] if len(densities) == 1 else f"{densities[0][:-2]} to {densities[-1]}"
     return f"{threshold_words(level)}{' (control)' if level == inf else ''}: {span}"
@@ -210,20 +210,20 @@ def _panel(
         spine.set_visible(False)
 
 
-def _cell(axes: Axes, x: int, y: int, found: Winner | None) -> None:
+def _cell(axes: Axes, x: int, y: int, cell: Winner | None) -> None:
     place: dict[str, Any] = {"xy": (x, y), "width": 1, "height": 1, "edgecolor": "white"}
-    if found is None:
+    if cell is None:
         axes.add_patch(Rectangle(**place, facecolor="white"))
         axes.text(x + 0.5, y + 0.5, "none", ha="center", va="center", fontsize=LABEL_POINTS - 1.5, color="0.4")
         return
-    kind, ratio = _kind(found), max(found.speed_up_ratio, 1 / found.speed_up_ratio)
+    kind, ratio = _kind(cell), max(cell.speed_up_ratio, 1 / cell.speed_up_ratio)
     colours = {"sparse": _shade(SPARSE_COLOUR, ratio), "dense": _shade(DENSE_COLOUR, ratio), "even": EVEN_COLOUR}
     colour = colours[kind]
     axes.add_patch(Rectangle(**place, facecolor=colour, linewidth=1.5))
     if kind == "dense":
         hatched: dict[str, Any] = {"facecolor": "none", "linewidth": 0, "hatch": "////"}
         axes.add_patch(Rectangle((x, y), 1, 1, edgecolor=(0, 0, 0, 0.22), **hatched))
-    method = found.thresholded["method"] if kind == "sparse" else _dense_name(found)
+    method = cell.thresholded["method"] if kind == "sparse" else _dense_name(cell)
     text = "even" if kind == "even" else f"{method}\n{_times(ratio)}"
     axes.text(
         x + 0.5,
@@ -240,9 +240,9 @@ def _cell(axes: Axes, x: int, y: int, found: Winner | None) -> None:
 Kind = Literal["sparse", "dense", "even"]
 
 
-def _kind(found: Winner) -> Kind:
+def _kind(cell: Winner) -> Kind:
     """Return whether the thresholded plan is faster, the dense one, or neither."""
-    ratio = found.speed_up_ratio
+    ratio = cell.speed_up_ratio
     if max(ratio, 1 / ratio) < EVEN_RATIO:
         return "even"
     return "sparse" if ratio > 1 else "dense"
@@ -257,10 +257,10 @@ def _times(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f} \u00d7"
 
 
-def _dense_name(found: Winner) -> str:
+def _dense_name(cell: Winner) -> str:
     """Return the method of the fastest dense plan, marked where the thresholded one has the same method."""
-    method = found.dense["method"]
-    return f"{method}{ALL}" if method == found.thresholded["method"] else str(method)
+    method = cell.dense["method"]
+    return f"{method}{ALL}" if method == cell.thresholded["method"] else str(method)
 
 
 def _shade(colour: tuple[float, float, float], ratio: float) -> tuple[float, float, float]:
@@ -291,7 +291,7 @@ def _legend(maps: Sequence[Map], levels: Sequence[float]) -> list[tuple[Artist, 
 
 
 def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
-    found = []
+    sentences = []
     for place, cells in maps:
         for each, members in cells.items():
             known = [won for level in thresholds(members) if (won := winner(members, level)) is not None]
@@ -302,9 +302,9 @@ def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
                 density = percentage(best.thresholded["push_density_ratio"] or 0.0)
                 label = layout.setting_label(place) if columns is not layout else ""
                 where = f"{label} {_head(columns, each)}".strip()
-                found.append(f"{where}: at best {best.speed_up_ratio:.2f} with {density} pushed")
+                sentences.append(f"{where}: at best {best.speed_up_ratio:.2f} with {density} pushed")
     return (
         "Heat map of predicted speeds, thresholded over dense plans (above 1 a threshold wins), by network and "
         "threshold. "
-        f"{'; '.join(evenly_spaced(found, MOST_SAID))}."
+        f"{'; '.join(evenly_spaced(sentences, MOST_SAID))}."
     )

@@ -217,11 +217,13 @@ def _chunks(record: Mapping[str, str]) -> int:
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    said = record["recompute"].lower()
-    if said.startswith(("full", "yes")):
+    stated = record["recompute"].lower()
+    if stated.startswith(("full", "yes")):
         return "full"
-    if said.startswith("selective"):
+    if stated.startswith("selective"):
         return "selective"
-    if said in ("none", "no") or (not said and _is_bridge(record)):  # its recipes recompute only where they state it
+    if stated in ("none", "no") or (
+        not stated and _is_bridge(record)
+    ):  # its recipes recompute only where they state it
         return "none"
     raise SkippedError("the row does not say what is recomputed")

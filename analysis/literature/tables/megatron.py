@@ -120,7 +120,7 @@ def _chunks(record: Mapping[str, str], layers: int, pp: int) -> int:
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    said = record["recompute-granularity"]
-    if said not in ("", "selective", "full"):
-        raise SkippedError(f"recomputation '{said}' is not known")
-    return said or "none"  # type: ignore[return-value]
+    stated = record["recompute-granularity"]
+    if stated not in ("", "selective", "full"):
+        raise SkippedError(f"recomputation '{stated}' is not known")
+    return stated or "none"  # type: ignore[return-value]
