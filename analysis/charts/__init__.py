@@ -1,12 +1,13 @@
-"""Charts of a comparison (see `analysis.compare.comparison`), and of a study (`analysis.study`): figures of data.
+"""Charts of comparisons, sweeps, studies and traces, drawn with matplotlib.
 
 Figures are laid out in inches, so that text never shrinks: more scenarios make a larger picture. Marks differ in shape
-or hatching and in lightness, so that they can be told apart in grey and by colour-blind readers.
+or hatching and in lightness, so that they can be distinguished in grey and by colour-blind readers.
 """
 
 from analysis.charts import convergence
 from analysis.charts.accuracy import predicted_vs_measured, spread
-from analysis.charts.chart_sets import comparison_charts, study_charts
+from analysis.charts.comparison import comparison_charts
+from analysis.charts.convergence import study_charts
 from analysis.charts.drawing import DPI, STYLE, Chart, png, point_labels, save, save_all, svg
 from analysis.charts.rivals import rivals
 from analysis.charts.step_phases import exposed_communication, phases

@@ -1,4 +1,4 @@
-"""How far predictions are from measurements: points beside the line of equality."""
+"""Chart of predicted against measured step time and peak memory, with the line of equality."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ from analysis.charts.drawing import (
 TITLE = "How close does the simulator come to what was measured?"
 MOST_LABELLED = 25
 STACKED_IN = 1.75
-"""Between panels that stand one above the other: the upper one's legend, the lower one's title."""
+"""Distance of panels that stand one above the other: the upper one's legend, the lower one's title."""
 WORST_LABELLED = 8
 LEAST_LABELLED_RATIO = 0.0005
-"""Of many points, an error that would be written as 0.0 % has no label."""
+"""Among many points, an error below this (written as 0.0 %) has no label."""
 LARGE_IN = 5.0
 """Side of a panel with more points than can be labelled."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What one panel of the predicted-versus-measured chart shows."""
+    """The quantity of one panel of the predicted-versus-measured chart, with its columns and tolerances."""
 
     title: str
     axis: str
@@ -52,7 +52,7 @@ class Quantity:
     error: str
     tolerance: float
     tolerances: tuple[float, float]
-    """Of many scenarios: asked of half of them, and of all."""
+    """Targets for many scenarios: for half of them, and for all."""
     units: tuple[tuple[str, float], ...]
 
 
@@ -79,13 +79,13 @@ PEAK_MEMORY = Quantity(
 
 
 NAIVE = (("naive_compute_s", "x", "compute only"), ("naive_link_s", "+", "compute, then bytes over the slowest link"))
-"""Naive predictions of the step time: column, mark, what they are."""
+"""Naive predictions of the step time: column, mark, description."""
 
 
 def predicted_vs_measured(comparison: pl.DataFrame) -> Figure:
-    """Return two panels, step time and peak memory; a point on the diagonal is a prediction that is right.
+    """Return two panels, step time and peak memory; a point on the diagonal is an exact prediction.
 
-    Of more than `MOST_LABELLED` scenarios only those that are furthest off have labels.
+    Of more than `MOST_LABELLED` scenarios only those with the largest errors have labels.
     """
     labels = point_labels(comparison)
     large = len(labels) > MOST_LABELLED
@@ -164,7 +164,7 @@ def _diagonal_panel(
 
 
 def _noise_bars(axes: Axes, points: Sequence[tuple[float, float]], rows: Sequence[dict[str, Any]]) -> None:
-    """Draw by how much measurements vary, where anything was measured more than once."""
+    """Draw the noise of the measurements as error bars, where any scenario was measured more than once."""
     if not any(row["repeats"] > 1 for row in rows):
         return
     x, y = zip(*points, strict=True)
@@ -175,7 +175,7 @@ def _noise_bars(axes: Axes, points: Sequence[tuple[float, float]], rows: Sequenc
 
 
 def _naive_marks(axes: Axes, rows: Sequence[dict[str, Any]], factor: float, limits: tuple[float, float]) -> None:
-    """Draw what naive predictions say, faintly; the legend counts those that are outside of the panel."""
+    """Draw the naive predictions in grey; the legend counts those outside of the panel."""
     for column, marker, what in NAIVE:
         known = [row for row in rows if row[column] is not None]
         points = [(row["step_time_measured_s"] / factor, row[column] / factor) for row in known]
@@ -194,9 +194,9 @@ def _naive_marks(axes: Axes, rows: Sequence[dict[str, Any]], factor: float, limi
 
 
 def _square(axes: Axes, points: Sequence[tuple[float, float]], tolerance: float) -> tuple[tuple[float, float], bool]:
-    """Give both axes the same limits, ticks and scale; return (limits, whether they are logarithmic).
+    """Set the same limits, ticks and scale on both axes; return (limits, whether they are logarithmic).
 
-    Limits are so wide that the band of the tolerance stays a band, however close the points are together.
+    The limits are wide enough for the tolerance band to be visible, however close together the points are.
     """
     values = [value for point in points for value in point]
     low, high = min(values), max(values)
@@ -260,7 +260,7 @@ def _label_points(
     logarithmic: bool,
     gap: float,
 ) -> None:
-    """Write the labels (text, bold) in a column right of the panel, by height of their points and tied to them."""
+    """Write the labels (text, bold) in a column right of the panel, ordered by height and joined to their points."""
     scale = log if logarithmic else float
     low, high = map(scale, limits)
     order = sorted(range(len(points)), key=lambda i: (points[i][1], points[i][0]))
@@ -288,7 +288,7 @@ def _label_points(
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Return ascending `positions` moved as little as it takes to be `gap` apart and, where there is room, in 0..1.
+    """Return ascending `positions`, moved as little as needed to be `gap` apart and, where there is room, in 0..1.
 
     Points that are too close become one block around their mean (pool adjacent violators on position - i * gap).
 

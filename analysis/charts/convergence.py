@@ -1,8 +1,8 @@
-"""What thresholds do to a training: quality against threshold, density, bytes and time, and by step.
+"""Charts of a study of thresholds: quality against threshold, density, bytes and time, and by step.
 
-A chart's title is its question, and under it stands what was found. Every variant has a mark of its own, the same in
-all charts; controls are black or hollow. Of figures, bars are standard deviations over seeds; of changes from dense,
-which are paired by seed, 95 % intervals.
+The title of a chart is its question, followed by the finding. Every variant has the same mark in all charts; controls
+are black or hollow. Error bars of absolute figures are standard deviations over seeds; those of changes from dense,
+which are paired by seed, are 95 % intervals.
 """
 
 import math
@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from analysis.charts.drawing import STYLE, TIME_UNITS, new_figure, plain, unit_for, wrapped
+from analysis.charts.drawing import STYLE, TIME_UNITS, Chart, new_figure, plain, unit_for, wrapped
 from analysis.study.effects import Effect, Spread
-from analysis.study.findings import Findings, percentage
+from analysis.study.findings import Findings, interval, percentage
 from analysis.study.rows import Row
 from analysis.study.study import Study
 
@@ -37,16 +37,16 @@ HOLLOW = ("p", "d", "8", "*")
 GREY = "#BBBBBB"
 PANEL_IN, HIGH_IN, LEFT_IN, GAP_IN, BOTTOM_IN = 3.9, 3.1, 0.95, 1.0, 0.95
 MARKS_ALONG = 8
-"""Of a line by step: it can be told apart without its colour."""
+"""Marks along a line by step, which identify it without its colour."""
 MOST_ACROSS = 3
-"""Panels in a row; more are put into rows of two."""
+"""Most panels in a row; more are put into rows of two."""
 NEAR = 0.2
 """Marks nearer than this, in the natural logarithm of a logarithmic axis, would hide each other."""
 CONTROL_LINES: tuple[dict[str, Any], ...] = (
     {"color": "0.45", "linewidth": 0.9, "linestyle": "-"},
     {"color": "0.45", "linewidth": 1.1, "linestyle": ":"},
 )
-"""Across panels: all pushed, nothing pushed."""
+"""Styles of the horizontal lines of both controls: all pushed, nothing pushed."""
 LINE_IN = 0.225
 """Height of a legend's line."""
 CAVEAT = "A small model on a CPU: what holds here need not hold at another width, batch size, or noise of gradients."
@@ -54,13 +54,13 @@ CAVEAT = "A small model on a CPU: what holds here need not hold at another width
 
 @dataclass(frozen=True)
 class Quality:
-    """What an axis of quality shows."""
+    """A measure of quality on the axis of a panel."""
 
     label: str
     of: Callable[[Row], tuple[float, float, float] | None]
-    """Mean, and the ends of its bar."""
+    """Mean and ends of the error bar of a row."""
     better: int = -1
-    """1 where more is better, -1 where less is."""
+    """1 where higher is better, -1 where lower is."""
 
 
 def _spread(value: Spread | None, factor: float = 1.0) -> tuple[float, float, float] | None:
@@ -70,7 +70,7 @@ def _spread(value: Spread | None, factor: float = 1.0) -> tuple[float, float, fl
 
 
 def _change(effect: Effect | None, factor: float = 1.0) -> tuple[float, float, float]:
-    """Return a change from dense; that of dense itself is 0."""
+    """Return mean and interval of a change from dense; (0, 0, 0) for dense itself."""
     return (factor * effect.mean, factor * effect.low, factor * effect.high) if effect else (0.0, 0.0, 0.0)
 
 
@@ -89,7 +89,47 @@ STEP_TITLE = "How do loss and density move during a run?"
 BOTH, CHANGES = (LOSS, LOSS_CHANGE, ACCURACY, ACCURACY_CHANGE), (LOSS_CHANGE, ACCURACY_CHANGE)
 
 
-def against_threshold(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def study_charts(study: Study, rows: Sequence[Row], findings: Findings) -> list[Chart]:
+    """Return the charts of a study: quality against threshold, bytes and time, and by step."""
+    losses = "; ".join(map(_loss, rows))
+    sent = "; ".join(f"{row.name} {row.sent_bytes / 1e6:.3g} MB" for row in rows)
+    times = "; ".join(f"{row.name} {row.step_time_s.mean:.3g} s measured" for row in rows)
+    return [
+        Chart(
+            "loss_against_threshold",
+            QUALITY_TITLE,
+            against_threshold(study, rows, findings),
+            f"Scatter charts of held-out quality against threshold and density. {findings.quality}. Losses: {losses}.",
+        ),
+        Chart(
+            "loss_against_bytes",
+            BYTES_TITLE,
+            against_bytes(study, rows, findings),
+            f"Scatter charts of held-out quality against bytes sent. {findings.bytes}. "
+            f"Sent by a rank in a step: {sent}.",
+        ),
+        Chart(
+            "loss_against_time",
+            TIME_TITLE,
+            against_time(study, rows, findings),
+            f"Scatter charts of held-out quality against step time. {findings.time}. Times of a step: {times}.",
+        ),
+        Chart(
+            "loss_by_step",
+            STEP_TITLE,
+            by_step(study, rows, findings),
+            f"Line charts of held-out loss and of density by step. {findings.density or findings.quality}.",
+        ),
+    ]
+
+
+def _loss(row: Row) -> str:
+    change = "" if row.loss_change is None else f", change from dense {interval(row.loss_change)}"
+    density = "all pushed" if row.density is None else f"{percentage(row.density)} pushed"
+    return f"{row.name} ({density}) {row.loss.mean:.3f}{change}"
+
+
+def against_threshold(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return quality against the absolute threshold, and against the density that was realised."""
     absolute = [row for row in rows if row.kind == "absolute" or row.threshold is None]
     absolute = [row for row in absolute if not row.control or row.name in (study.dense, study.silent)]
@@ -114,10 +154,12 @@ def against_threshold(study: Study, rows: Sequence[Row], found: Findings) -> Fig
             _log_axis(axes, {0.0: "0 %", **ticks}, (ends[0], 2.0))
             axes.set_xlabel("density: off-shard gradients pushed, mean over the run")
 
-    return _figure(study, rows, (QUALITY_TITLE, found.quality), ("by threshold", "by what it let through"), draw, BOTH)
+    return _figure(
+        study, rows, (QUALITY_TITLE, findings.quality), ("by threshold", "by what it let through"), draw, BOTH
+    )
 
 
-def against_bytes(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def against_bytes(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return quality against the bytes that a rank sends."""
     unit, factor = unit_for(max(row.sent_bytes for row in rows), (("MB", 1e6), ("kB", 1e3), ("bytes", 1.0)))
     places = {row.name: row.sent_bytes / factor for row in rows}
@@ -129,10 +171,10 @@ def against_bytes(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
         axes.set_xlabel(f"sent by a rank in a step ({unit})")
 
     note = "Grey: another is as good or better, with fewer bytes."
-    return _figure(study, rows, (BYTES_TITLE, found.bytes), ("gradients and parameters",), draw, BOTH, note=note)
+    return _figure(study, rows, (BYTES_TITLE, findings.bytes), ("gradients and parameters",), draw, BOTH, note=note)
 
 
-def against_time(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def against_time(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return quality against a step's time: measured here, predicted here, and predicted for other networks."""
     networks = list(rows[0].predicted_s)
     titles = ["measured, this machine", *(f"predicted, {name}" for name in networks)]
@@ -147,11 +189,11 @@ def against_time(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
         axes.set_xlabel(f"time of one step ({unit})")
         axes.xaxis.set_major_locator(MaxNLocator(5))
 
-    note = f"Grey: another is as good or better, in less time. {' '.join(f'{each}.' for each in found.elsewhere)}"
-    return _figure(study, rows, (TIME_TITLE, found.time), titles, draw, CHANGES, note=note)
+    note = f"Grey: another is as good or better, in less time. {' '.join(f'{each}.' for each in findings.elsewhere)}"
+    return _figure(study, rows, (TIME_TITLE, findings.time), titles, draw, CHANGES, note=note)
 
 
-def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
+def by_step(study: Study, rows: Sequence[Row], findings: Findings) -> Figure:
     """Return held-out loss by step, as a change from dense's, and by time, and density by step: means over seeds."""
     looks = _looks(study, rows)
     dense = dict(next(row.curve for row in rows if row.name == study.dense))
@@ -180,11 +222,11 @@ def by_step(study: Study, rows: Sequence[Row], found: Findings) -> Figure:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percentage(value)))
             axes.yaxis.set_minor_locator(NullLocator())
 
-    return _figure(study, rows, (STEP_TITLE, found.density or found.quality), titles, draw, (LOSS,), bars=False)
+    return _figure(study, rows, (STEP_TITLE, findings.density or findings.quality), titles, draw, (LOSS,), bars=False)
 
 
 def dominated(rows: Sequence[Row], places: dict[str, float], quality: Quality, study: Study) -> set[str]:
-    """Return the rows than which another is as good on both axes and better on one, of those with dense's samples."""
+    """Return the rows that another one dominates (as good on both axes, better on one), at dense's samples."""
     samples = next(row.samples for row in rows if row.name == study.dense)
     points = {
         row.name: (places[row.name], -quality.better * value[0])
@@ -249,7 +291,7 @@ def _marks(
 
 
 def _bands(axes: Axes, study: Study, rows: Sequence[Row], quality: Quality) -> None:
-    """Draw both controls across the panel: mean, and what their bars span."""
+    """Draw both controls across the panel: the mean as a line, the error bar as a band."""
     for name, line in ((study.dense, CONTROL_LINES[0]), (study.silent, CONTROL_LINES[1])):
         value = quality.of(next(row for row in rows if row.name == name))
         if value is not None:
@@ -258,7 +300,7 @@ def _bands(axes: Axes, study: Study, rows: Sequence[Row], quality: Quality) -> N
 
 
 def _lines(axes: Axes, rows: Sequence[Row], places: dict[str, float], quality: Quality) -> None:
-    """Join what differs in the threshold alone."""
+    """Draw lines through the rows that differ only in their threshold."""
     for rules in dict.fromkeys(row.rules for row in rows if not row.control):
         points = [(places[row.name], quality.of(row)) for row in rows if row.rules == rules and not row.control]
         drawn = sorted((x, value[0]) for x, value in points if value is not None)
@@ -267,12 +309,12 @@ def _lines(axes: Axes, rows: Sequence[Row], places: dict[str, float], quality: Q
 
 
 def _apart(places: dict[str, float]) -> dict[str, float]:
-    """Return places on a logarithmic axis with those that are all but equal drawn a little apart."""
-    found: dict[str, float] = {}
+    """Return positions on a logarithmic axis in which almost equal ones are shifted apart."""
+    shifted: dict[str, float] = {}
     for name, place in places.items():
-        near = sum(abs(math.log(place / other)) < NEAR for other in list(places.values())[: len(found)])
-        found[name] = place * math.exp(0.75 * NEAR * near)
-    return found
+        near = sum(abs(math.log(place / other)) < NEAR for other in list(places.values())[: len(shifted)])
+        shifted[name] = place * math.exp(0.75 * NEAR * near)
+    return shifted
 
 
 def _on_axis(value: float, ends: tuple[float, float]) -> float:
@@ -280,7 +322,7 @@ def _on_axis(value: float, ends: tuple[float, float]) -> float:
 
 
 def _log_axis(axes: Axes, ticks: dict[float, str], ends: tuple[float, float]) -> None:
-    """Make a logarithmic axis on which 0 and infinity have places at its ends."""
+    """Set up a logarithmic axis with 0 and infinity at its ends."""
     axes.set_xscale("log")
     axes.set_xlim(ends[0] / 1.6, ends[1] * 1.6)
     axes.xaxis.set_major_locator(FixedLocator([_on_axis(value, ends) for value in ticks]))
@@ -303,14 +345,21 @@ def _figure(
     note: str = "",
     bars: bool = True,
 ) -> Figure:
-    """Return a panel for each title and quality, the legend right of them; `titles`: what was asked, and found."""
+    """Return a figure with a panel for each title and quality; `titles`: the question and the finding."""
     chosen = [quality for quality in qualities if all(quality.of(row) for row in rows)]
     entries = _legend_entries(study, rows)
     places, (columns, lines) = _grid(len(panels), len(chosen))
     legend_in = 0.45 + 0.074 * max(len(label) for _, label in entries)
     width_in = LEFT_IN + columns * (PANEL_IN + GAP_IN) - GAP_IN + 0.3 + legend_in
     finding = wrapped(f"{titles[1]}." if titles[1] else "", width_in - 0.4, 10.5)
-    notes = wrapped(f"{_what(rows, bars)} {note} {CAVEAT}", width_in - 0.4)
+    n, steps = rows[0].loss.n, rows[0].curve[-1][0]
+    caption = f"Mean of {n} seeds, {steps} steps."
+    if bars:
+        caption = (
+            f"Mean of {n} seeds after {steps} steps. Bars: standard deviation over seeds; of a change from dense, "
+            "paired by seed: 95 % interval."
+        )
+    notes = wrapped(f"{caption} {note} {CAVEAT}", width_in - 0.4)
     top_in = 0.25 + 0.26 + 0.21 * len(finding) + 0.19 * len(notes) + 0.45
     height_in = top_in + max(lines * (HIGH_IN + BOTTOM_IN), LINE_IN * len(entries) + 0.5)
     with mpl.rc_context(STYLE):
@@ -347,7 +396,7 @@ def _figure(
 
 
 def _grid(panels: int, qualities: int) -> tuple[dict[tuple[int, int], tuple[int, int]], tuple[int, int]]:
-    """Return where each (panel, quality) goes, (across, down), and how many there are of both.
+    """Return the cell (across, down) of each (panel, quality), and the numbers of columns and rows.
 
     One panel: its qualities side by side. Several: a row for each quality, or rows of two.
     """
@@ -362,28 +411,14 @@ def _grid(panels: int, qualities: int) -> tuple[dict[tuple[int, int], tuple[int,
     return places, (columns, qualities * each)
 
 
-def _what(rows: Sequence[Row], bars: bool) -> str:
-    n, steps = rows[0].loss.n, rows[0].curve[-1][0]
-    if not bars:
-        return f"Mean of {n} seeds, {steps} steps."
-    return (
-        f"Mean of {n} seeds after {steps} steps. Bars: standard deviation over seeds; of a change from dense, paired "
-        "by "
-        "seed: 95 % interval."
-    )
-
-
 def _legend_entries(study: Study, rows: Sequence[Row]) -> list[tuple[Line2D, str]]:
     looks = _looks(study, rows)
-    found = [
+    entries = [
         (Line2D([], [], **CONTROL_LINES[0]), "all pushed (dense)"),
         (Line2D([], [], **CONTROL_LINES[1]), "nothing pushed"),
     ]
     for row in rows:
         density = "all" if row.density is None else percentage(row.density)
         words = f"{row.name} (control): {density}" if row.control else f"{row.name}: {density}"
-        found.append((Line2D([], [], linestyle="", **_style(looks[row.name])), words))
-    return found
-
-
-__all__ = ["against_bytes", "against_threshold", "against_time", "by_step", "dominated"]
+        entries.append((Line2D([], [], linestyle="", **_style(looks[row.name])), words))
+    return entries

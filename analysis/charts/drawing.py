@@ -1,7 +1,4 @@
-"""What all charts share: style, marks, units, labels, and files.
-
-Labels beside points: where they hide neither marks nor each other.
-"""
+"""Common parts of all charts: style, marks of methods, units, placement of labels, and picture files."""
 
 import io
 from collections import defaultdict
@@ -23,7 +20,7 @@ from gssim.files import write_bytes
 from gssim.plan import METHODS
 
 MARK_IN = 0.1
-"""Half the width of a mark, with some room."""
+"""Half the width of a mark, with a margin."""
 LINE_IN = 0.125
 """Height of a label's text at `LABEL_POINTS`."""
 SIDES = tuple(
@@ -31,7 +28,7 @@ SIDES = tuple(
     for step in (1.0, 2.0, 3.2)
     for x, y in ((1, 0.35), (1, -0.35), (-1, 0.35), (-1, -0.35), (0, 1), (0, -1))
 )
-"""Places tried in turn: right, left, above or below of the point, then further off."""
+"""Positions tried in turn: right, left, above or below of the point, then further off."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Box:
     high: float
 
     def hides(self, other: "Box") -> bool:
-        """Return whether two overlap."""
+        """Return whether the two rectangles overlap."""
         return (
             self.x < other.x + other.wide
             and other.x < self.x + self.wide
@@ -60,7 +57,7 @@ def place_labels(
     marks: Sequence[tuple[float, float]],
     **look: Any,
 ) -> None:
-    """Write each text beside its point, where it hides no mark and no other label, else where it hides fewest."""
+    """Write each text beside its point, where it overlaps the fewest marks and other labels."""
     wide_in, high_in = _size_in(axes)
     look = {"fontsize": LABEL_POINTS - 1} | look
     taken = [_around(*_inches(axes, mark)) for mark in marks]
@@ -154,33 +151,30 @@ MARKS = dict(
 )
 OTHER_MARK = ("H", "#777777")
 LOG_FROM_RATIO = 6
-"""Values that span more than this factor are drawn on logarithmic axes (a chart's bars: in separate panels)."""
+"""Values that span more than this factor are drawn on logarithmic axes (bars: in separate panels)."""
 LONGEST_NAME = 32
 LABEL_POINTS = 9.0
 LABEL_GAP_IN = 0.19
-"""Distance of two labels' lines; a label's text is 0.13 in high."""
+"""Distance between the lines of two labels; a label's text is 0.13 in high."""
 
 
 def point_labels(comparison: pl.DataFrame) -> list[str]:
-    """Return a short label for each row, none twice: its name, then what tells equal names apart."""
+    """Return a short, unique label for each row: its name, and for equal names method, threshold or id."""
     names = [" ".join(name.split()) for name in comparison["name"].to_list()]
     thresholds = [
         f"threshold {value:g}" if value is not None else "dense" for value in comparison["threshold"].to_list()
     ]
     labels = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "\u2026" for name in names]
-    for words in (comparison["method"].to_list(), thresholds, _short_ids(comparison["scenario_id"].to_list())):
-        labels = _told_apart(labels, words)
+    ids = comparison["scenario_id"].to_list()
+    # six characters of each id, or as many more as make them unique
+    length = next((n for n in range(6, 64) if len({identity[:n] for identity in ids}) == len(set(ids))), 64)
+    for words in (comparison["method"].to_list(), thresholds, [identity[:length] for identity in ids]):
+        labels = _disambiguated(labels, words)
     return labels
 
 
-def _short_ids(ids: Sequence[str]) -> list[str]:
-    """Return the first six characters of each, or as many more as tell them apart."""
-    length = next((n for n in range(6, 64) if len({identity[:n] for identity in ids}) == len(set(ids))), 64)
-    return [identity[:length] for identity in ids]
-
-
-def _told_apart(labels: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return labels with their word added where equal labels have different words."""
+def _disambiguated(labels: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return labels with a word added where equal labels have different words."""
     meanings = defaultdict(set)
     for label, word in zip(labels, words, strict=True):
         meanings[label].add(word)
@@ -199,7 +193,7 @@ def unit_for(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, flo
 
 
 def percent(ratio: float) -> str:
-    """Return a signed ratio for people.
+    """Return a ratio as a signed percentage.
 
     >>> percent(0.042), percent(-0.5)
     ('+4.2 %', '\u221250.0 %')
@@ -213,27 +207,27 @@ def in_order(methods: Sequence[str]) -> list[str]:
 
 
 def mark(method: str, points: float = 8) -> dict[str, Any]:
-    """Return how a method's points are drawn, so many points wide."""
+    """Return the matplotlib style of a method's marks, `points` wide."""
     marker, colour = MARKS.get(method, OTHER_MARK)
     size = 1.5 * points if marker == "*" else points  # a star of equal width looks smaller
     return {"marker": marker, "color": colour, "markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
 def plain(text: str) -> str:
-    """Return text in which a dollar sign starts no formula."""
+    """Return text with dollar signs escaped, which would start a formula."""
     return text.replace("$", r"\$")
 
 
 @lru_cache(maxsize=10_000)
 def label_width_in(text: str) -> float:
-    """Return the width of a label in bold, the widest that it may become."""
+    """Return the width of a label in bold, its widest form."""
     return (
         float(TextPath((0, 0), plain(text), LABEL_POINTS, prop=FontProperties(weight="bold")).get_extents().width) / 72
     )
 
 
 def wrapped(text: str, width_in: float, points: float = 9.5) -> list[str]:
-    """Return text in lines that are no wider than `width_in`, if it were bold."""
+    """Return text in lines that are no wider than `width_in`, even in bold."""
     lines: list[list[str]] = [[]]
     scale, space_in, used_in = points / LABEL_POINTS, label_width_in("n n") - 2 * label_width_in("n"), 0.0
     for word in text.split():
@@ -254,14 +248,14 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture, the question that it answers, and what it shows in words."""
+    """A figure, the question that it answers, and a description in words."""
 
     name: str
-    """Of its files, without suffix."""
+    """Name of its files, without suffix."""
     title: str
     figure: Figure
     words: str
-    """What somebody who cannot see it should know: what is drawn, and what stands out."""
+    """Text alternative for readers who cannot see the chart: what is drawn, and what stands out."""
 
 
 def png(figure: Figure) -> bytes:
@@ -272,7 +266,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure) -> bytes:
-    """Return the figure as SVG, the same bytes for the same figure; letters are drawn, whatever fonts a reader has."""
+    """Return the figure as SVG, the same bytes for the same figure; text is drawn as paths, independent of fonts."""
     stream = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "gssim", "svg.fonttype": "path"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
@@ -280,11 +274,11 @@ def svg(figure: Figure) -> bytes:
 
 
 WRITERS = {".png": png, ".svg": svg}
-"""By the suffix of a picture's file."""
+"""Function that encodes a figure, by the suffix of the file."""
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as its file's suffix says, whole or not at all."""
+    """Write the figure atomically, in the format of the file's suffix."""
     write_bytes(path, WRITERS[path.suffix.lower()](figure))
 
 

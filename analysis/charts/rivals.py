@@ -1,4 +1,4 @@
-"""Where Gradient Sharding wins and loses: its step's time beside DDP's and ZeRO-2's, with density and loss."""
+"""Chart of Gradient Sharding's step time relative to DDP and ZeRO-2, with density and change of loss."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -21,22 +21,27 @@ NOTE_IN = 0.2
 """Height of a line of the note."""
 TICKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)
 APART = 0.17
-"""Of two rivals in one row, in rows."""
+"""Vertical offset of two rivals in one row, in rows."""
 
 Row = dict[str, Any]
 Line = tuple[str, list[Row]]
-"""A label, and what stands beside it: one row for each rival; none under a group's heading."""
+"""A label and one table row for each rival; no rows for the heading of a group."""
 
 
 def rivals(table: pl.DataFrame) -> Figure | None:
-    """Return the chart of a `rivals.rival_table`, one line a GS scenario; None where there are none."""
+    """Return the chart of a `rivals.rival_table`, one line per GS scenario; None for an empty table."""
     if table.is_empty():
         return None
     lines = _lines(list(table.iter_rows(named=True)))
     with mpl.rc_context(STYLE):
         left_in = 0.35 + max(label_width_in(label) for label, _ in lines)
         width_in = left_in + PANEL_IN + 3 * COLUMN_IN + 0.3
-        notes = _notes(table, width_in - 0.3)
+        rival = "DDP's" if table["rival_method"].unique().to_list() == ["ddp"] else "DDP's and ZeRO-2's"
+        note = (
+            f"Time of a step beside {rival} for the same training, predicted and measured; what was pushed and "
+            "published, and the loss of the last steps beside dense training's, as measured. " + _controls(table)
+        )
+        notes = wrapped(note, width_in - 0.3)
         height_in = TOP_IN + NOTE_IN * len(notes) + ROW_IN * len(lines) + BOTTOM_IN
         figure = new_figure(width_in, height_in)
         box = (left_in / width_in, BOTTOM_IN / height_in, PANEL_IN / width_in, ROW_IN * len(lines) / height_in)
@@ -113,7 +118,7 @@ COLUMNS = ("pushed", "published", "change of loss")
 
 
 def _columns(axes: Axes, lines: Sequence[Line]) -> None:
-    """Write what the speed was had for, right of the panel."""
+    """Write densities and change of loss right of the panel."""
     for i, header in enumerate(COLUMNS):
         x = 1 + (i + 0.95) * COLUMN_IN / PANEL_IN
         place: dict[str, Any] = {"ha": "right", "fontsize": LABEL_POINTS, "annotation_clip": False}
@@ -130,19 +135,9 @@ def _cells(row: Row) -> tuple[str, str, str]:
 
 
 def _density(row: Row, exchange: str) -> str:
-    """Return the measured density; all, where no threshold decides."""
+    """Return the measured density as text; `all` without a threshold."""
     density = row[f"{exchange}_density_measured"]
     return "all" if density is None else f"{100 * density:.2g} %"
-
-
-def _notes(table: pl.DataFrame, room_in: float) -> list[str]:
-    """Return the note in lines that fit the picture."""
-    rival = "DDP's" if table["rival_method"].unique().to_list() == ["ddp"] else "DDP's and ZeRO-2's"
-    note = (
-        f"Time of a step beside {rival} for the same training, predicted and measured; what was pushed and published, "
-        f"and the loss of the last steps beside dense training's, as measured. {_controls(table)}"
-    )
-    return wrapped(note, room_in)
 
 
 def _heading(figure: Figure, notes: Sequence[str]) -> None:
@@ -170,7 +165,7 @@ def _heading(figure: Figure, notes: Sequence[str]) -> None:
 
 
 def _controls(table: pl.DataFrame) -> str:
-    """Say which groups have no run in which nothing is pushed."""
+    """Return a sentence on the groups without a control, the run in which nothing is pushed."""
     without = [group for (group,), rows in table.group_by("group", maintain_order=True) if not rows["control"].any()]
     if not without:
         return "Control: nothing is pushed."

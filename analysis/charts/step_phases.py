@@ -1,7 +1,4 @@
-"""Where the time of a step goes: stacked bars, predicted above measured.
-
-Communication that compute waits for, predicted against measured, group by group.
-"""
+"""Charts of the phases of a step: stacked bars, predicted above measured; exposed communication by group."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,16 +31,16 @@ from gssim.result import PHASES
 
 EXPOSED_TITLE = "Does the simulator see what compute waits for?"
 FEWEST_APART = 3
-"""Scenarios of the largest group, from which on each group has a panel of its own."""
+"""Size of the largest group from which on each group has a panel of its own."""
 ACROSS, SIDE_IN, LEFT_IN, TOP_IN, BELOW_IN, BOTTOM_IN, RIGHT_IN = 4, 2.7, 0.8, 1.35, 0.95, 0.55, 0.35
 LABELLED, LABELLED_FROM_RATIO = 2, 0.05
-"""So many of a panel have a label, if they are off by more than so much of a step."""
+"""Most labels of a panel, and the error, as a fraction of the step, from which on a point has one."""
 
 Row = dict[str, Any]
 
 
 def exposed_communication(comparison: pl.DataFrame) -> Figure | None:
-    """Return a panel for each group, a point for each scenario; None where nothing was waited for."""
+    """Return a panel for each group, a point for each scenario; None where no communication is exposed."""
     rows = [row for row in comparison.iter_rows(named=True) if max(_sides(row)) > 0]
     if not rows:
         return None
@@ -93,7 +90,7 @@ def _panel(axes: Axes, group: str, rows: Sequence[Row]) -> None:
 
 
 def _labels(axes: Axes, rows: Sequence[Row], factor: float) -> None:
-    """Name the points that cost the prediction most of a step."""
+    """Label the points with the largest errors as a fraction of the step."""
     errors = {i: row["exposed_communication_error_of_step_ratio"] or 0.0 for i, row in enumerate(rows)}
     worst = sorted(errors, key=lambda i: -abs(errors[i]))[:LABELLED]
     named = [i for i in worst if abs(errors[i]) > LABELLED_FROM_RATIO]
@@ -147,8 +144,7 @@ DARK_PHASES = frozenset({"backward", "exposed_communication"})
 def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
     """Return stacked bars of a step's phases, for each scenario the predicted bar (hatched) above the measured one.
 
-    Steps of very different length go to panels of their own, each with its own axis: on one axis the short ones
-    would vanish. `note`: which scenarios these are.
+    Steps of very different length are in separate panels with their own axes. `note` says which scenarios are drawn.
     """
     labels = point_labels(comparison)
     rows = list(comparison.iter_rows(named=True))
@@ -172,7 +168,7 @@ def phases(comparison: pl.DataFrame, *, note: str = "") -> Figure:
 
 
 def magnitudes(values: Sequence[float]) -> list[list[int]]:
-    """Return the indices of `values` in groups of like magnitude, largest first; order inside a group is kept.
+    """Return the indices of `values` in groups of similar magnitude, largest first, in the original order within one.
 
     >>> magnitudes([0.1, 2.0, 0.3])
     [[1], [0, 2]]
@@ -186,16 +182,16 @@ def magnitudes(values: Sequence[float]) -> list[list[int]]:
 
 
 def longest_phase(row: dict[str, Any]) -> str:
-    """Return which phase takes most of a step, measured and predicted, for people."""
-    found = []
+    """Return the longest phase of a step as text, measured and predicted."""
+    longest = []
     for side in ("measured", "predicted"):
         total_s = _total_s(row, side)
         phase = max(PHASES, key=lambda phase: row[f"{phase}_{side}_s"] or 0.0)
         if total_s > 0:
-            found.append((side, phase.replace("_", " "), (row[f"{phase}_{side}_s"] or 0.0) / total_s))
-    if len(found) == 2 and found[0][1] == found[1][1]:
-        return f"{found[0][1]} ({100 * found[0][2]:.0f} % measured, {100 * found[1][2]:.0f} % predicted)"
-    return ", ".join(f"{side} {phase} ({100 * ratio:.0f} %)" for side, phase, ratio in found)
+            longest.append((side, phase.replace("_", " "), (row[f"{phase}_{side}_s"] or 0.0) / total_s))
+    if len(longest) == 2 and longest[0][1] == longest[1][1]:
+        return f"{longest[0][1]} ({100 * longest[0][2]:.0f} % measured, {100 * longest[1][2]:.0f} % predicted)"
+    return ", ".join(f"{side} {phase} ({100 * ratio:.0f} %)" for side, phase, ratio in longest)
 
 
 def _phase_heading(figure: Figure, which: str, *, several: bool) -> None:

@@ -1,4 +1,4 @@
-"""One step, predicted above measured, rank by rank on one time axis."""
+"""Timeline chart of one step: the streams of each rank on one time axis, predicted above measured."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, TIME_UNITS, label_width_in, new_figure, plain, unit_for
 from analysis.charts.step_phases import DARK_PHASES, PHASE_COLOURS
-from analysis.compare.timeline import Block, Lane, Step
+from analysis.compare.timeline import Block, Step
 from gssim.result import PHASES
 
 MOST_RANKS = 8
@@ -20,11 +20,15 @@ TEXT_MARGIN_IN = 0.1
 
 
 def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figure:
-    """Return the chart of one step; `names`: the files that it is from."""
+    """Return the chart of one step; `names`: the names of both trace files."""
     ranks = sorted({*predicted.ranks, *measured.ranks})[:MOST_RANKS]
     sides = {"predicted": predicted, "measured": measured}
-    heights = sum(_height_in(step.lanes_of(rank)) + GAP_IN for rank in ranks for step in sides.values())
-    panel_in = heights + RANK_GAP_IN * (len(ranks) - 1)
+    heights_in = 0.0
+    for rank in ranks:
+        for step in sides.values():
+            lanes_in = sum(LANE_IN if lane.stream == "compute" else STRIP_IN for lane in step.lanes_of(rank))
+            heights_in += (lanes_in or LANE_IN) + GAP_IN
+    panel_in = heights_in + RANK_GAP_IN * (len(ranks) - 1)
     with mpl.rc_context(STYLE):
         width_in, height_in = LEFT_IN + PANEL_IN + RIGHT_IN, TOP_IN + panel_in + BOTTOM_IN
         figure = new_figure(width_in, height_in)
@@ -34,10 +38,6 @@ def timeline(predicted: Step, measured: Step, *, names: tuple[str, str]) -> Figu
         left_out = len({*predicted.ranks, *measured.ranks}) - len(ranks)
         _heading(figure, names, left_out)
     return figure
-
-
-def _height_in(lanes: tuple[Lane, ...]) -> float:
-    return sum(LANE_IN if lane.stream == "compute" else STRIP_IN for lane in lanes) or LANE_IN
 
 
 def _panel(axes: Axes, sides: dict[str, Step], ranks: list[int], panel_in: float) -> None:
@@ -62,12 +62,12 @@ def _panel(axes: Axes, sides: dict[str, Step], ranks: list[int], panel_in: float
 
 
 def _outside(axes: Axes) -> dict[str, Any]:
-    """Return how text left or right of the panel is placed: across in its widths, down in inches."""
+    """Return the text style left or right of the panel: x as a fraction of its width, y in inches."""
     return {"transform": axes.get_yaxis_transform(), "va": "center", "clip_on": False}
 
 
 def _side(axes: Axes, side: str, step: Step, rank: int, y: float, unit: tuple[str, float]) -> float:
-    """Draw what one side says of a rank, from the height `y` on; return where it ends."""
+    """Draw the lanes of a rank on one side, from height `y`; return the height at which they end."""
     name, factor = unit
     lanes = step.lanes_of(rank)
     if not lanes:

@@ -1,17 +1,15 @@
-"""Predicted beside measured: join by scenario id, then the errors of time, memory and what was communicated.
+"""Comparison of predictions with measurements of the same scenario: errors of time, memory and communication.
 
-Every error ratio is predicted / measured - 1: positive where the prediction is too large. Where a scenario was measured
-several times, its step time is the median of the repeats; all else is of the repeat nearest to that.
+Results are joined by scenario id. Every error ratio is predicted / measured - 1: positive where the prediction is too
+large. Where a scenario was measured several times, its step time is the median of the repeats; all other figures are
+those of the repeat nearest to it.
 
-Naive predictions that ours must beat: what anybody would reckon on the back of an envelope.
+Two naive predictions serve as baselines. Both use the compute time and bytes of the simulated Result, and leave out all
+that needs a simulation: waiting, overlap, and the cost of links and messages beside their bytes.
 
-Both take what the simulated Result says of compute and bytes, and leave out what a simulation is for: who waits for
-whom, what links and messages cost beside their bytes, and what overlaps.
-
-How much a measurement varies when nothing was changed: the noise floor, under which no error can be told.
-
-A run that was repeated has its noise from the repeats. One that was not has it from its own steps, in halves: what the
-machine drifts within a run. Runs differ by more than that, so the noise of a run alone is a lower bound.
+The noise of a measurement bounds the errors that can be distinguished. That of a repeated run is taken from the
+repeats; that of a single run from the two halves of its steps, which show the machine's drift within a run only: it is
+a lower bound, since runs differ by more.
 """
 
 from collections import Counter, defaultdict
@@ -27,7 +25,7 @@ from analysis.compare.table import ResultFile, devices_by_rank, peaks_by_rank, r
 from analysis.compare.thresholds import effects
 from gssim.cluster import Cluster
 from gssim.errors import UserError
-from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Collective, RankClass, Result
+from gssim.result import COMPUTE_PHASES, PHASES, UPDATE_PHASES, Collective, Result
 from gssim.units import validated
 
 COMPUTED = (*COMPUTE_PHASES, *UPDATE_PHASES)
@@ -35,17 +33,17 @@ COMPUTED = (*COMPUTE_PHASES, *UPDATE_PHASES)
 
 @dataclass(frozen=True)
 class Naive:
-    """Step times in s that two naive predictions give."""
+    """Step times in s of the two naive predictions."""
 
     compute_s: float
-    """Of the slowest rank: forward, backward and optimizer, as if nothing were sent."""
+    """Forward, backward and optimizer of the slowest rank, without any communication."""
     link_s: float | None
-    """The same, then all bytes of the busiest rank over the cluster's slowest link; None where either is unknown."""
+    """`compute_s`, then all bytes of the busiest rank over the cluster's slowest link; None where either is unknown."""
 
 
 def naive(predicted: Result) -> Naive:
-    """Return the naive predictions of what a simulated Result predicts."""
-    compute_s = max((_compute_s(rank) for rank in predicted.ranks), default=0.0)
+    """Return the naive predictions that correspond to a simulated Result."""
+    compute_s = max((sum(rank.phases_s.get(phase, 0.0) for phase in COMPUTED) for rank in predicted.ranks), default=0.0)
     busiest = [size for rank in predicted.ranks for size in (rank.bytes_sent, rank.bytes_received) if size is not None]
     if not busiest:
         return Naive(compute_s, None)
@@ -55,44 +53,40 @@ def naive(predicted: Result) -> Naive:
     return Naive(compute_s, None if slowest is None else compute_s + max(busiest) / slowest)
 
 
-def _compute_s(rank: RankClass) -> float:
-    return sum(rank.phases_s.get(phase, 0.0) for phase in COMPUTED)
-
-
 def slowest_link_bytes_per_s(scenario: dict[str, Any]) -> float | None:
     """Return the rate of the slowest link of a resolved scenario's cluster; None where it has no links."""
     try:
         wiring = validated(Cluster, scenario["cluster"], file="scenario.cluster").wiring
     except (KeyError, UserError):
-        return None  # a Result of another version: its cluster cannot be read, all else can
+        return None  # a Result of another version: only its cluster cannot be read
     return float(wiring.bandwidth_bytes_per_s.min()) if wiring.links else None
 
 
 FEWEST_STEPS = 4
-"""Of a run alone, of which half are in each half."""
+"""Fewest steps of a single run for which the noise is estimated, from its two halves."""
 
 
 def repeat_of(result: Result) -> int:
-    """Return which repeat of its scenario a Result is (`provenance.repeat`); 0 where nothing was repeated."""
+    """Return the number of a Result among the repeats of its scenario (`provenance.repeat`); 0 without repeats."""
     repeat = result.provenance.get("repeat", 0)
     return repeat if isinstance(repeat, int) else 0
 
 
 def step_time_of(repeats: Sequence[Result]) -> float:
-    """Return the step time of a scenario that was measured several times, in s: the median of the repeats'."""
+    """Return the median step time of the repeats of a scenario, in s."""
     return median(result.step_time_s for result in repeats)
 
 
 def typical_repeat(repeats: Sequence[Result]) -> int:
-    """Return the index of the repeat whose step time is nearest to the median, the first of several."""
+    """Return the index of the repeat whose step time is nearest to the median; of several, the first."""
     middle_s = step_time_of(repeats)
     return min(range(len(repeats)), key=lambda i: abs(repeats[i].step_time_s - middle_s))
 
 
 def noise_ratio_of(repeats: Sequence[Result]) -> float | None:
-    """Return half the range of the repeats' step times over their median; of one run alone, of its halves' medians.
+    """Return half the range of the repeats' step times over their median; of a single run, of its halves' medians.
 
-    None where a run alone has fewer than `FEWEST_STEPS` steps.
+    None where a single run has fewer than `FEWEST_STEPS` steps.
     """
     if len(repeats) > 1:
         return half_range_ratio([result.step_time_s for result in repeats])
@@ -104,7 +98,7 @@ def noise_ratio_of(repeats: Sequence[Result]) -> float | None:
 
 
 def half_range_ratio(times_s: Sequence[float]) -> float | None:
-    """Return (largest - smallest) / 2 over the median: all times lie about within the median ± so much of it.
+    """Return (largest - smallest) / 2 over the median.
 
     >>> half_range_ratio([0.9, 1.0, 1.3])
     0.2
@@ -192,7 +186,7 @@ class Pair:
 
     @property
     def measured(self) -> ResultFile:
-        """The measurement that stands for all: of the repeats the one nearest to their median step time."""
+        """The representative measurement: the repeat nearest to the median step time."""
         return self.repeats[typical_repeat(self.measurements)]
 
     @property
@@ -203,22 +197,20 @@ class Pair:
 
 @dataclass(frozen=True)
 class Joined:
-    """What joined, and what did not."""
+    """Pairs of predictions and measurements, and the Results that are in no pair."""
 
     pairs: tuple[Pair, ...]
     unmatched: tuple[ResultFile, ...]
-    """Results of which the other side is missing."""
+    """Results without a counterpart."""
     superseded: tuple[tuple[ResultFile, ResultFile], ...]
-    """(older, newer) files of the same scenario and source; the newer one counts."""
+    """(older, newer) files of the same scenario and source; the newer one is used."""
 
 
 def join(files: Iterable[ResultFile]) -> Joined:
     """Return simulated and measured results joined by scenario id, those of a sweep within their group.
 
-    Measurements that differ in `provenance.repeat` are repeats; of several of one repeat, and of several predictions,
-    the newest counts.
-
-    Raises UserError where a prediction for one device would meet a run on another.
+    Measurements that differ in `provenance.repeat` are repeats. Of several files of one repeat, or of one prediction,
+    the newest is used. Raises UserError where prediction and measurement are of different devices.
     """
     predictions: dict[tuple[str, str], dict[int, ResultFile]] = defaultdict(dict)
     measurements: dict[tuple[str, str], dict[int, ResultFile]] = defaultdict(dict)
@@ -261,16 +253,16 @@ def _device(devices: dict[int, str], rank: int) -> str:
 def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     """Return one row per pair, with the columns of `COLUMNS`, sorted by name.
 
-    Peak memory is compared rank by rank; the row reports the rank (`peak_rank`) whose prediction is furthest off in
-    proportion to what was measured, not the rank that needs most.
+    Peak memory is compared rank by rank; the row reports the rank (`peak_rank`) with the largest relative error, not
+    the rank that needs most.
     """
     predicted = _side([pair.predicted.result for pair in pairs], "predicted")
     measured = _side([pair.measured.result for pair in pairs], "measured")
     structure = pl.DataFrame([_structure(pair) for pair in pairs], schema=STRUCTURE_COLUMNS)
-    repeats = pl.DataFrame([_repeats(pair) for pair in pairs], schema=REPEAT_COLUMNS)
-    twice = ("scenario_id", "name", "method", "threshold", "device", "ranks")
+    repeats = pl.DataFrame([_repeat_columns(pair) for pair in pairs], schema=REPEAT_COLUMNS)
+    common = ("scenario_id", "name", "method", "threshold", "device", "ranks")
     return (
-        pl.concat([measured, predicted.drop(twice), structure, repeats, _effects(pairs)], how="horizontal")
+        pl.concat([measured, predicted.drop(common), structure, repeats, _effects(pairs)], how="horizontal")
         .with_columns(pl.col("median_s").alias("step_time_measured_s"))
         .with_columns(
             _error_ratio("step_time_predicted_s", "step_time_measured_s").alias("step_time_error_ratio"),
@@ -287,21 +279,21 @@ def compare(pairs: Sequence[Pair]) -> pl.DataFrame:
     )
 
 
-def _repeats(pair: Pair) -> dict[str, Any]:
-    """Return what the repeats of a measurement say together, and the naive predictions of the same."""
-    guess = naive(pair.predicted.result)
+def _repeat_columns(pair: Pair) -> dict[str, Any]:
+    """Return the statistics over the repeats of a measurement, and the naive predictions."""
+    baseline = naive(pair.predicted.result)
     return {
         "group": group_of(pair.predicted.result),
         "repeats": len(pair.repeats),
         "noise_ratio": noise_ratio_of(pair.measurements),
         "median_s": step_time_of(pair.measurements),
-        "naive_compute_s": guess.compute_s,
-        "naive_link_s": guess.link_s,
+        "naive_compute_s": baseline.compute_s,
+        "naive_link_s": baseline.link_s,
     }
 
 
 def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
-    """Return one row per result of one side, phases as columns, its columns named after the side."""
+    """Return one row per Result of one side (`predicted` or `measured`), with the side in the names of its columns."""
     phases = pl.DataFrame(
         [{f"{phase}_{side}_s": result.phases_s.get(phase) for phase in PHASES} for result in results],
         schema={f"{phase}_{side}_s": pl.Float64 for phase in PHASES},
@@ -319,19 +311,19 @@ def _side(results: Sequence[Result], side: str) -> pl.DataFrame:
 
 
 def _effects(pairs: Sequence[Pair]) -> pl.DataFrame:
-    """Return what thresholds changed beside dense training, a row for each pair; nulls where nothing is thresholded."""
-    found = effects([pair.measured.result for pair in pairs], [pair.predicted.result for pair in pairs])
+    """Return the effect of the threshold relative to dense training, a row for each pair; nulls without a threshold."""
+    pair_effects = effects([pair.measured.result for pair in pairs], [pair.predicted.result for pair in pairs])
     rows = [
-        (each.dense, each.speed_up_predicted_ratio, each.speed_up_measured_ratio, each.loss_change_ratio)
-        if each
+        (effect.dense, effect.speed_up_predicted_ratio, effect.speed_up_measured_ratio, effect.loss_change_ratio)
+        if effect
         else (None,) * len(EFFECT_COLUMNS)
-        for each in found
+        for effect in pair_effects
     ]
     return pl.DataFrame(rows, schema=EFFECT_COLUMNS, orient="row")
 
 
 def _error_ratio(predicted: str, measured: str) -> pl.Expr:
-    """Return predicted / measured - 1, null where nothing was measured."""
+    """Return predicted / measured - 1, null where the measured value is 0."""
     return _ratio(pl.col(predicted), measured) - 1
 
 
@@ -340,7 +332,7 @@ def _ratio(value: pl.Expr, to: str) -> pl.Expr:
 
 
 def _structure(pair: Pair) -> dict[str, Any]:
-    """Return what needs the whole Results, not their rows: the worst rank's memory and the collectives."""
+    """Return the columns that need the whole Results: memory of the worst-predicted rank, and the collectives."""
     predicted, measured = pair.predicted.result, pair.measured.result
     ours, theirs = peaks_by_rank(predicted), peaks_by_rank(measured)
     rank = worst_rank(ours, theirs)
@@ -356,7 +348,7 @@ def _structure(pair: Pair) -> dict[str, Any]:
 
 
 def worst_rank(predicted: dict[int, float], measured: dict[int, float]) -> int | None:
-    """Return the rank with the largest |predicted / measured - 1|, the lowest such rank; None where none can be told.
+    """Return the rank with the largest |predicted / measured - 1|, the lowest of several; None without measured peaks.
 
     >>> worst_rank({0: 100.0, 1: 30.0}, {0: 101.0, 1: 40.0})
     1
@@ -366,7 +358,7 @@ def worst_rank(predicted: dict[int, float], measured: dict[int, float]) -> int |
 
 
 def collectives_difference(predicted: Iterable[Collective], measured: Iterable[Collective]) -> list[str]:
-    """Return what stands on one side only, one sentence an entry; empty where the multisets are equal (rung a)."""
+    """Return a sentence for each collective that only one side has; empty where the multisets are equal."""
     ours, theirs = Counter(entry.key for entry in predicted), Counter(entry.key for entry in measured)
     return [
         f"only {side}: {count} x {kind} of {size} bytes among ranks {' '.join(map(str, group))}"
@@ -376,9 +368,9 @@ def collectives_difference(predicted: Iterable[Collective], measured: Iterable[C
 
 
 def payload_error_ratio(predicted: Sequence[Collective], measured: Sequence[Collective]) -> float | None:
-    """Return predicted / measured - 1 of what data-dependent messages carried; None where there are none.
+    """Return predicted / measured - 1 of the bytes of data-dependent messages; None where there are none.
 
-    An entry is data-dependent where either side says so; the side that does not carried the full tensors.
+    An entry is data-dependent where either side has `payload_bytes`; the other side then counts the full tensors.
     """
     kinds = {_kind(entry) for entry in (*predicted, *measured) if entry.payload_bytes is not None}
     carried = sum(_carried_bytes(entry) for entry in measured if _kind(entry) in kinds)
@@ -396,7 +388,7 @@ def _carried_bytes(entry: Collective) -> float:
 
 @dataclass(frozen=True)
 class Median:
-    """The median size of an error over `n` scenarios."""
+    """The median absolute error of a quantity over `n` scenarios."""
 
     what: str
     error_ratio: float
@@ -405,7 +397,7 @@ class Median:
 
 def medians(comparison: pl.DataFrame) -> list[Median]:
     """Return the median of |error| of each quantity, over the scenarios that have one."""
-    found = []
+    results = []
     for what, column in (
         ("step time", "step_time_error_ratio"),
         ("peak memory", "peak_error_ratio"),
@@ -413,5 +405,5 @@ def medians(comparison: pl.DataFrame) -> list[Median]:
     ):
         median = comparison[column].abs().median()
         if isinstance(median, float):
-            found.append(Median(what, median, comparison[column].count()))
-    return found
+            results.append(Median(what, median, comparison[column].count()))
+    return results

@@ -1,8 +1,7 @@
-"""Groups of scenarios that compete with each other, such as all plans on one cluster for one model: who ranks where?
+"""Errors and rank agreement by group of competing scenarios, such as all plans for one model on one cluster.
 
-The rungs of a comparison, group by group and for all together: collectives, memory, time; then whether the predictions
-put the plans into the order in which they were measured. Two plans whose measured times differ by less than their noise
-have no order that could be right.
+For each group and for all together: equality of collectives, errors of memory and time, and whether predictions rank
+the plans as measured. Two plans whose measured times differ by less than their noise are not ranked.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from gssim.scenario.sweep import SEPARATOR
 ALL = "all"
 UNNAMED = "unnamed"
 FEWEST_RANKED = 3
-"""Of two, a rank correlation is 1 or -1: it says no more than the order of the pair."""
+"""Fewest scenarios with a rank correlation: that of two is 1 or -1, no more than the order of the pair."""
 
 ERRORS = (
     "peak_error_ratio",
@@ -30,11 +29,11 @@ ERRORS = (
     "naive_link_error_ratio",
     "exposed_communication_error_of_step_ratio",
 )
-"""Columns of a comparison whose errors are summed up."""
+"""Columns of a comparison of which the groups have error statistics."""
 
 
 def error_column(column: str, statistic: str) -> str:
-    """Return the name of the column that sums up the errors of another.
+    """Return the name of the column with a statistic of an error column.
 
     >>> error_column("peak_error_ratio", "max")
     'peak_error_max_ratio'
@@ -64,7 +63,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Errors:
-    """The sizes of errors (their signs left out); None where there are none."""
+    """Statistics of absolute errors; None where there are none."""
 
     median: float | None
     p90: float | None
@@ -73,23 +72,23 @@ class Errors:
 
 @dataclass(frozen=True)
 class Order:
-    """How predictions rank the scenarios of a group."""
+    """Agreement of predicted and measured order of the scenarios of a group."""
 
     pairs: int
-    """Whose measured times differ by more than the noise of both."""
+    """Number of pairs whose measured times differ by more than the noise of both."""
     pairs_right: int
-    """Of these, how many are predicted in the same order."""
+    """Number of these that are predicted in the measured order."""
     spearman: float | None
-    """Rank correlation of predicted and measured times; None of fewer than `FEWEST_RANKED`, or where all are equal."""
+    """Rank correlation of predicted and measured times; None for fewer than `FEWEST_RANKED`, or where all are equal."""
     predicted_best: str | None
-    """Name of the scenario that is predicted to be fastest; of those that train by what is sent, so no control."""
+    """Name of the scenario that is predicted to be fastest, controls (threshold inf) left out."""
     measured_best: str | None
     best_right: bool | None
-    """Whether the one is the other, or as fast but for noise; None where there is no choice."""
+    """Whether both are the same, or equal within noise; None for fewer than two candidates."""
 
 
 def group_of(result: Result) -> str:
-    """Return a scenario's group: what stands before `--` in its name, else its cluster and model."""
+    """Return a scenario's group: the part of its name before `--`, else its cluster and model."""
     group = sweep_group(result).strip()
     if group:
         return group
@@ -99,7 +98,7 @@ def group_of(result: Result) -> str:
 
 
 def variant_of(name: str) -> str:
-    """Return the part of a scenario's name that tells it apart within its group.
+    """Return the part of a scenario's name after its group.
 
     >>> variant_of("two-sites--gs"), variant_of("demo")
     ('gs', 'demo')
@@ -112,37 +111,35 @@ def _name(table: Any) -> str:
 
 
 def group_table(comparison: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per group, in order of name, then one of all (`group` = "all"), of a `compare.compare` table.
+    """Return one row per group of a `comparison.compare` table, by name, then one of all (`group` = "all").
 
-    `choices` and `best_right` count groups in which there is a choice, and in which it is predicted rightly.
+    `choices` counts the groups with at least two candidates, `best_right` those whose best plan is predicted right.
     """
-    parts: dict[str, list[Row]] = {}
+    members: dict[str, list[Row]] = {}
     for row in comparison.iter_rows(named=True):
-        parts.setdefault(row["group"], []).append(row)
-    orders = {group: order_of(rows) for group, rows in sorted(parts.items())}
-    lines = [{"group": group, **_rungs(parts[group]), **_ranked(order)} for group, order in orders.items()]
+        members.setdefault(row["group"], []).append(row)
+    lines: list[Row] = []
+    for group, rows in sorted(members.items()):
+        order = order_of(rows)
+        choice = {"choices": int(order.best_right is not None), "best_right": int(order.best_right or False)}
+        lines.append({"group": group, **_error_summary(rows), **asdict(order), **choice})
     counted = ("pairs", "pairs_right", "choices", "best_right")
     totals = {column: sum(line[column] for line in lines) for column in counted}
-    everything = {"group": ALL, **_rungs(list(comparison.iter_rows(named=True))), **totals}
+    everything = {"group": ALL, **_error_summary(list(comparison.iter_rows(named=True))), **totals}
     return pl.DataFrame([*lines, everything], schema=GROUP_COLUMNS)
 
 
-def _ranked(order: Order) -> Row:
-    choice = order.best_right is not None
-    return {**asdict(order), "choices": int(choice), "best_right": int(order.best_right or False)}
-
-
-def _rungs(rows: Sequence[Row]) -> Row:
-    """Return the figures of the three rungs, noise and naive predictions beside them."""
-    found: Row = {"n": len(rows), "collectives_equal": sum(row["collectives_equal"] for row in rows)}
+def _error_summary(rows: Sequence[Row]) -> Row:
+    """Return the columns of a group that summarise collectives, errors and noise."""
+    summary: Row = {"n": len(rows), "collectives_equal": sum(row["collectives_equal"] for row in rows)}
     for column in ERRORS:
         errors = asdict(errors_of([row[column] for row in rows]))
-        found |= {error_column(column, statistic): errors[statistic] for statistic in STATISTICS}
-    return found | {"noise_median_ratio": errors_of([row["noise_ratio"] for row in rows]).median}
+        summary |= {error_column(column, statistic): errors[statistic] for statistic in STATISTICS}
+    return summary | {"noise_median_ratio": errors_of([row["noise_ratio"] for row in rows]).median}
 
 
 def errors_of(ratios: Sequence[float | None]) -> Errors:
-    """Return median, 90th percentile (linear between neighbours) and maximum of the sizes of error ratios.
+    """Return median, 90th percentile (linearly interpolated) and maximum of the absolute error ratios.
 
     >>> errors_of([0.1, -0.2, None, 0.3])
     Errors(median=0.2, p90=0.28, max=0.3)
@@ -152,15 +149,19 @@ def errors_of(ratios: Sequence[float | None]) -> Errors:
 
 
 def order_of(rows: Sequence[Row]) -> Order:
-    """Return how the predictions rank the scenarios of a group."""
-    told = [(a, b) for a, b in combinations(rows, 2) if differ(a, b)]
+    """Return the agreement of predicted and measured order of the scenarios of a group."""
+    distinguishable = [(a, b) for a, b in combinations(rows, 2) if differ(a, b)]
+    pairs_right = 0
+    for a, b in distinguishable:
+        predicted_s = a["step_time_predicted_s"] - b["step_time_predicted_s"]
+        pairs_right += predicted_s * (a["step_time_measured_s"] - b["step_time_measured_s"]) > 0  # a tie is no order
     candidates = [row for row in rows if row["threshold"] != inf]
     first = min(candidates, key=lambda row: row["step_time_predicted_s"], default=None)
     fastest = min(candidates, key=lambda row: row["step_time_measured_s"], default=None)
     choice = len(candidates) > 1 and first is not None and fastest is not None
     return Order(
-        pairs=len(told),
-        pairs_right=sum(_same_order(a, b) for a, b in told),
+        pairs=len(distinguishable),
+        pairs_right=pairs_right,
         spearman=spearman([(row["step_time_predicted_s"], row["step_time_measured_s"]) for row in rows]),
         predicted_best=None if first is None else first["name"],
         measured_best=None if fastest is None else fastest["name"],
@@ -169,7 +170,7 @@ def order_of(rows: Sequence[Row]) -> Order:
 
 
 def differ(a: Row, b: Row) -> bool:
-    """Return whether two measured step times differ by more than the noise of both; unknown noise counts as none."""
+    """Return whether two measured step times differ by more than the noise of both; unknown noise counts as 0."""
     apart_s: float = abs(a["step_time_measured_s"] - b["step_time_measured_s"])
     return apart_s > _noise_s(a) + _noise_s(b)
 
@@ -178,14 +179,8 @@ def _noise_s(row: Row) -> float:
     return float((row["noise_ratio"] or 0.0) * row["step_time_measured_s"])
 
 
-def _same_order(a: Row, b: Row) -> bool:
-    """Return whether two are predicted in the order of their measurements; a tie is no order."""
-    predicted_s = a["step_time_predicted_s"] - b["step_time_predicted_s"]
-    return bool(predicted_s * (a["step_time_measured_s"] - b["step_time_measured_s"]) > 0)
-
-
 def spearman(times_s: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rank correlation of (predicted, measured) pairs; None where it cannot be told.
+    """Return Spearman's rank correlation of (predicted, measured) pairs; None where it is undefined.
 
     >>> spearman([(1.0, 1.1), (2.0, 2.4), (3.0, 2.3)])
     0.5
@@ -200,5 +195,5 @@ WORST_SHOWN = 10
 
 
 def worst_of(rows: Sequence[Row], most: int = WORST_SHOWN) -> list[Row]:
-    """Return the rows whose step times are furthest off, the worst first."""
+    """Return the rows with the largest step time errors, the largest first."""
     return sorted(rows, key=lambda row: -abs(row["step_time_error_ratio"] or 0.0))[:most]

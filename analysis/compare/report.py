@@ -1,4 +1,4 @@
-"""A comparison in print: a line a scenario; of a large matrix its groups, its worst lines, and what is asked of it."""
+"""Printed form of a comparison: one line per scenario; of a large matrix its groups, worst lines and targets."""
 
 import math
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from gssim.units import human_bytes, human_seconds
 PIPE_WIDTH = 120
 DIFFERENCES_SHOWN = 4
 DIFFERING_SHOWN = 10
-"""Scenarios whose collectives differ."""
+"""Most scenarios whose differing collectives are printed."""
 MOST_LINES = 25
-"""Of more scenarios, the table shows the worst alone."""
+"""Most scenarios that are all printed; of more, only the worst."""
 
 
 def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
-    """Print a comparison for people: a line a scenario, what communicated differently, the medians.
+    """Print a comparison: one line per scenario, differing collectives, median errors.
 
-    Of more than `MOST_LINES` scenarios: the groups, and the lines that are furthest off.
+    Of more than `MOST_LINES` scenarios: the groups, and the lines with the largest errors.
     """
     out = console()
     rows = list(comparison.iter_rows(named=True))
@@ -44,16 +44,17 @@ def print_comparison(comparison: pl.DataFrame, groups: pl.DataFrame) -> None:
         _print_groups(out, list(groups.iter_rows(named=True)))
         out.print(_target_table(targets(groups)))
     parts = [f"{m.what} {100 * m.error_ratio:.1f} % (n = {m.n})" for m in medians(comparison)]
-    out.print(f"median |error|: {', '.join(parts)}; collectives equal in {_equal(rows)} of {len(rows)}")
+    equal = sum(row["collectives_equal"] for row in rows)
+    out.print(f"median |error|: {', '.join(parts)}; collectives equal in {equal} of {len(rows)}")
 
 
 def console() -> Console:
-    """Return where tables go: as wide as the terminal, or as a page."""
+    """Return the console for tables: as wide as the terminal, or `PIPE_WIDTH` where output is piped."""
     return plain_console(PIPE_WIDTH, highlight=False)
 
 
 def _print_groups(out: Console, groups: Sequence[dict[str, Any]]) -> None:
-    """Print the rungs and the order of plans, group by group; then what the columns mean."""
+    """Print errors and rank agreement by group, then the meaning of the columns."""
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("group", overflow="fold", min_width=12)
     for header in (
@@ -106,7 +107,7 @@ def _group_cells(group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _best(group: dict[str, Any]) -> str:
-    """Return which plan is predicted to be fastest, and whether it was."""
+    """Return the plan that is predicted to be fastest, and whether it was measured to be."""
     if group["group"] == ALL:
         return f"right in {group['best_right']}/{group['choices']}" if group["choices"] else ""
     if not group["choices"]:
@@ -117,13 +118,13 @@ def _best(group: dict[str, Any]) -> str:
     return f"{predicted}: as fast as {measured}" if group["best_right"] else f"{predicted}: wrong, {measured}"
 
 
-def _target_table(found: Sequence[Target]) -> Table:
+def _target_table(targets: Sequence[Target]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("asked of the whole matrix")
     for header in ("asked", "found", "of"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("")
-    for target in found:
+    for target in targets:
         table.add_row(
             target.what,
             f"{'>=' if target.at_least else '<='} {_figure(target, target.asked)}",
@@ -143,7 +144,7 @@ def _size(ratio: float | None) -> str:
 
 
 def _print_effects(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Print what thresholds gained beside what they cost, and beside the run that sends nothing."""
+    """Print the speed-up of thresholds with density and change of loss, and the control that pushes nothing."""
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("thresholds", overflow="fold", min_width=12)
     table.add_column("dense run")
@@ -170,14 +171,10 @@ def _effect_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _densities(row: dict[str, Any], side: str) -> str:
-    """Return the density of what is pushed; after a stroke, that of what is published, where a threshold decides it."""
+    """Return the density of pushed gradients and, where a threshold decides it, that of published parameters."""
     pushed, published = (row[f"{exchange}_density_{side}"] for exchange in ("push", "publish"))
     shown = ["all" if pushed is None else f"{100 * pushed:.2g} %"]
     return " / ".join(shown if published is None else [*shown, f"{100 * published:.2g} %"])
-
-
-def _equal(rows: Sequence[dict[str, Any]]) -> int:
-    return sum(row["collectives_equal"] for row in rows)
 
 
 def _comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -217,7 +214,7 @@ def _comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _print_differences(out: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Print where the collectives differ: an error needs an address."""
+    """Print the differing collectives of the first scenarios that have any."""
     differing = [row for row in rows if not row["collectives_equal"]]
     for row in differing[:DIFFERING_SHOWN]:
         differences = row["collectives_difference"].split("; ")
@@ -239,6 +236,6 @@ def _bytes(size_bytes: float | None) -> str:
 
 
 def shown(quantity: str) -> str:
-    """Return a quantity with four digits, so that eleven columns fit a terminal: `212.05 ms` as `212.1 ms`."""
+    """Return a quantity rounded to four digits, so that eleven columns fit a terminal: `212.05 ms` as `212.1 ms`."""
     number, unit = quantity.split(" ")
     return f"{float(number):#.4g}".rstrip(".") + f" {unit}" if "." in number else quantity

@@ -1,8 +1,8 @@
-"""Gradient Sharding beside its dense rivals, DDP and ZeRO-2, of the same group: where does it win, and where lose?
+"""Table of Gradient Sharding against its dense rivals, DDP and ZeRO-2, of the same group.
 
-A rival trains the same model on the same data and devices. Of several (other shares, micro-batches or recomputation)
-it is the one whose plan differs least. A step's time alone says nothing: beside it stand what was pushed and published,
-and what became of the loss; the control is the run in which nothing is pushed.
+A rival trains the same model on the same data and devices. Of several (another batch split, micro-batches or
+recomputation) it is the one whose plan differs least. Step times alone are no comparison of trainings, so the table
+also has the densities of push and publish and the change of loss; the control is the run in which nothing is pushed.
 """
 
 import json
@@ -22,7 +22,7 @@ from gssim.result import Result
 GRADIENT_SHARDING = tuple(name for name, method in METHODS.items() if method.is_gradient_sharding)
 DENSE = ("ddp", "zero2")
 COMPARED_KEYS = ("shares", "micro_batches", "recompute")
-"""Of a plan: what a rival should have in common, but need not."""
+"""Keys of a plan in which a rival should be equal, but need not be."""
 
 COLUMNS = {
     "group": pl.String,
@@ -50,9 +50,9 @@ def rival_table(pairs: Sequence[Pair]) -> pl.DataFrame:
     trainings: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         result = pair.predicted.result
-        trainings[group_of(result), _training(result)].append(pair)
+        trainings[group_of(result), _training_key(result)].append(pair)
     rows = [
-        _row(pair, min(rivals, key=lambda rival: _distance(rival.predicted.result, pair.predicted.result)))
+        _row(pair, _nearest(rivals, pair.predicted.result))
         for same in trainings.values()
         for pair in same
         if method_of(pair.predicted.result) in GRADIENT_SHARDING
@@ -62,16 +62,22 @@ def rival_table(pairs: Sequence[Pair]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=COLUMNS, orient="row").sort("group", "name", "scenario_id", "rival_method")
 
 
-def _training(result: Result) -> str:
-    """Return what decides what is trained, and on which devices; gradient statistics are predictions' own."""
+def _training_key(result: Result) -> str:
+    """Return a key of the training and its devices, without gradient statistics, which only predictions have."""
     workload = {key: value for key, value in result.scenario.get("workload", {}).items() if key != "gradients"}
     parts = [workload, result.scenario.get("run"), result.scenario.get("network"), devices_by_rank(result)]
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def _distance(rival: Result, ours: Result) -> tuple[int, str]:
-    plans = (rival.scenario["plan"], ours.scenario["plan"])
-    return sum(plans[0].get(key) != plans[1].get(key) for key in COMPARED_KEYS), name_of(rival)
+def _nearest(rivals: Sequence[Pair], ours: Result) -> Pair:
+    """Return the rival whose plan differs in the fewest of `COMPARED_KEYS`; of several, the first by name."""
+    plan = ours.scenario["plan"]
+
+    def distance(rival: Pair) -> tuple[int, str]:
+        result = rival.predicted.result
+        return sum(result.scenario["plan"].get(key) != plan.get(key) for key in COMPARED_KEYS), name_of(result)
+
+    return min(rivals, key=distance)
 
 
 def _row(pair: Pair, rival: Pair) -> tuple[object, ...]:

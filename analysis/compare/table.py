@@ -1,4 +1,4 @@
-"""Results as a table: found on disk, then one row per result."""
+"""Search for Results in folders and archives, and a table with one row per Result."""
 
 import lzma
 import tarfile
@@ -43,17 +43,17 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A Result and where it lies."""
+    """A Result and its file."""
 
     path: Path
-    """Of one in an archive: the archive's, then the name in it."""
+    """Of one in an archive: the path of the archive, then the name in it."""
     modified_ns: int
     result: Result
 
 
 @dataclass(frozen=True)
 class Found:
-    """The Results below some paths."""
+    """The Results found below some paths."""
 
     files: tuple[ResultFile, ...]
     skipped: int
@@ -64,37 +64,32 @@ def find_results(paths: Sequence[Path]) -> Found:
     """Return the Results named by `paths`, each once: files as they are, folders and archives searched for JSON that is
     a Result.
 
-    Raises UserError for a path that is missing, a named file that is no Result, an archive that cannot be read to its
-    end, and a file that says it is a Result and is broken: a damaged result must not vanish from a comparison in
-    silence.
+    Raises UserError for a missing path, a named file that is no Result, an archive that cannot be read completely, and
+    a damaged Result: it must not silently be missing from a comparison.
     """
     files: dict[Path, ResultFile] = {}
     skipped: set[Path] = set()
     for path in paths:
         inside = path.is_dir()
-        for candidate in _candidates(path) if inside else [path]:
-            place = candidate.resolve()
-            if place in files or (inside and not candidate.is_file()):
+        searched = sorted(file for file in path.rglob("*") if file.name.endswith((".json", *ARCHIVES)))
+        for candidate in searched if inside else [path]:
+            resolved = candidate.resolve()
+            if resolved in files or (inside and not candidate.is_file()):
                 continue
             if candidate.name.endswith(ARCHIVES):
-                for member, modified_ns, content in _unpacked(candidate):
-                    _add(place / member, candidate / member, modified_ns, content, files, skipped)
-            elif inside and not _says_result(candidate):
-                skipped.add(place)
+                for member, modified_ns, content in _archived_json(candidate):
+                    _add(resolved / member, candidate / member, modified_ns, content, files, skipped)
+            elif inside and not _is_result_file(candidate):
+                skipped.add(resolved)
             else:
-                files[place] = _read(candidate)
+                files[resolved] = _read(candidate)
     return Found(tuple(files.values()), len(skipped))
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Return the files below a folder in which Results may be."""
-    return sorted(path for path in folder.rglob("*") if path.name.endswith((".json", *ARCHIVES)))
+def _archived_json(archive: Path) -> Iterator[tuple[str, int, bytes]]:
+    """Yield name, time of modification and content of each JSON file of an archive, without unpacking it to disk.
 
-
-def _unpacked(archive: Path) -> Iterator[tuple[str, int, bytes]]:
-    """Yield each JSON file of an archive: name, time of its last change, content. Nothing is written to a disk.
-
-    Raises UserError where it is no archive, or is cut off.
+    Raises UserError where it is no archive, or is truncated.
     """
     expanded_bytes = 0
     try:
@@ -121,12 +116,12 @@ def _add(
     files: dict[Path, ResultFile],
     skipped: set[Path],
 ) -> None:
-    """Add what an archive holds to the Results, or to what is none."""
+    """Add a JSON file of an archive to the Results, or to the skipped files."""
     if place in files:
         return
     try:
         data = parsed_json(content, file=str(path))
-    except UserError:  # no JSON: not ours
+    except UserError:  # no JSON, so no Result
         data = None
     if not _is_result(data):
         skipped.add(place)
@@ -136,10 +131,10 @@ def _add(
     files[place] = ResultFile(path, modified_ns, result)
 
 
-def _says_result(path: Path) -> bool:
+def _is_result_file(path: Path) -> bool:
     try:
         return _is_result(read_json(path))
-    except UserError:  # unreadable or no JSON: not ours
+    except UserError:  # unreadable or no JSON, so no Result
         return False
 
 
@@ -161,11 +156,11 @@ TABLES = (
     *("workload", "workload.model", "cluster", "run", "network"),
     *("plan.push", "plan.publish", "plan.shares", "plan.shares.replanning"),
 )
-"""Keys of a resolved scenario that are tables, where they are there."""
+"""Keys of a resolved scenario that must be tables where they exist."""
 
 
 def _check(result: Result, path: Path) -> None:
-    """Raise UserError where a Result lacks what every table needs: its type leaves `scenario` and phases open."""
+    """Raise UserError for invalid parts of a Result that its type does not check: `scenario`, phases, numbers."""
     plan = result.scenario.get("plan")
     if not isinstance(result.scenario.get("name"), str):
         raise UserError(f"{path}: scenario.name: missing")
@@ -189,7 +184,7 @@ def _check(result: Result, path: Path) -> None:
 
 
 def _check_tables(result: Result, path: Path) -> None:
-    """Raise UserError where a table of the scenario is none, or what is said of a rank is of none that there is."""
+    """Raise UserError where a table of the scenario is another value, or a figure refers to a rank that is missing."""
     for key in TABLES:
         inner: Any = result.scenario
         for part in key.split("."):
@@ -198,9 +193,9 @@ def _check_tables(result: Result, path: Path) -> None:
             raise UserError(f"{path}: scenario.{key} = {inner!r:.60}: must be a table")
     if not result.ranks:
         raise UserError(f"{path}: ranks: there is none")
-    for name, place in (("margin", result.margin), ("does_not_fit", result.does_not_fit)):
-        if place is not None and not any(place.rank in each.ranks for each in result.ranks):
-            raise UserError(f"{path}: {name}.rank = {place.rank}: is none of the ranks")
+    for name, figure in (("margin", result.margin), ("does_not_fit", result.does_not_fit)):
+        if figure is not None and not any(figure.rank in entry.ranks for entry in result.ranks):
+            raise UserError(f"{path}: {name}.rank = {figure.rank}: is none of the ranks")
 
 
 def name_of(result: Result) -> str:
@@ -209,12 +204,12 @@ def name_of(result: Result) -> str:
 
 
 def sweep_group(result: Result) -> str:
-    """Return the group that a sweep gave a Result: what stands before `--` in its name; empty outside of sweeps.
+    """Return the group of a sweep's Result: the part of its name before `--`; empty outside of sweeps.
 
-    Groups may ask the same question of clusters that differ in nothing but rates, which are no part of a scenario_id.
+    Clusters of two groups may differ only in rates, which are no part of a scenario_id.
     """
-    group, found, _ = name_of(result).partition(SEPARATOR)
-    return group if found else ""
+    group, separator, _ = name_of(result).partition(SEPARATOR)
+    return group if separator else ""
 
 
 def method_of(result: Result) -> str:
@@ -223,7 +218,7 @@ def method_of(result: Result) -> str:
 
 
 def threshold_of(result: Result) -> Any:
-    """Return the push threshold, or None where everything is pushed or nothing is."""
+    """Return the push threshold (inf: nothing is pushed), or None where there is none."""
     push = result.scenario["plan"].get("push") or {}
     threshold: Any = push.get("threshold") if isinstance(push, dict) else None
     return inf if threshold == "inf" else threshold  # JSON has no such number

@@ -1,4 +1,4 @@
-"""What accuracy is asked of the predictions of a whole matrix, and whether it is reached."""
+"""Accuracy targets for the predictions of a whole matrix, and the values that were reached."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,36 +8,37 @@ import polars as pl
 from analysis.compare.groups import ALL, error_column
 
 RANKED_FROM = 8
-"""Scenarios of a group whose rank correlation counts."""
+"""Fewest scenarios of a group whose rank correlation is part of the target."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One figure, what is asked of it, and what it is."""
+    """A figure with its required and its reached value."""
 
     what: str
     asked: float
-    """In the unit of `found`."""
+    """Required value, in the unit of `found`."""
     at_least: bool
-    """Whether more is better; else less is."""
+    """Whether `asked` is a lower bound; else it is an upper bound."""
     found: float | None
-    """None where the results do not tell."""
+    """Reached value; None where the results do not determine it."""
     n: int
-    """Of how many scenarios, pairs or groups."""
+    """Number of scenarios, pairs or groups that the figure is taken over."""
     of: str
+    """Noun for `n`."""
     ratio: bool = True
-    """Shown in percent."""
+    """Whether the figure is shown in percent."""
 
     @property
     def met(self) -> bool | None:
-        """Whether what is asked is reached; None where it cannot be told."""
+        """Whether the target is met; None where the reached value is unknown."""
         if self.found is None:
             return None
         return self.found >= self.asked if self.at_least else self.found <= self.asked
 
 
 def targets(groups: pl.DataFrame) -> list[Target]:
-    """Return the targets of a `groups.group_table`, each with what was reached."""
+    """Return the targets, with the values reached in a `groups.group_table`."""
     *parts, whole = groups.iter_rows(named=True)
     assert whole["group"] == ALL
     n = whole["n"]

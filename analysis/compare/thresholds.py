@@ -1,8 +1,7 @@
-"""What thresholds gained and cost: speed beside dense training, with the density and the loss that go with it.
+"""Effect of a threshold relative to dense training: speed-up and change of loss.
 
-Dense training is the run of the same workload and steps, in a sweep of the same group, in which no threshold decides
-what is sent; of several, the one of the same method. Its control is the run in which nothing is sent
-(`plan.push.threshold = inf`).
+The dense run has the same workload and steps, is of the same group of a sweep, and has no threshold; of several, it is
+the one of the same method. The control is the run in which nothing is pushed (`plan.push.threshold = inf`).
 """
 
 import json
@@ -15,23 +14,23 @@ from analysis.compare.table import devices_by_rank, method_of, name_of, sweep_gr
 from gssim.result import Result
 
 LAST_STEPS_RATIO = 0.2
-"""A run's last loss is the mean of so much of its end: single steps have samples that are harder than others."""
+"""A run's last loss is the mean over this fraction of its last steps, since single batches differ in difficulty."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a thresholded run changed beside dense training; ratios are to the dense run's, less one for the loss."""
+    """Effect of a threshold: speed relative to the dense run, and relative change of its loss."""
 
     dense: str
     """The name of the dense run."""
     speed_up_measured_ratio: float
     speed_up_predicted_ratio: float
     loss_change_ratio: float | None
-    """Of the mean loss of the last steps; None where a run has no losses."""
+    """Relative change of the mean loss of the last steps; None where a run has no losses."""
 
 
 def effects(measured: Sequence[Result], predicted: Sequence[Result]) -> list[Effect | None]:
-    """Return what each thresholded run changed; None for others, and where no dense run of the same training is there.
+    """Return the effect of each thresholded run; None for others, and without a dense run of the same training.
 
     `measured` and `predicted` are of the same scenarios, in the same order.
     """
@@ -41,7 +40,8 @@ def effects(measured: Sequence[Result], predicted: Sequence[Result]) -> list[Eff
 
 def _effect(pair: tuple[Result, Result], pairs: Sequence[tuple[Result, Result]]) -> Effect | None:
     real, simulated = pair
-    dense = _dense_of(real, pairs)
+    same = [other for other in pairs if not is_thresholded(other[0]) and _training_key(other[0]) == _training_key(real)]
+    dense = min(same, key=lambda other: (method_of(other[0]) != method_of(real), name_of(other[0])), default=None)
     if dense is None:
         return None
     return Effect(
@@ -63,13 +63,8 @@ def last_loss(result: Result) -> float | None:
     return fmean(result.loss[-count:]) if result.loss else None
 
 
-def _dense_of(run: Result, pairs: Sequence[tuple[Result, Result]]) -> tuple[Result, Result] | None:
-    same = [pair for pair in pairs if not is_thresholded(pair[0]) and _dense_training(pair[0]) == _dense_training(run)]
-    return min(same, key=lambda pair: (method_of(pair[0]) != method_of(run), name_of(pair[0])), default=None)
-
-
-def _dense_training(result: Result) -> str:
-    """Return what decides a dense training and the time of its steps, but for the method."""
+def _training_key(result: Result) -> str:
+    """Return a key of all that determines a dense training and its step time, except for the method."""
     scenario, plan = result.scenario, result.scenario["plan"]
     parts = [scenario.get(key) for key in ("workload", "run", "network")]
     parts += [plan.get(key) for key in ("shares", "micro_batches", "recompute")]

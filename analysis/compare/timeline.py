@@ -1,7 +1,7 @@
-"""One step as two traces tell it, predicted and measured: what each rank did when, in blocks that can be compared.
+"""One training step read from a Chrome trace (`--trace`), as blocks of time by rank and stream.
 
-The traces are those of `--trace` (Chrome's format). A prediction knows layers and a measurement phases: so layers of
-one phase that follow each other become one block. Waits keep their names, which are the same on both sides.
+A predicted trace has layers and a measured one has phases; to make them comparable, consecutive layers of one phase are
+merged into one block. Waits keep their names, which are the same on both sides.
 """
 
 from collections import defaultdict
@@ -18,12 +18,12 @@ from gssim.result import PHASES, Span
 NO_TRACE = "not a trace as `gssim run --trace` and `gsreal run --trace` write them"
 WAITING = "exposed_communication"
 JOINED_RATIO = 0.002
-"""Of a step: blocks of one kind that are no further apart are one; a line of the picture is wider."""
+"""Fraction of a step: blocks of one kind that are no further apart are merged; a line of the picture is wider."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of time in which a stream did one thing."""
+    """An interval of time in which a stream did one kind of work."""
 
     label: str
     phase: str
@@ -33,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Lane:
-    """What a stream of a rank did in one step, in order of time; blocks of the compute stream do not overlap."""
+    """The blocks of one stream of a rank in one step, in order of time; those of the compute stream do not overlap."""
 
     rank: int
     stream: str
@@ -47,13 +47,13 @@ class Step:
     time_s: float
     lanes: tuple[Lane, ...]
     scenario_id: str | None = None
-    """Absent where the trace does not say what it is of."""
+    """Absent where the trace does not state it."""
     source: str | None = None
-    """The same."""
+    """`simulated` or `measured`; absent where the trace does not state it."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the trace shows."""
+        """The ranks in the trace, ascending."""
         return tuple(sorted({lane.rank for lane in self.lanes}))
 
     def lanes_of(self, rank: int) -> tuple[Lane, ...]:
@@ -64,56 +64,56 @@ class Step:
 
 def read_step(path: Path) -> Step:
     """Return the step in a trace file; raise UserError where there is none."""
-    data = _read(path)
-    spans, about = _spans_of(data, path), data.get("otherData", {})
-    time_s, source = about.get("step_time_s"), about.get("source")
+    data = read_json(path)
+    if not isinstance(data, dict) or not isinstance(data.get("otherData", {}), dict):
+        raise UserError(f"{path}: {NO_TRACE}")
+    spans, metadata = _spans_of(data, path), data.get("otherData", {})
+    time_s, source = metadata.get("step_time_s"), metadata.get("source")
     if source != "simulated" or not isinstance(time_s, float):
         time_s = max(span.end_s for span in spans)  # a measured step ends with its last span
-    return replace(step_of(spans, time_s), scenario_id=about.get("scenario_id"), source=source)
+    return replace(step_of(spans, time_s), scenario_id=metadata.get("scenario_id"), source=source)
 
 
 def step_of(spans: Sequence[Span], time_s: float) -> Step:
-    """Return the step of spans, from 0 to `time_s`; what reaches beyond is cut, what is not in it left out."""
+    """Return the step from 0 to `time_s`; spans are clipped to it, and those outside are dropped."""
     streams: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         start_s, end_s = max(0.0, span.start_s), min(time_s, span.end_s)
         if end_s > start_s:
             streams[span.rank, span.stream].append(span._replace(start_s=start_s, end_s=end_s))
-    return Step(
-        time_s,
-        tuple(
-            Lane(rank, stream, tuple(joined(uncovered(own) if stream == "compute" else own, JOINED_RATIO * time_s)))
-            for (rank, stream), own in sorted(streams.items())
-        ),
-    )
+    lanes = []
+    for (rank, stream), own in sorted(streams.items()):
+        blocks = merged_blocks(flattened(own) if stream == "compute" else own, JOINED_RATIO * time_s)
+        lanes.append(Lane(rank, stream, tuple(blocks)))
+    return Step(time_s, tuple(lanes))
 
 
-def named_alike(step: Step, other: Step) -> Step:
-    """Return a step in which what the other step calls by a shorter name has that name: layers are not told apart.
+def with_common_labels(step: Step, other: Step) -> Step:
+    """Return the step with labels shortened to those that the other step has, which may not distinguish layers.
 
     `all-gather blocks.0` becomes `all-gather` where the other step has that.
     """
     names = {block.label for lane in other.lanes for block in lane.blocks}
 
-    def alike(block: Block) -> Block:
+    def shortened(block: Block) -> Block:
         words = block.label.split(" ")
-        shorter = (" ".join(words[:count]) for count in range(len(words), 0, -1))
-        return replace(block, label=next((name for name in shorter if name in names), block.label))
+        prefixes = (" ".join(words[:count]) for count in range(len(words), 0, -1))
+        return replace(block, label=next((name for name in prefixes if name in names), block.label))
 
-    lanes = tuple(replace(lane, blocks=tuple(map(alike, lane.blocks))) for lane in step.lanes)
+    lanes = tuple(replace(lane, blocks=tuple(map(shortened, lane.blocks))) for lane in step.lanes)
     return replace(step, lanes=lanes)
 
 
-def uncovered(spans: Iterable[Span]) -> list[Span]:
-    """Return spans cut where others begin inside them: of those that nest, the one that began last counts.
+def flattened(spans: Iterable[Span]) -> list[Span]:
+    """Return nested spans as disjoint ones: at every time, the span that began last.
 
     >>> outer, inner = (Span(0, "compute", name, name, *times) for name, times in (("a", (0, 9)), ("b", (4, 6))))
-    >>> [(span.label, span.start_s, span.end_s) for span in uncovered([outer, inner])]
+    >>> [(span.label, span.start_s, span.end_s) for span in flattened([outer, inner])]
     [('a', 0, 4), ('b', 4, 6), ('a', 6, 9)]
     """
     ordered = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
     edges = sorted({edge for span in ordered for edge in (span.start_s, span.end_s)})
-    found = []
+    disjoint = []
     active: list[Span] = []
     upcoming = 0
     for left, right in pairwise(edges):
@@ -122,14 +122,14 @@ def uncovered(spans: Iterable[Span]) -> list[Span]:
             upcoming += 1
         active = [span for span in active if span.end_s > left]
         if active:
-            found.append(active[-1]._replace(start_s=left, end_s=right))
-    return found
+            disjoint.append(active[-1]._replace(start_s=left, end_s=right))
+    return disjoint
 
 
-def joined(spans: Sequence[Span], gap_s: float) -> list[Block]:
-    """Return spans as blocks; those of one kind that follow within `gap_s` are one.
+def merged_blocks(spans: Sequence[Span], gap_s: float) -> list[Block]:
+    """Return spans as blocks; consecutive spans of one kind within `gap_s` of each other are merged.
 
-    On the compute stream the kind is the phase, and what is waited for; on other streams every span is a block.
+    On the compute stream the kind is the phase (of a wait: its label); on other streams every span is a block.
     """
     blocks: list[Block] = []
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -143,13 +143,6 @@ def joined(spans: Sequence[Span], gap_s: float) -> list[Block]:
     return blocks
 
 
-def _read(path: Path) -> dict[str, Any]:
-    data = read_json(path)
-    if not isinstance(data, dict) or not isinstance(data.get("otherData", {}), dict):
-        raise UserError(f"{path}: {NO_TRACE}")
-    return data
-
-
 def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
     try:
         events = data["traceEvents"]
@@ -157,9 +150,19 @@ def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
         streams = {
             (event["pid"], event["tid"]): event["args"]["name"] for event in names if event["name"] == "thread_name"
         }
-        ranks = {event["pid"]: _rank(event["args"]["name"]) for event in names if event["name"] == "process_name"}
+        ranks = {  # a process is named `rank 0`, or `rank 0: a100`
+            event["pid"]: int(event["args"]["name"].removeprefix("rank ").partition(":")[0])
+            for event in names
+            if event["name"] == "process_name"
+        }
         zero_s = float(data.get("otherData", {}).get("step_start_s", 0.0))
-        spans = [_span(event, ranks, streams, zero_s) for event in events if event["ph"] == "X"]
+        spans = []
+        for event in events:
+            if event["ph"] == "X":
+                process, start_s = event["pid"], event["ts"] * 1e-6 - zero_s
+                end_s = start_s + event["dur"] * 1e-6
+                stream = streams[process, event["tid"]]
+                spans.append(Span(ranks[process], stream, event["name"], event["cat"], start_s, end_s))
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path}: {NO_TRACE}") from None
     if not spans:
@@ -168,14 +171,3 @@ def _spans_of(data: dict[str, Any], path: Path) -> list[Span]:
     if unknown:
         raise UserError(f"{path}: traceEvents: cat = {unknown[0]!r}: unknown phase; allowed: {', '.join(PHASES)}")
     return spans
-
-
-def _rank(process_name: str) -> int:
-    """Return the rank that a process is named after: `rank 0`, or `rank 0: a100`."""
-    return int(process_name.removeprefix("rank ").partition(":")[0])
-
-
-def _span(event: dict[str, Any], ranks: dict[int, int], streams: dict[tuple[int, int], str], zero_s: float) -> Span:
-    start_s = event["ts"] * 1e-6 - zero_s
-    stream = streams[event["pid"], event["tid"]]
-    return Span(ranks[event["pid"]], stream, event["name"], event["cat"], start_s, start_s + event["dur"] * 1e-6)

@@ -1,4 +1,4 @@
-"""What Results were made with, where it is not what is here now."""
+"""Warnings for Results that were made by other versions of gssim, gsreal or torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ MOST_NAMES = 3
 
 
 def differences(pairs: Sequence[Pair]) -> list[str]:
-    """Return a sentence for each way in which predictions and measurements are not of the code that is here now.
+    """Return a sentence for each difference between the code of some Results and the installed code.
 
-    Nothing is left out for it: a changed line need not change a figure, and what was measured stays measured.
+    No Result is left out for it: a changed line need not change a figure.
     """
     predicted = [pair.predicted for pair in pairs]
     measured = [file for pair in pairs for file in pair.repeats]
-    found = [
+    sentences = [
         *_of_other_code(predicted, "code", code_digest(), "predicted", "another gssim", "predict again"),
         *_of_other_code(
             measured, "gsreal", package_digest("gsreal"), "measured", "another gsreal", "--again measures anew"
@@ -26,12 +26,12 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
     versions = Counter(str(file.result.provenance.get("torch", "not stated")) for file in measured)
     if len(versions) > 1:
         counts = ", ".join(f"{version} ({count})" for version, count in versions.most_common())
-        found.append(f"measured with several versions of torch: {counts}")
-    return found
+        sentences.append(f"measured with several versions of torch: {counts}")
+    return sentences
 
 
 def _of_other_code(files: Sequence[ResultFile], key: str, digest: str, done: str, other: str, advice: str) -> list[str]:
-    """Return the sentence on files whose code is another, or is not stated; none where there are no such files."""
+    """Return a sentence on the files whose code digest differs or is missing; nothing where there are none."""
     names = [name_of(file.result) for file in files if file.result.provenance.get(key) != digest[:SHOWN]]
     if not names:
         return []

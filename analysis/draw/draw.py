@@ -1,8 +1,7 @@
-"""A cluster as a picture: servers as boxes with their devices, switches above them, a torus as a grid.
+"""Drawing of a cluster: servers as boxes with their devices, switches above them, a torus as a grid.
 
-First a layout (`analysis.draw.layout`), then every link of the wiring between two nodes that are shown. Kinds of device
-differ in colour, in hatching and in what is written beside them, kinds of link in width and dashes, so that both can be
-told apart in grey.
+`analysis.draw.layout` places the nodes; then every link between two drawn nodes is added. Kinds of device differ in
+colour, hatching and label, kinds of link in width and dashes, so that both can be distinguished in grey.
 """
 
 from collections import Counter, defaultdict
@@ -62,7 +61,7 @@ MARGIN_IN = 0.35
 
 @dataclass(frozen=True)
 class Wire:
-    """A link between two nodes that are shown, and the kind that it is."""
+    """A link between two drawn nodes, with its kind."""
 
     a: str
     b: str
@@ -73,19 +72,19 @@ class Wire:
 
 
 def wires_of(wiring: Wiring, nodes: dict[str, Node]) -> list[Wire]:
-    """Return the links among the nodes that are shown, both directions as one."""
+    """Return the links among the drawn nodes, both directions as one."""
     rows = np.array([i for i, name in enumerate(wiring.names) if name in nodes])
     inside = np.flatnonzero(np.isin(wiring.source, rows) & np.isin(wiring.target, rows))
     ends = {(int(wiring.source[i]), int(wiring.target[i])): i for i in inside}
-    found = []
+    wires = []
     for (source, target), i in ends.items():
         back = (target, source) in ends
         if back and source > target:
             continue
         a, b = wiring.names[source], wiring.names[target]
         rates = (float(wiring.bandwidth_bytes_per_s[i]), float(wiring.latency_s[i]))
-        found.append(Wire(a, b, *rates, _kind(a, b, nodes), back))
-    return _doubled(found)
+        wires.append(Wire(a, b, *rates, _kind(a, b, nodes), back))
+    return _doubled(wires)
 
 
 def _kind(a: str, b: str, nodes: dict[str, Node]) -> str:
@@ -108,7 +107,7 @@ def _kind(a: str, b: str, nodes: dict[str, Node]) -> str:
 
 
 def _doubled(wires: list[Wire]) -> list[Wire]:
-    """Return the wires with those of a cube mesh that are two links told apart from those that are one."""
+    """Return the wires with double links of a cube mesh marked in their kind."""
     rates = defaultdict(set)
     for wire in wires:
         if wire.kind == "device and device":
@@ -123,7 +122,7 @@ def _doubled(wires: list[Wire]) -> list[Wire]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Return a bandwidth for people, in the decimal units of data sheets.
+    """Return a bandwidth as text, in the decimal units of data sheets.
 
     >>> rate(2.4e11), rate(1.15e8)
     ('240 GB/s', '115 MB/s')
@@ -139,7 +138,7 @@ def _delay(time_s: float) -> str:
 
 
 def _rates(wires: Sequence[Wire]) -> str:
-    """Return what links of one kind have: bandwidths in order, then latencies."""
+    """Return bandwidths and latencies of the links of one kind, as text."""
     bandwidths = list(dict.fromkeys(rate(wire.bandwidth_bytes_per_s) for wire in sorted(wires, key=_speed)))
     delays = sorted({wire.latency_s for wire in wires})
     shown = bandwidths if len(bandwidths) <= 4 else [bandwidths[0], "\u2026", bandwidths[-1]]
@@ -196,7 +195,7 @@ def draw(cluster: Cluster, *, file: str = "") -> Figure:
 
 
 def _frame(layout: Layout, entries: Sequence[Any], cluster: Cluster) -> tuple[float, float, float, float]:
-    """Return width, left, bottom and height of the picture in inches, so that heading and legend have their place."""
+    """Return width, left, bottom and height of the picture in inches, with room for heading and legend."""
     left, bottom, right, top = layout.extent
     for x, _, text in layout.notes:
         half = 0.045 * max(map(len, text.splitlines()))
@@ -220,7 +219,7 @@ def _heading(figure: Figure, cluster: Cluster, file: str) -> None:
 
 
 def _legend(cluster: Cluster, looks: dict[str, Any], wires: Sequence[Wire], layout: Layout) -> list[Any]:
-    """Return what stands below the picture: kinds of device, kinds of link with their rates, open ends."""
+    """Return the legend entries: kinds of device, kinds of link with their rates, open ends."""
     entries: list[Any] = []
     for kind, (colour, hatch) in looks.items():
         device = cluster.device_types[kind]

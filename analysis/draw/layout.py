@@ -1,7 +1,7 @@
-"""What of a cluster is shown, and where: plain data in inches. What would repeat itself is left out and counted."""
+"""Layout of a cluster's drawing: positions of nodes and boxes in inches; repeated parts are left out and counted."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, cos, pi, prod, sin
@@ -19,7 +19,7 @@ LABELLED_LINKS, LABELLED_NODES = 16, 80
 
 @dataclass(frozen=True)
 class Node:
-    """A device or switch in the picture: its middle, size and what stands in it (`below`: under it)."""
+    """A device or switch in the picture: its centre, size and label (`below`: label under it)."""
 
     x: float
     y: float
@@ -45,12 +45,12 @@ class Box:
 
 @dataclass
 class Layout:
-    """What is shown where, by node name."""
+    """Positions of everything in the picture."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     boxes: list[Box] = field(default_factory=list)
     ends: list[tuple[tuple[float, float], tuple[float, float]]] = field(default_factory=list)
-    """Links that leave the picture, from where to where."""
+    """Links that leave the picture, as (start, end)."""
     hidden: set[frozenset[str]] = field(default_factory=set)
     """Pairs of nodes whose link is drawn as two such ends."""
     notes: list[tuple[float, float, str]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def extent(self) -> tuple[float, float, float, float]:
-        """Left, bottom, right and top of all that is shown."""
+        """Left, bottom, right and top of the picture."""
         xs = [x for n in self.nodes.values() for x in (n.x - n.width / 2, n.x + n.width / 2)]
         ys = [y for n in self.nodes.values() for y in (n.y - n.height / 2 - 0.17 * bool(n.below), n.y + n.height / 2)]
         xs += [x for b in self.boxes for x in (b.left, b.right)] + [x for ends in self.ends for x, _ in ends]
@@ -69,7 +69,7 @@ class Layout:
         return min(xs), min(ys), max(xs), max(ys)
 
     def add(self, other: "Layout", x: float, y: float) -> None:
-        """Take in what another layout shows, moved by (x, y)."""
+        """Add another layout, moved by (x, y)."""
         for name, n in other.nodes.items():
             self.nodes[name] = Node(n.x + x, n.y + y, n.width, n.height, n.kind, n.text, n.points, n.below)
         self.boxes += [Box(b.left + x, b.bottom + y, b.right + x, b.top + y, b.text, b.kind) for b in other.boxes]
@@ -83,7 +83,7 @@ class Layout:
 
 
 def layout_of(cluster: Cluster) -> Layout:
-    """Return what of a cluster is shown, and where."""
+    """Return the layout of a cluster."""
     names = [device.name for device in cluster.devices]
     match cluster.topology:
         case Ring() | FullyConnected() | Switch():
@@ -120,7 +120,7 @@ def _around(names: Sequence[str], middle: str | None, prefix: str = "") -> Layou
 
 
 def _number(name: str) -> str:
-    """Return what a name counts: `server0/gpu3` is `3`."""
+    """Return the number at the end of a name: `3` of `server0/gpu3`."""
     return name.rpartition("/")[2].lstrip("abcdefghijklmnopqrstuvwxyz")
 
 
@@ -165,7 +165,7 @@ def _wrap(
     whole = (1,) * (3 - len(topology.shape)) + topology.shape
     for axis, (shown, length) in enumerate(zip(shape, whole, strict=True)):
         if length < 3:
-            continue  # two neighbours have one link, which is in the grid
+            continue  # along an axis of two devices there is one link, which is in the grid
         reach = 0.3 if axis == 0 else 0.62
         for place in np.ndindex(shape):
             for step in [-reach] * (place[axis] == 0) + [reach] * (place[axis] == shown - 1):
@@ -190,7 +190,7 @@ def _times(shape: Sequence[int]) -> str:
 
 
 def _shown(topology: Servers) -> list[int]:
-    """Return how many servers of each group are drawn."""
+    """Return the number of drawn servers of each group."""
     counts = [group.count for group in topology.servers]
     most = SHOWN_SERVERS if len(counts) > 1 else SHOWN_OF_ONE_KIND
     return counts if sum(counts) <= ALL_SERVERS else [min(count, most) for count in counts]
@@ -208,17 +208,14 @@ def _servers(topology: Servers, wiring: Wiring, prefix: str, *, big: bool) -> La
             x += right - left + 0.22
         if shown < group.count:
             like = f"\u2026\n{group.count - shown:,} more\nlike these\n\u2026"
-            layout.boxes.append(Box(x, 0, x + 0.95, _height(group, big=big), like, "more"))
+            height = _server(group, "", big=big).boxes[0].top
+            layout.boxes.append(Box(x, 0, x + 0.95, height, like, "more"))
             x += 0.95 + 0.22
         x += 0.25
         first += group.count
     if topology.fabric is not None:
         _switches(layout, topology, wiring, prefix)
     return layout
-
-
-def _height(group: ServerGroup, *, big: bool) -> float:
-    return _server(group, "", big=big).boxes[0].top
 
 
 def _server(group: ServerGroup, name: str, *, big: bool) -> Layout:
@@ -256,7 +253,7 @@ def _server(group: ServerGroup, name: str, *, big: bool) -> Layout:
 
 
 def _bars(group: ServerGroup, x: float, below: float, above: float) -> list[tuple[str, str, float, float]]:
-    """Return kind, text and place of a server's wide nodes: what joins the devices below them, the memory above."""
+    """Return kind, label and position of a server's wide nodes: NVSwitch or PCIe below the devices, memory above."""
     bars: list[tuple[str, str, float, float]] = []
     if group.inside in ("nvswitch", "pcie"):
         bars.append((group.inside, {"nvswitch": "NVSwitch", "pcie": "PCIe"}[group.inside], x, below))
@@ -266,17 +263,19 @@ def _bars(group: ServerGroup, x: float, below: float, above: float) -> list[tupl
 
 
 def _cube(pitch: float) -> list[tuple[float, float]]:
-    """Return the places of a cube mesh's devices: a cube from the front, devices 0, 3, 7 and 4 on the nearer face."""
+    """Return the positions of a cube mesh's devices: a cube, devices 0, 3, 7 and 4 on the nearer face."""
     wide, high = 2.4 * pitch, 1.6 * pitch
     left = [(0.0, 2 * high), (wide, 1.45 * high), (wide, 0.55 * high), (0.0, 0.0)]
     return left + [(3 * wide - x, y) for x, y in left]
 
 
 def _switches(layout: Layout, topology: Servers, wiring: Wiring, prefix: str) -> None:
-    """Add the leafs above the cards that they serve, evenly spread, and the spines above the leafs."""
+    """Add the leaf switches above the network cards that they connect, and the spines above the leafs."""
     served = defaultdict(list)
     for name, x in [(name, node.x) for name, node in layout.nodes.items() if node.kind == "nic"]:
-        for other in _linked(wiring, [name]) - layout.nodes.keys():
+        card = np.array([i for i, other in enumerate(wiring.names) if other == name])
+        linked = {wiring.names[i] for i in wiring.target[np.isin(wiring.source, card)]}
+        for other in linked - layout.nodes.keys():
             served[other].append(x)
     left, _, right, top = layout.extent
     leafs = sorted(served, key=lambda name: int(_number(name) or 0))
@@ -333,7 +332,7 @@ def _sites(topology: Sites, wiring: Wiring) -> Layout:
 
 
 def _free(cluster: Cluster) -> Layout:
-    """Return any cluster so that the distances in the picture are those in the graph."""
+    """Return the layout of an arbitrary cluster, whose distances approximate those in the graph."""
     names = cluster.wiring.names
     graph: nx.Graph[str] = nx.Graph()
     graph.add_nodes_from(names)
@@ -354,10 +353,3 @@ def _free(cluster: Cluster) -> Layout:
         width = max(0.7, 0.09 * len(name) + 0.2)
         layout.nodes[name] = Node(x, y, width if few else 0.3, 0.42 if few else 0.2, "switch", name if few else "", 9)
     return layout
-
-
-def _linked(wiring: Wiring, names: Iterable[str]) -> set[str]:
-    """Return the nodes to which there are links from the nodes of these names."""
-    wanted = set(names)
-    rows = np.array([i for i, name in enumerate(wiring.names) if name in wanted])
-    return {wiring.names[i] for i in wiring.target[np.isin(wiring.source, rows)]}

@@ -1,10 +1,10 @@
-"""A layer from the chain of its operations: sizes, times of their lives and sums over ranks, as model files have them.
+"""Layers of a model file from a sequence of operations: FLOP, bytes, buffer lifetimes, reductions over tensor ranks.
 
-An operation has a place in the forward, and the mirrored place in the backward. Its output lives until the last
-operation that needs it is done: one of the backward where one saves it, else the last of the forward that reads it.
-The gradient of an output is made by the backward of what reads it, and goes with the backward of what made it.
+An operation has an index in the forward and the mirrored index in the backward. Its output is freed after its last use:
+in the backward where an operation saves it, else after the last forward operation that reads it. The gradient of an
+output is allocated in the backward of its readers and freed in the backward of the operation that produced it.
 
-The loss behind a model's logits: which tensors of them there are at once depends on the software.
+`loss_of` gives the operations of the loss; which copies of the logits exist at once depends on the software.
 """
 
 import math
@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING
 from gssim.workload import Buffer, Layer, Moment, Parameter, Polynomial, Reduction
 
 if TYPE_CHECKING:
-    from analysis.literature.transformer import Writer
+    from analysis.literature.transformer import TransformerBuilder
 
-NOTHING = Polynomial(((0, 0, 0),))
+ZERO_BYTES = Polynomial(((0, 0, 0),))
 INPUT = "input"
-"""What the layer before hands on."""
+"""Name of the layer's input, the output of the layer before it."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How sizes are written: of a whole layer, or of one that `ranks` ranks share, a unit each."""
+class TensorSplit:
+    """Sizes of tensors as polynomials: of a whole layer, or of one that is split over `ranks` tensor ranks."""
 
     ranks: int = 1
 
     def size(self, *, one: float = 0, bs: float = 0, bss: float = 0, shared: bool = True) -> Polynomial:
-        """Return one + bs * b * s + bss * b * s^2; `shared`: each rank has its part of it.
+        """Return one + bs * b * s + bss * b * s^2 bytes; `shared`: each rank stores its part of it (a unit).
 
-        >>> str(Cut(2).size(bs=8)), str(Cut(2).size(bs=8, shared=False)), str(Cut().size(bs=8))
+        >>> str(TensorSplit(2).size(bs=8)), str(TensorSplit(2).size(bs=8, shared=False)), str(TensorSplit().size(bs=8))
         ('4*b*s*u', '8*b*s', '8*b*s')
         """
         parts = self.ranks if shared else 1
-        found = [(one, 0, 0), (bs, 1, 1), (bss, 1, 2)]
-        terms = tuple((math.ceil(value / parts), i, j) for value, i, j in found if value) or NOTHING.terms
+        coefficients = [(one, 0, 0), (bs, 1, 1), (bss, 1, 2)]
+        terms = tuple((math.ceil(value / parts), i, j) for value, i, j in coefficients if value) or ZERO_BYTES.terms
         return Polynomial((), terms) if shared and self.ranks > 1 else Polynomial(terms)
 
 
@@ -52,84 +52,84 @@ def total(sizes: Iterable[Polynomial], factor: float = 1) -> Polynomial:
             for value, i, j in terms:
                 sums[shared][i, j] = sums[shared].get((i, j), 0) + factor * value
     own, units = (tuple((round(v), i, j) for (i, j), v in each.items() if v) for each in sums.values())
-    return Polynomial(own, units) if own or units else NOTHING
+    return Polynomial(own, units) if own or units else ZERO_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter of an operation; `cut`: the dimension in which ranks share it."""
+    """A parameter of an operation; `sharded_dim`: the dimension in which tensor ranks shard it."""
 
     name: str
     shape: tuple[int, ...]
-    cut: int | None = None
+    sharded_dim: int | None = None
 
     def parameter(self, ranks: int, moment: Moment) -> Parameter:
-        """Return it as a model file has it; sizes that ranks do not divide are padded."""
-        if self.cut is None or ranks == 1:
+        """Return the parameter as a model file has it; sizes that `ranks` does not divide are padded."""
+        if self.sharded_dim is None or ranks == 1:
             return Parameter(self.name, self.shape, moment, moment)
-        sizes = (math.ceil(n / ranks) if i == self.cut else n for i, n in enumerate(self.shape))
-        return Parameter(self.name, tuple(sizes), moment, moment, self.cut)
+        sizes = (math.ceil(n / ranks) if i == self.sharded_dim else n for i, n in enumerate(self.shape))
+        return Parameter(self.name, tuple(sizes), moment, moment, self.sharded_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What is computed by one kernel, or a few; sizes in bytes, of one call for a whole batch."""
+    """A computation of one or a few kernels; sizes in bytes for one call on a whole batch."""
 
     name: str
     reads: tuple[str, ...] = (INPUT,)
-    """The operations, by name, whose outputs it reads."""
+    """Names of the operations whose outputs it reads."""
     output: Polynomial
-    flop: Polynomial = NOTHING
-    """Of the forward; the backward of a matrix product has twice as many, unless `backward_flop` says otherwise."""
+    flop: Polynomial = ZERO_BYTES
+    """FLOP of the forward; the backward has twice as many, unless `backward_flop` is given."""
     backward_flop: Polynomial | None = None
-    operands: Polynomial = NOTHING
-    """Bytes that a matrix product reads and writes; of its backward, twice as many."""
-    streamed: Polynomial = NOTHING
-    """Bytes of the forward that no arithmetic hides."""
-    backward_streamed: Polynomial = NOTHING
+    operands: Polynomial = ZERO_BYTES
+    """Bytes that a matrix product reads and writes in the forward; twice as many in the backward."""
+    streamed: Polynomial = ZERO_BYTES
+    """Bytes of the forward that are memory-bound."""
+    backward_streamed: Polynomial = ZERO_BYTES
     saves: tuple[str, ...] = ()
-    """The operations, itself perhaps, whose outputs its backward needs."""
-    noted: Polynomial = NOTHING
-    """Bytes saved besides: masks, statistics."""
+    """Names of the operations (possibly this one) whose outputs are saved for its backward."""
+    also_saved: Polynomial = ZERO_BYTES
+    """Bytes saved for the backward beside outputs: masks, statistics."""
     weights: tuple[Weight, ...] = ()
     kept: bool = False
     """Whether selective recomputation keeps its output."""
     passes_gradient: bool = False
-    """Whether the gradients of what it reads are that of its output (a sum)."""
+    """Whether the gradient of its output is also that of its inputs, without a copy (a sum)."""
     kernels: int = 1
-    summed: Polynomial | None = None
-    """After the forward, ranks sum so many bytes."""
-    backward_summed: Polynomial | None = None
+    reduced: Polynomial | None = None
+    """Bytes that tensor ranks all-reduce after the forward; None: nothing."""
+    backward_reduced: Polynomial | None = None
+    """Bytes that tensor ranks all-reduce after the backward; None: nothing."""
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerOperations:
     """The operations of a layer in order."""
 
     operations: tuple[Operation, ...]
-    cut: Cut
+    split: TensorSplit
     early_stop: bool = True
-    """Whether a forward that is run again stops once all is there that the backward needs (torch does, Megatron does
-    not)."""
+    """Whether recomputation ends once all tensors exist that the backward needs (torch does so, Megatron does not)."""
     last: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Number the last operation."""
+        """Set the index of the last operation."""
         object.__setattr__(self, "last", len(self.operations) - 1)
 
     def readers(self, name: str) -> list[int]:
-        """Return the places of the operations that read an output."""
+        """Return the indices of the operations that read an output."""
         return [i for i, each in enumerate(self.operations) if name in each.reads]
 
-    def buffers(self, passed: Polynomial, held: int) -> Iterable[Buffer]:
-        """Give all buffers; `passed`: bytes of its input, whose gradient goes at place `held` of the layer before."""
-        yield from self._made()
-        yield from self._gradients()
+    def buffers(self, input_bytes: Polynomial, freed_at: int) -> Iterable[Buffer]:
+        """Yield all buffers; the gradient of the input is freed at index `freed_at` of the layer before."""
+        yield from self._output_buffers()
+        yield from self._gradient_buffers()
         if self.readers(INPUT):
-            born, freed = Moment("b", self.last - min(self.readers(INPUT))), Moment("b", held, -1)
-            yield Buffer(born, freed, "temporaries", passed)
+            born, freed = Moment("b", self.last - min(self.readers(INPUT))), Moment("b", freed_at, -1)
+            yield Buffer(born, freed, "temporaries", input_bytes)
 
-    def _made(self) -> Iterable[Buffer]:
+    def _output_buffers(self) -> Iterable[Buffer]:
         for place, each in enumerate(self.operations):
             born = Moment("f", place)
             savers = [i for i, other in enumerate(self.operations) if each.name in other.saves]
@@ -140,30 +140,34 @@ class Chain:
             else:
                 end = max(self.readers(each.name), default=place)
                 yield Buffer(born, Moment("f", end), "temporaries", each.output)
-            if each.noted != NOTHING:
-                yield Buffer(born, Moment("b", self.last - place), "activations", each.noted)
+            if each.also_saved != ZERO_BYTES:
+                yield Buffer(born, Moment("b", self.last - place), "activations", each.also_saved)
 
-    def _gradients(self) -> Iterable[Buffer]:
+    def _gradient_buffers(self) -> Iterable[Buffer]:
         for place, each in enumerate(self.operations[:-1]):
-            makers = [i for i in self.readers(each.name) if not self.operations[i].passes_gradient]
-            if makers:
-                born, freed = Moment("b", self.last - max(makers)), Moment("b", self.last - place)
+            producers = [i for i in self.readers(each.name) if not self.operations[i].passes_gradient]
+            if producers:
+                born, freed = Moment("b", self.last - max(producers)), Moment("b", self.last - place)
                 yield Buffer(born, freed, "temporaries", each.output)
 
     @property
-    def again(self) -> tuple[Operation, ...]:
-        """What a checkpointed block runs again."""
+    def recomputed(self) -> tuple[Operation, ...]:
+        """The operations that a checkpointed block recomputes."""
         if not self.early_stop:
             return self.operations
-        saved = [i for i, each in enumerate(self.operations) if each.noted != NOTHING or each.name in self._saved()]
+        saved = [
+            i for i, each in enumerate(self.operations) if each.also_saved != ZERO_BYTES or each.name in self._saved()
+        ]
         return self.operations[: max(saved, default=-1) + 1]
 
     def _saved(self) -> set[str]:
         return {name for each in self.operations for name in each.saves}
 
-    def layer(self, name: str, modules: Sequence[str], *, block: bool, passed: Polynomial, held: int = 0) -> Layer:
-        """Return the layer, `modules` of them in a row; see `buffers`."""
-        every, again = self.operations, self.again
+    def layer(
+        self, name: str, modules: Sequence[str], *, block: bool, input_bytes: Polynomial, freed_at: int = 0
+    ) -> Layer:
+        """Return the layer, repeated once for each of `modules`; for the last two arguments see `buffers`."""
+        every, again = self.operations, self.recomputed
         rerun = tuple(each for each in again if not each.kept)
         moved = [total([each.operands, each.streamed]) for each in every]
         return Layer(
@@ -171,7 +175,7 @@ class Chain:
             modules=tuple(modules),
             block=block,
             parameters=tuple(
-                weight.parameter(self.cut.ranks, Moment("b", self.last - place))
+                weight.parameter(self.split.ranks, Moment("b", self.last - place))
                 for place, each in enumerate(every)
                 for weight in each.weights
             ),
@@ -197,19 +201,19 @@ class Chain:
             selective_streamed_bytes=total(each.streamed for each in rerun),
             selective_operations=sum(each.kernels for each in rerun),
             selective_positions=tuple(i for i, each in enumerate(every) if each.kept),
-            buffers=tuple(self.buffers(passed, held)),
-            units=self.cut.ranks if self.cut.ranks > 1 else None,
-            reductions=tuple(self._sums()) if self.cut.ranks > 1 else (),
-            linear=True if self.cut.ranks > 1 else None,
+            buffers=tuple(self.buffers(input_bytes, freed_at)),
+            units=self.split.ranks if self.split.ranks > 1 else None,
+            reductions=tuple(self._reductions()) if self.split.ranks > 1 else (),
+            linear=True if self.split.ranks > 1 else None,
         )
 
-    def _sums(self) -> Iterable[Reduction]:
+    def _reductions(self) -> Iterable[Reduction]:
         for place, each in enumerate(self.operations):
-            if each.summed is not None:
-                yield Reduction(Moment("f", place), each.summed)
+            if each.reduced is not None:
+                yield Reduction(Moment("f", place), each.reduced)
         for place, each in reversed(list(enumerate(self.operations))):
-            if each.backward_summed is not None:
-                yield Reduction(Moment("b", self.last - place), each.backward_summed)
+            if each.backward_reduced is not None:
+                yield Reduction(Moment("b", self.last - place), each.backward_reduced)
 
 
 def _streamed_back(operations: Iterable[Operation]) -> list[Polynomial]:
@@ -219,72 +223,68 @@ def _streamed_back(operations: Iterable[Operation]) -> list[Polynomial]:
 FLOAT = 4
 
 
-def loss_of(writer: "Writer", vocabulary: int) -> tuple[Operation, ...]:
-    """Return the operations from the logits on, of so many rows, to the loss."""
-    if writer.software.fused_loss:
-        return (_fused(writer, vocabulary),)
-    if writer.software.in_place_loss:
-        return (_cast(writer, vocabulary, saves=("float_logits",)), _in_place(writer, vocabulary))
-    return (_cast(writer, vocabulary), *_softmax_and_loss(writer, vocabulary))
+def loss_of(builder: "TransformerBuilder", vocabulary: int) -> tuple[Operation, ...]:
+    """Return the operations from the logits to the loss, for a vocabulary of this size.
+
+    A fused loss reads the logits twice, for their maxima and sums, and writes their gradient at once. An in-place loss
+    overwrites the logits in float by their softmax, and that by its gradient.
+    """
+    if builder.software.fused_loss:
+        fused = Operation(
+            name="loss",
+            reads=("logits",),
+            output=builder.split.size(one=FLOAT, shared=False),
+            streamed=builder.token_bytes(2 * vocabulary),
+            backward_streamed=builder.token_bytes(2 * vocabulary),
+            saves=("logits",),
+            also_saved=builder.token_bytes(1, shared=False, value=2 * FLOAT),
+        )
+        return (fused,)
+    if builder.software.in_place_loss:
+        in_place = Operation(
+            name="loss",
+            reads=("float_logits",),
+            output=builder.split.size(one=FLOAT, shared=False),
+            streamed=builder.token_bytes(2 * vocabulary, value=FLOAT),
+            backward_streamed=builder.token_bytes(4 * vocabulary, value=FLOAT),
+            saves=("float_logits",),
+            passes_gradient=True,
+            kernels=2,
+        )
+        return (_cast(builder, vocabulary, saves=("float_logits",)), in_place)
+    return (_cast(builder, vocabulary), *_softmax_and_loss(builder, vocabulary))
 
 
-def _cast(writer: "Writer", vocabulary: int, saves: tuple[str, ...] = ()) -> Operation:
+def _cast(builder: "TransformerBuilder", vocabulary: int, saves: tuple[str, ...] = ()) -> Operation:
     """Return the cast of the logits to float."""
     return Operation(
         name="float_logits",
         reads=("logits",),
-        output=writer.tokens(vocabulary, value=FLOAT),
-        streamed=writer.tokens(vocabulary, value=writer.value + FLOAT),
-        backward_streamed=writer.tokens(vocabulary, value=writer.value + FLOAT),
+        output=builder.token_bytes(vocabulary, value=FLOAT),
+        streamed=builder.token_bytes(vocabulary, value=builder.value + FLOAT),
+        backward_streamed=builder.token_bytes(vocabulary, value=builder.value + FLOAT),
         saves=saves,
     )
 
 
-def _softmax_and_loss(writer: "Writer", vocabulary: int) -> tuple[Operation, ...]:
-    """Return torch's loss: tensors of their own for what becomes of the logits."""
-    size = writer.tokens(vocabulary, value=FLOAT)
-    parallel = writer.software.parallel_loss and writer.cut.ranks > 1
+def _softmax_and_loss(builder: "TransformerBuilder", vocabulary: int) -> tuple[Operation, ...]:
+    """Return torch's loss, in which each step from logits to loss allocates a new tensor."""
+    size = builder.token_bytes(vocabulary, value=FLOAT)
+    parallel = builder.software.parallel_loss and builder.split.ranks > 1
     shifted = Operation(name="shifted", reads=("float_logits",), output=size)
     softmax = Operation(
         name="log_softmax",
         reads=("shifted",) if parallel else ("float_logits",),
         output=size,
-        streamed=writer.tokens(2 * vocabulary, value=FLOAT),
-        backward_streamed=writer.tokens(3 * vocabulary, value=FLOAT),
+        streamed=builder.token_bytes(2 * vocabulary, value=FLOAT),
+        backward_streamed=builder.token_bytes(3 * vocabulary, value=FLOAT),
         saves=("log_softmax",),
     )
     loss = Operation(
         name="loss",
-        # in parallel, four tensors in float are there at once: what is kept, zeros, their sum and its product
+        # `loss_parallel` has four tensors in float at once: the saved one, zeros, their sum and its product
         reads=("log_softmax", "float_logits") if parallel else ("log_softmax",),
-        output=writer.cut.size(one=FLOAT, shared=False),
+        output=builder.split.size(one=FLOAT, shared=False),
         backward_streamed=size,
     )
     return (shifted, softmax, loss) if parallel else (softmax, loss)
-
-
-def _in_place(writer: "Writer", vocabulary: int) -> Operation:
-    """Return the loss that makes the softmax of its logits in their place, and their gradient in that one's."""
-    return Operation(
-        name="loss",
-        reads=("float_logits",),
-        output=writer.cut.size(one=FLOAT, shared=False),
-        streamed=writer.tokens(2 * vocabulary, value=FLOAT),
-        backward_streamed=writer.tokens(4 * vocabulary, value=FLOAT),
-        saves=("float_logits",),
-        passes_gradient=True,
-        kernels=2,
-    )
-
-
-def _fused(writer: "Writer", vocabulary: int) -> Operation:
-    """Return the loss that reads the logits twice, for their maxima and sums, and writes their gradient at once."""
-    return Operation(
-        name="loss",
-        reads=("logits",),
-        output=writer.cut.size(one=FLOAT, shared=False),
-        streamed=writer.tokens(2 * vocabulary),
-        backward_streamed=writer.tokens(2 * vocabulary),
-        saves=("logits",),
-        noted=writer.tokens(1, shared=False, value=2 * FLOAT),
-    )

@@ -1,4 +1,4 @@
-"""Clusters of the machines that figures were published of."""
+"""Clusters of the machines on which published runs were measured, from platforms.toml."""
 
 import tomllib
 from dataclasses import field
@@ -16,31 +16,31 @@ FILE = "platforms.toml"
 
 @spec
 class Platform:
-    """A kind of machine, as tables name its GPU."""
+    """A kind of server, identified by the GPU name that tables give."""
 
     names: tuple[str, ...]
-    """What the tables call it, or what their entry begins with."""
+    """GPU names in the tables; an entry may go on after a space or comma."""
     device: str
-    """A preset of gssim's; so are the links."""
+    """A device preset of gssim; links are presets too."""
     inside: Literal["nvswitch", "pcie", "cube-mesh", "none"]
     inside_link: str
     devices: PositiveInt
-    """In each server, unless the table says."""
+    """Devices per server, unless the table gives another number."""
     nics: PositiveInt
     nic_link: str
     pcie_link: str
     nccl: str
-    """One of gssim's generations."""
+    """One of gssim's NCCL generations."""
     tensor_float_flop_per_s: FlopPerSecond | None = None
-    """Of matrix products in TF32; absent: the device has none."""
+    """Rate of matrix products in TF32; absent: the device has no TF32."""
     float8_ratio: PositiveFloat | None = None
-    """Rate of matrix products in float8 over that in 16 bits; absent: the device has none."""
+    """Rate of matrix products in float8 relative to 16 bits; absent: the device has no float8."""
     attention_ratio: PositiveFloat = 1.0
-    """Rate of flash attention over that of maps; see `Software`."""
+    """Rate of flash attention relative to linear layers; see `Software`."""
     first_attention_ratio: PositiveFloat = 1.0
-    """The same of FlashAttention's first version, as Triton has it."""
+    """The same ratio for the first version of FlashAttention (Triton)."""
     calibrated_on: tuple[str, ...] = field(default=())
-    """The rows, by their id, that numbers of the device were fitted to."""
+    """Ids of the rows that numbers of the device were fitted to."""
 
 
 @cache
@@ -53,38 +53,39 @@ def platforms() -> dict[str, Platform]:
 
 
 def platform_of(gpu: str) -> Platform | None:
-    """Return the platform of a GPU as a table names it: the longest name that its entry begins with.
+    """Return the platform of a table's GPU entry: the one with the longest name that the entry begins with.
 
     >>> platform_of("A100-SXM-80GB (as they say)").nics, platform_of("abacus")
     (8, None)
     """
-    found = [(len(name), platform) for platform in platforms().values() for name in platform.names if _is(gpu, name)]
-    return max(found, key=lambda each: each[0])[1] if found else None
-
-
-def _is(gpu: str, name: str) -> bool:
-    return gpu == name or gpu.startswith((f"{name} ", f"{name},"))
+    matches = [
+        (len(name), platform)
+        for platform in platforms().values()
+        for name in platform.names
+        if gpu == name or gpu.startswith((f"{name} ", f"{name},"))
+    ]
+    return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def first_attention_ratio_of(gpu: str) -> float:
-    """Return the rate of FlashAttention's first version over that of maps; 1 where the GPU is not known."""
+    """Return the rate of FlashAttention's first version relative to linear layers; 1 for an unknown GPU."""
     platform = platform_of(gpu)
     return platform.first_attention_ratio if platform else 1.0
 
 
 def float8_ratio_of(gpu: str) -> float | None:
-    """Return the rate of matrix products in float8 over that in 16 bits; None where it is not known."""
+    """Return the rate of matrix products in float8 relative to 16 bits; None where it is unknown."""
     platform = platform_of(gpu)
     return platform.float8_ratio if platform else None
 
 
 def calibration_rows() -> frozenset[str]:
-    """Return the ids of all rows that a device's numbers were fitted to."""
+    """Return the ids of all rows that numbers of a device were fitted to."""
     return frozenset().union(*(platform.calibrated_on for platform in platforms().values()))
 
 
 def sixteen_bits_of(gpu: str) -> Precision:
-    """Return in what 16 bits a GPU multiplies: fp16 where it has no bf16; bf16 where the GPU is not known.
+    """Return a GPU's 16-bit precision: fp16 where it has no bf16, else bf16 (also for an unknown GPU).
 
     >>> sixteen_bits_of("V100-SXM2-16GB"), sixteen_bits_of("A100-SXM-80GB")
     ('fp16', 'bf16')
@@ -95,11 +96,11 @@ def sixteen_bits_of(gpu: str) -> Precision:
 
 
 Server = tuple[str, int]
-"""A server's GPU, as tables name it, and how many it has."""
+"""GPU name in the table, and number of GPUs of the server."""
 
 
 def servers_of(gpu: str, ranks: int, per_node: int | None) -> tuple[Server, ...]:
-    """Return equal servers of so many devices in all; as many in each as there may be that divide them evenly.
+    """Return equal servers for `ranks` devices: the largest number per server that divides them evenly.
 
     >>> servers_of("T4", 8, 4), servers_of("T4", 6, 4)
     ((('T4', 4), ('T4', 4)), (('T4', 3), ('T4', 3)))
@@ -114,20 +115,22 @@ def servers_of(gpu: str, ranks: int, per_node: int | None) -> tuple[Server, ...]
 
 @cache
 def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: bool = False) -> Cluster:
-    """Return a cluster of servers of known GPUs, in rank order, behind one switch that never blocks.
+    """Return a cluster of servers with known GPUs, in rank order, behind one non-blocking switch.
 
-    `precision`, and `tensor_float`: what matrix products are in; those of fp32 are multiplied as TF32 where the device
-    can. Of unlike servers, NCCL goes by the constants of the oldest.
+    `precision` and `tensor_float`: number format of matrix products; those in fp32 use TF32 where the device has it.
+    Where servers differ, NCCL uses the constants of the oldest generation.
     """
     kinds = dict.fromkeys(gpu for gpu, _ in servers)
     known = {gpu: platform for gpu in kinds if (platform := platform_of(gpu))}
     assert len(known) == len(kinds)  # asked for before
     types = {gpu: "gpu" if len(kinds) == 1 else gpu for gpu in kinds}
     ranks = sum(devices for _, devices in servers)
+    oldest_first = list(GENERATIONS)
+    generations = (platform.nccl for platform in known.values())
     data = {
         "name": f"{ranks} x {' and '.join(kinds)}",
         "backend": "nccl",
-        "nccl": min((each.nccl for each in known.values()), key=_age),
+        "nccl": min(generations, key=lambda nccl: oldest_first.index(nccl.partition("-")[0])),
         "source": f"analysis/literature/{FILE}",
         "device_types": {types[gpu]: _device(each, precision, tensor_float) for gpu, each in known.items()},
         "topology": {
@@ -141,13 +144,8 @@ def cluster_of(servers: tuple[Server, ...], precision: Precision, tensor_float: 
     return validated(Cluster, data, file=FILE)
 
 
-def _age(nccl: str) -> int:
-    """Return where a platform's generation stands among all of them."""
-    return list(GENERATIONS).index(nccl.partition("-")[0])
-
-
 def _device(platform: Platform, precision: Precision, tensor_float: bool) -> str | dict[str, Any]:
-    """Return a platform's device as a cluster file has it: a preset, but for products in TF32, which gssim has not."""
+    """Return a platform's device as in a cluster file: a preset, changed for TF32 products, which presets lack."""
     if precision != "fp32" or not tensor_float or not platform.tensor_float_flop_per_s:
         return platform.device
     peaks = {"fp32": platform.tensor_float_flop_per_s}
@@ -156,8 +154,8 @@ def _device(platform: Platform, precision: Precision, tensor_float: bool) -> str
 
 
 def _server(platform: Platform, device: str, devices: int, count: int) -> dict[str, Any]:
-    """Return servers of so many of a platform's devices as a cluster file has them."""
-    # a part of a cube mesh is nearly a full mesh
+    """Return `count` servers with `devices` devices each, as a cluster file has them."""
+    # a part of a cube mesh is close to a full mesh
     inside = "nvswitch" if platform.inside == "cube-mesh" and devices != CUBE_MESH_DEVICES else platform.inside
     return {
         "count": count,

@@ -1,7 +1,4 @@
-"""The scenario of a published run, and its prediction.
-
-Predictions of many runs, several at a time: each ends in one, or in the reason why there is none.
-"""
+"""Prediction of published training runs: the scenario of a run, and its simulation in one process or several."""
 
 import signal
 import traceback
@@ -21,7 +18,7 @@ from gssim.cache import Shared
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.plan import DATA_AXES, METHODS, Plan
-from gssim.result import RankClass, Result
+from gssim.result import Result
 from gssim.scenario import Loaded, Scenario, check
 from gssim.simulation import simulate
 from gssim.units import PRECISION_BYTES
@@ -30,7 +27,7 @@ from gssim.workload import Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a run; memory of the rank that needs most."""
+    """Predicted step time and peak memory of a run (memory of the rank that needs most, or as `Run.memory_of`)."""
 
     step_s: float
     allocated_bytes: float
@@ -38,44 +35,39 @@ class Prediction:
     device_bytes: float
 
 
-MOST_KEPT = 8
-"""Answers of each kind that runs share: neighbours in a table are alike, if any are."""
+CACHED_ANSWERS = 8
+"""Intermediate results of each kind that are cached across runs; equal ones are mostly of adjacent rows."""
 MOST_RANKS, MOST_BLOCKS = 2**16, 2**10
-"""Of more, no row is simulated: a slip of the pen rather than a run."""
+"""Limits on the size of a run; a larger value is taken for a typing error in the table."""
 
 
 def predict(run: Run, shared: Shared | None = None) -> Prediction:
     """Return the prediction for a run; raise SkippedError where the project cannot predict it.
 
-    `shared`: what runs before it have in common with it. Of many micro-batches not all are simulated: in its steady
-    state, each more takes as long as the one before it.
+    `shared`: cache of intermediate results of earlier runs. Only a few micro-batches are simulated: in steady state
+    each further one takes the same time, so that the step time is extrapolated from two counts.
     """
-    _refuse(run)
-    few, more = _counts(run)
-    shared = shared or Shared(MOST_KEPT)
-    results = [_result(run, count, shared) for count in dict.fromkeys((few, more))]
+    _check_consistency(run)
+    few, more = _simulated_counts(run)
+    shared = shared or Shared(CACHED_ANSWERS)
+    results = [_simulated(run, count, shared) for count in dict.fromkeys((few, more))]
     first, last = results[0].step_time_s, results[-1].step_time_s
     step_s = last + (run.micro_batches - more) * (last - first) / max(1, more - few)
     ranks = results[-1].ranks
     if run.memory_of == "last":
-        ranks = tuple(each for each in ranks if run.ranks - 1 in each.ranks)
-    added = _float_gradient_bytes(run, ranks)
-    allocated = max(rank.peak_allocated_bytes for rank in ranks) + added
-    reserved = max(rank.peak_reserved_bytes or rank.peak_allocated_bytes for rank in ranks) + added
+        ranks = tuple(rank for rank in ranks if run.ranks - 1 in rank.ranks)
+    float_gradient_bytes = 0.0  # beside the gradients in the parameters' own precision, which the plan accounts for
+    if run.software.float_gradients:
+        parameter_bytes = max(rank.peak_by_category_bytes.get("parameters", 0.0) for rank in ranks)
+        float_gradient_bytes = parameter_bytes * (FLOAT / PRECISION_BYTES[run.software.precision] - 1)
+    allocated = max(rank.peak_allocated_bytes for rank in ranks) + float_gradient_bytes
+    reserved = max(rank.peak_reserved_bytes or rank.peak_allocated_bytes for rank in ranks) + float_gradient_bytes
     outside = max(sum(rank.outside_bytes.values()) for rank in ranks)
     return Prediction(step_s, allocated, reserved, reserved + outside)
 
 
-def _float_gradient_bytes(run: Run, ranks: Sequence[RankClass]) -> float:
-    """Return what gradients in float take beside those of the parameters' own precision, which the plan tells."""
-    if not run.software.float_gradients:
-        return 0.0
-    held = max(rank.peak_by_category_bytes.get("parameters", 0.0) for rank in ranks)
-    return held * (FLOAT / PRECISION_BYTES[run.software.precision] - 1)
-
-
-def _refuse(run: Run) -> None:
-    """Raise SkippedError for runs that there cannot have been."""
+def _check_consistency(run: Run) -> None:
+    """Raise SkippedError for a run whose figures contradict each other, or are too large to be meant."""
     shape, software = run.shape, run.software
     if run.ranks > MOST_RANKS or shape.layers > MOST_BLOCKS:
         raise SkippedError("more GPUs or layers than any run has")
@@ -89,20 +81,20 @@ def _refuse(run: Run) -> None:
         raise SkippedError("interleaved stages need a multiple of pp micro-batches")
 
 
-def _counts(run: Run) -> tuple[int, int]:
-    """Return how many micro-batches are simulated, twice: the numbers are as far apart as the schedule repeats.
+def _simulated_counts(run: Run) -> tuple[int, int]:
+    """Return the two numbers of micro-batches to simulate, which differ by one period of the schedule.
 
-    It does from the micro-batch on that finds a pipeline filled, with each micro-batch; interleaved, that takes two
-    rounds of its ranks, and as many micro-batches as it has ranks.
+    The schedule is periodic once the pipeline is filled: after `pp` micro-batches with a period of one micro-batch;
+    interleaved, after 2 * `pp` with a period of `pp`. Runs that are hardly longer are simulated whole.
     """
-    every, few = (run.pp, 2 * run.pp) if run.chunks > 1 else (1, max(2, run.pp))
-    if run.micro_batches <= few + every or run.micro_batches % every:
+    period, few = (run.pp, 2 * run.pp) if run.chunks > 1 else (1, max(2, run.pp))
+    if run.micro_batches <= few + period or run.micro_batches % period:
         return run.micro_batches, run.micro_batches
-    return few, few + every
+    return few, few + period
 
 
 def cluster_of_run(run: Run) -> Cluster:
-    """Return the cluster that a run was on; raise SkippedError for a GPU that is not known."""
+    """Return the cluster of a run; raise SkippedError for an unknown GPU."""
     if any(platform_of(gpu) is None for gpu in (dict(run.servers) or (run.gpu,))):
         raise SkippedError("a GPU that platforms.toml does not know")
     servers = run.servers or servers_of(run.gpu, run.ranks, run.per_node)
@@ -110,7 +102,7 @@ def cluster_of_run(run: Run) -> Cluster:
 
 
 def scenario_of(run: Run, micro_batches: int) -> Scenario:
-    """Return the scenario of a run with so many micro-batches; raise SkippedError for a GPU that is not known."""
+    """Return the scenario of a run with `micro_batches` micro-batches; raise SkippedError for an unknown GPU."""
     context = run.software.context_ranks
     model = transformer(run.shape, run.software, tp=run.tp, tied=run.pp == 1 and run.shape.ties)
     workload = Workload(
@@ -121,13 +113,13 @@ def scenario_of(run: Run, micro_batches: int) -> Scenario:
         optimizer=run.optimizer,
         optimizer_implementation="fused",
     )
-    # tables name their rows as they like; files may be named after scenarios
-    name = "".join(each if each.isprintable() and each != "/" else "-" for each in run.identity) or "row"
+    # row ids may hold any character; files may be named after scenarios
+    name = "".join(char if char.isprintable() and char != "/" else "-" for char in run.identity) or "row"
     return Scenario(name=name, cluster=cluster_of_run(run), workload=workload, plan=plan_of(run, micro_batches))
 
 
 def plan_of(run: Run, micro_batches: int) -> Plan:
-    """Return how a run divides the work."""
+    """Return the parallel plan of a run."""
     data = run.dp * run.software.context_ranks
     axis = METHODS[run.method].axis
     settings: dict[str, Any] = {axis: data} if axis in DATA_AXES and run.method != "single" else {}
@@ -146,7 +138,7 @@ def plan_of(run: Run, micro_batches: int) -> Plan:
 
 
 def stages_of(run: Run) -> tuple[int, ...]:
-    """Return the layers of every stage: blocks, the embedding with the first, the head with the last."""
+    """Return the number of layers of every stage: blocks, the embedding in the first, the head in the last."""
     stages, blocks = run.pp * run.chunks, run.shape.layers
     counts = list(run.blocks_of_stages or (blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)))
     counts[0] += 1
@@ -154,100 +146,95 @@ def stages_of(run: Run) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _result(run: Run, micro_batches: int, shared: Shared) -> Result:
+def _simulated(run: Run, micro_batches: int, shared: Shared) -> Result:
     try:
         scenario = scenario_of(run, micro_batches)
         check(scenario, file=run.identity)
         return simulate(Loaded(file=run.identity, scenario=scenario), shared=shared).result
     except UserError as error:
-        raise SkippedError(f"gssim refuses the plan: {_reason(str(error))}") from None
-
-
-def _reason(text: str) -> str:
-    """Return a refusal without the row's own name and numbers' places."""
-    return text.partition(": ")[2] or text
+        reason = str(error).partition(": ")[2] or str(error)  # without the row's own id
+        raise SkippedError(f"gssim refuses the plan: {reason}") from None
 
 
 INTERRUPTED = "not reached before the interrupt"
 
 
 @dataclass(frozen=True)
-class Missing:
-    """Why a run has no prediction."""
+class NoPrediction:
+    """The reason for a run's missing prediction."""
 
     reason: str
     fault: str = ""
-    """What went wrong in the project's own code, where that is the reason."""
+    """Traceback, where the project's own code failed."""
 
 
-Outcome = Prediction | Missing
+Outcome = Prediction | NoPrediction
 
 
-def outcomes(runs: Sequence[Run], *, jobs: int = 1, told: Callable[[int], None] = lambda _: None) -> list[Outcome]:
-    """Return what becomes of each run; runs that differ in name and measured figures alone are predicted once.
+def predict_runs(
+    runs: Sequence[Run], *, jobs: int = 1, on_done: Callable[[int], None] = lambda _: None
+) -> list[Outcome]:
+    """Return the outcome of each run; runs that differ only in id and measured figures are predicted once.
 
-    `told` hears the place of each run as it ends. An interrupt ends the work, not the answer: what is finished by then
-    is returned, the rest as missing.
+    `on_done` is called with the index of each run as it ends. After an interrupt the finished outcomes are returned,
+    the others as missing.
     """
-    alike: dict[Run, list[int]] = defaultdict(list)
-    for place, run in enumerate(runs):
-        alike[_asked(run)].append(place)
-    distinct = [runs[places[0]] for places in alike.values()]
-    places_of = list(alike.values())
-    found: list[Outcome] = [Missing(INTERRUPTED)] * len(runs)
+    indices: dict[Run, list[int]] = defaultdict(list)
+    for i, run in enumerate(runs):
+        question = replace(run, identity="", source="", step_s=None, memory_bytes=None, memory_metric=None)
+        indices[question].append(i)
+    duplicates = list(indices.values())
+    distinct = [runs[same[0]] for same in duplicates]
+    outcomes: list[Outcome] = [NoPrediction(INTERRUPTED)] * len(runs)
     try:
-        for number, outcome in _ended(distinct, min(jobs, len(distinct))):
-            for place in places_of[number]:
-                found[place] = outcome
-                told(place)
+        for number, outcome in _completed(distinct, min(jobs, len(distinct))):
+            for i in duplicates[number]:
+                outcomes[i] = outcome
+                on_done(i)
     except KeyboardInterrupt:
         pass
-    return found
+    return outcomes
 
 
-def _asked(run: Run) -> Run:
-    """Return what is asked of a run: all but its name and what was measured."""
-    return replace(run, identity="", source="", step_s=None, memory_bytes=None, memory_metric=None)
-
-
-def _ended(runs: Sequence[Run], jobs: int) -> Iterator[tuple[int, Outcome]]:
-    """Yield each run's place and outcome as they end."""
+def _completed(runs: Sequence[Run], jobs: int) -> Iterator[tuple[int, Outcome]]:
+    """Yield the index and outcome of each run as it ends."""
     if jobs <= 1:
-        shared = Shared(MOST_KEPT)
-        yield from ((place, outcome_of(run, shared)) for place, run in enumerate(runs))
+        shared = Shared(CACHED_ANSWERS)
+        yield from ((i, predict_or_explain(run, shared)) for i, run in enumerate(runs))
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
+    # workers ignore interrupts: the process that submits the runs handles them
+    ignored = (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignored
+    ) as pool:
         try:
-            # the longest first, so that none is alone at the end
-            order = sorted(range(len(runs)), key=lambda place: -runs[place].pp * runs[place].chunks)
-            places = {pool.submit(_outcome_here, runs[place]): place for place in order}
-            for future in as_completed(places):
-                yield places[future], future.result()
+            # the longest first, so that no long run is left alone at the end
+            order = sorted(range(len(runs)), key=lambda i: -runs[i].pp * runs[i].chunks)
+            futures = {pool.submit(_predict_in_worker, runs[i]): i for i in order}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _ignore_interrupts() -> None:
-    """Leave the user's interrupt to the process that hands out the runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 @cache
-def _shared_here() -> Shared:
-    """Return what the runs of this process share."""
-    return Shared(MOST_KEPT)
+def _worker_cache() -> Shared:
+    """Return this process's cache of intermediate results."""
+    return Shared(CACHED_ANSWERS)
 
 
-def _outcome_here(run: Run) -> Outcome:
-    return outcome_of(run, _shared_here())
+def _predict_in_worker(run: Run) -> Outcome:
+    return predict_or_explain(run, _worker_cache())
 
 
-def outcome_of(run: Run, shared: Shared | None = None) -> Outcome:
-    """Return the prediction of a run, or why there is none; no run's fault keeps the others from being predicted."""
+def predict_or_explain(run: Run, shared: Shared | None = None) -> Outcome:
+    """Return the prediction of a run, or the reason that there is none; no exception of one run ends the others."""
     try:
         return predict(run, shared)
     except SkippedError as reason:
-        return Missing(str(reason))
+        return NoPrediction(str(reason))
     except Exception as error:
-        return Missing(f"a fault of ours ({type(error).__name__})", fault=f"{run.identity}: {traceback.format_exc()}")
+        return NoPrediction(
+            f"internal error ({type(error).__name__})", fault=f"{run.identity}: {traceback.format_exc()}"
+        )

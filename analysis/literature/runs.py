@@ -1,7 +1,4 @@
-"""What a row of a table says: a training that was run, and what was measured of it.
-
-What is trained and by which software: a model's hyper-parameters, and what makes other operations of it.
-"""
+"""Published training runs: hyper-parameters of the model, features of the software, parallel plan, measured figures."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -27,11 +24,11 @@ class Shape:
     predicted: int | None = None
     """Tokens of a sequence that have logits; absent: all."""
     tied: bool | None = None
-    """Whether the embedding's weight serves for logits too; absent: where `gpt`."""
+    """Whether the output layer shares the embedding's weight; absent: only where `gpt`."""
 
     @property
     def ties(self) -> bool:
-        """Whether the head has no parameters of its own, if it is on one rank with the embedding."""
+        """Whether the output layer has no parameters of its own, if it is on the embedding's rank."""
         return self.kind == "gpt" if self.tied is None else self.tied
 
     @property
@@ -58,7 +55,7 @@ class Shape:
 
 
 def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int) -> Shape:
-    """Return a GPT whose blocks' first map is four times as wide as they are."""
+    """Return a GPT whose feed-forward layers are four times as wide as its hidden size."""
     return Shape(
         kind="gpt",
         layers=layers,
@@ -73,66 +70,68 @@ def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence_lengt
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What of the software that ran a model makes other operations of it."""
+    """Features of the training software that change a model's operations."""
 
     precision: Precision = "bf16"
     tensor_float: bool = False
-    """Matrix products of fp32 are multiplied as TF32."""
+    """Matrix products in fp32 are computed as TF32."""
     flash_attention: bool = False
-    """Scores are never written, and where the mask is causal, only half of them are computed."""
+    """Scores are never written to memory; with a causal mask only half of them are computed."""
     dropout: bool = True
-    """Of attention and of each map's output."""
+    """Dropout after attention and after each block's output layers."""
     fused_softmax: bool = True
-    """Scale, mask and softmax are one kernel, as in half precision; else three, of torch."""
+    """Scale, mask and softmax are one kernel, as in half precision; else three kernels of torch."""
     partitioned: bool = False
-    """Between blocks a rank has its part of the activations, as where stages of a pipeline pass on parts of them that
-    are gathered on arrival (Narayanan et al. 2021, section 4.1; DeepSpeed's PipelineEngine does it too)."""
+    """Between blocks a rank stores only its shard of the activations, as where pipeline stages send shards that are
+    gathered on arrival (Narayanan et al. 2021, section 4.1; DeepSpeed's PipelineEngine does it too)."""
     compiled: bool = False
-    """Operations that only stream are fused with their neighbours (torch.compile)."""
+    """Memory-bound operations are fused with adjacent ones (torch.compile)."""
     early_stop: bool = True
+    """Recomputation ends once all tensors exist that the backward needs (torch does so, Megatron does not)."""
     sequence_parallel: bool = False
-    """Between cut blocks, each rank has its part of the sequence."""
+    """Between tensor-parallel layers each rank stores its shard of the sequence."""
     context_ranks: int = 1
-    """Ranks that share each sequence, attention in a ring: sizes are of a rank's part of it."""
+    """Ranks that share each sequence, with ring attention: sizes are those of a rank's part of the sequence."""
     map_speedup: float = 1.0
-    """Rate of the blocks' maps over that of the precision: float8."""
+    """Rate of the blocks' linear layers relative to the precision's own: above 1 for float8."""
     float8_casts: bool = False
+    """Inputs and outputs of linear layers are cast to float8 and back."""
     attention_ratio: float = 1.0
-    """Rate of flash attention over that of maps."""
+    """Rate of flash attention relative to that of linear layers."""
     gathers_inputs: bool = False
-    """With sequence parallelism, what cut maps read is gathered into a tensor that they all keep; see
-    `Writer.cut_input`."""
+    """With sequence parallelism, the input of tensor-parallel layers is gathered into one tensor that they all save;
+    see `TransformerBuilder.gathered_input`."""
     fused_loss: bool = False
     """The loss is one kernel each way, without logits in float (torch.compile; flash-attention's cross-entropy)."""
     in_place_loss: bool = False
-    """Of logits in float there is one tensor at a time (Megatron-LM, core/tensor_parallel/cross_entropy.py)."""
+    """Logits in float exist as one tensor at a time (Megatron-LM, core/tensor_parallel/cross_entropy.py)."""
     pipelined_maps: bool = False
-    """Gathering is cut into parts among those of the maps that read it, and keeps nothing whole (torch's asynchronous
-    tensor parallelism). That parts hide behind each other is not modelled."""
+    """The all-gather of a tensor-parallel layer's input is split into parts that alternate with the product, and no
+    gathered tensor is saved (torch's asynchronous tensor parallelism). The overlap itself is not modelled."""
     parallel_loss: bool = False
-    """The loss of cut logits is torch's `loss_parallel` (torch 2.13, distributed/tensor/parallel/loss.py)."""
+    """The loss of sharded logits is torch's `loss_parallel` (torch 2.13, distributed/tensor/parallel/loss.py)."""
     float_gradients: bool = False
-    """Gradients are added up in float beside 16-bit parameters (Megatron-LM's main_grad, where bf16)."""
+    """Gradients are accumulated in float beside 16-bit parameters (Megatron-LM's main_grad, where bf16)."""
 
 
 Metric = Literal["allocated", "reserved", "device"]
-"""Peak bytes that tensors took; that the allocator had taken from the device; that were in use on the device."""
+"""Peak bytes of tensors; peak bytes that the allocator reserved; peak bytes in use on the device."""
 
 
 class SkippedError(Exception):
-    """A row that cannot be scored: why, in words that many rows share."""
+    """A row that cannot be scored; its message is the reason, in the same words for all such rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training step that somebody timed."""
+    """A published training run: plan, model, software and measured figures."""
 
     identity: str
     source: str
     gpu: str
     per_node: int | None
     servers: tuple[Server, ...] = ()
-    """Where they are not all alike, in rank order; else `gpu` and `per_node` tell of all."""
+    """The servers in rank order, where they differ; else `gpu` and `per_node` describe all of them."""
     shape: Shape
     software: Software
     method: MethodName
@@ -140,11 +139,11 @@ class Run:
     tp: int = 1
     pp: int = 1
     chunks: int = 1
-    """Stages of each of a pipeline's ranks."""
+    """Pipeline stages per rank (virtual stages)."""
     blocks_of_stages: tuple[int, ...] | None = None
-    """Absent: as evenly as may be."""
+    """Blocks of each stage; absent: as even as possible."""
     micro_batch: int
-    """Samples of a rank."""
+    """Samples of a rank's micro-batch."""
     micro_batches: int
     recompute: Literal["none", "selective", "full"]
     overlap: bool
@@ -153,7 +152,7 @@ class Run:
     memory_bytes: float | None = None
     memory_metric: Metric | None = None
     memory_of: Literal["most", "last"] = "most"
-    """Whose memory was measured: of the rank that needs most, or of the last one."""
+    """The rank whose memory was measured: the one that needs most, or the last one."""
 
     @property
     def ranks(self) -> int:

@@ -1,6 +1,6 @@
-"""How far predictions are from published figures, source by source, beside a naive baseline.
+"""Errors of predictions against published step times and memory, by source, with those of a naive baseline.
 
-Scores of published figures as a table for people, and as JSON.
+`score` predicts every row of some tables; `print_scores` and `as_json` report the errors.
 """
 
 from collections import Counter, defaultdict
@@ -18,33 +18,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from analysis.literature.platforms import calibration_rows
-from analysis.literature.predict import INTERRUPTED, Missing, Prediction, cluster_of_run, outcomes
+from analysis.literature.predict import INTERRUPTED, NoPrediction, Prediction, cluster_of_run, predict_runs
 from analysis.literature.runs import Run
-from analysis.literature.tables.tables import Record, read_table
+from analysis.literature.tables.reading import Record, read_table
 from gssim.errors import UserError
 from gssim.terminal import plain_console
 
 UTILISATION = 0.4
-"""Of the baseline: the share of the peak that 6 FLOP a parameter and token are done at, on every device."""
+"""The baseline's assumption: 6 FLOP per parameter and token at this fraction of the peak, on every device."""
 BYTES_PER_PARAMETER = 16
-"""Of the baseline: mixed-precision Adam's states (Rajbhandari et al. 2019, ZeRO, section 3.1)."""
+"""The baseline's assumption: states of mixed-precision Adam (Rajbhandari et al. 2019, ZeRO, section 3.1)."""
 EQUAL_RATIO = 1.05
-"""Measured times closer than this have no order."""
+"""Measured times whose ratio is below this count as equal: they are not ranked."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
-    """A row: what was measured of it, what is predicted, and what the baseline says."""
+class ScoredRow:
+    """A row of a table: measured figures, prediction and baseline."""
 
     identity: str
     run: Run
     prediction: Prediction
     calibration: bool
-    """Whether numbers of the device were fitted to it; such rows are in no score."""
+    """Whether numbers of the device were fitted to the row; such rows are left out of every score."""
 
     @property
     def step_errors(self) -> tuple[float, float] | None:
-        """Relative error of the step, and that of the baseline; None where no time was measured."""
+        """Relative errors of the step time: prediction and baseline; None where no time was measured."""
         measured = self.run.step_s
         if not measured:
             return None
@@ -52,7 +52,7 @@ class Scored:
 
     @property
     def memory_errors(self) -> tuple[float, float] | None:
-        """The same of memory, in the metric that was measured."""
+        """Relative errors of memory, in the metric that was measured: prediction and baseline; None if not measured."""
         measured = self.run.memory_bytes
         if not measured or self.run.memory_metric is None:
             return None
@@ -68,14 +68,14 @@ def baseline_step_s(run: Run) -> float:
 
 
 def baseline_bytes(run: Run) -> float:
-    """Return 16 bytes for each parameter that a rank holds, if each data rank of ZeRO-3 holds its part."""
+    """Return 16 bytes for each parameter that a rank stores (under ZeRO-3: its shard)."""
     shards = run.dp * run.software.context_ranks if run.method == "zero3" else 1
     return BYTES_PER_PARAMETER * run.shape.parameters / (run.tp * run.pp * shards)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Relative errors of several rows, and of the baseline for the same rows."""
+    """Summary of the relative errors of several rows, with the baseline's errors for the same rows."""
 
     n: int
     mean: float
@@ -87,7 +87,7 @@ class Errors:
 
 
 def errors_of(pairs: Sequence[tuple[float, float]]) -> Errors | None:
-    """Return the summary of (own, baseline) errors; None where there are none.
+    """Return the summary of (own, baseline) errors; None for an empty sequence.
 
     >>> errors_of([(0.1, 0.5), (0.3, 0.1)]).median
     0.2
@@ -108,21 +108,21 @@ def errors_of(pairs: Sequence[tuple[float, float]]) -> Errors | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Of pairs of plans for one model on as many GPUs, how many are predicted in the order that was measured."""
+    """Number of pairs of plans for one training, and of those predicted in their measured order."""
 
     pairs: int
     agreeing: int
 
 
-def agreement_of(rows: Iterable[Scored]) -> Agreement:
+def agreement_of(rows: Iterable[ScoredRow]) -> Agreement:
     """Return in how many pairs of plans for the same training the faster one is predicted to be faster."""
-    same: dict[object, list[Scored]] = defaultdict(list)
+    trainings: dict[object, list[ScoredRow]] = defaultdict(list)
     for row in rows:
         if row.run.step_s:
-            same[row.run.shape, row.run.gpu, row.run.ranks, row.run.tokens].append(row)
+            trainings[row.run.shape, row.run.gpu, row.run.ranks, row.run.tokens].append(row)
     pairs = agreeing = 0
-    for alike in same.values():
-        for one, other in combinations(alike, 2):
+    for plans in trainings.values():
+        for one, other in combinations(plans, 2):
             measured = (one.run.step_s or 0.0, other.run.step_s or 0.0)
             if max(measured) < EQUAL_RATIO * min(measured):
                 continue
@@ -136,24 +136,24 @@ class SourceScore:
     """The score of one source of figures."""
 
     source: str
-    rows: tuple[Scored, ...]
-    """All that are predicted, those of the calibration too."""
+    rows: tuple[ScoredRow, ...]
+    """All predicted rows, including those used for calibration."""
     skipped_rows: Mapping[str, str]
-    """The rows that are not predicted, by id, with the reason."""
+    """Reason for each row without a prediction, by id."""
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many rows are not predicted, by the reason."""
+        """Number of rows without a prediction, by reason."""
         return dict(Counter(self.skipped_rows.values()))
 
     @property
-    def tested(self) -> tuple[Scored, ...]:
-        """What is scored: nothing was fitted to it."""
+    def tested(self) -> tuple[ScoredRow, ...]:
+        """The rows that are scored: nothing was fitted to them."""
         return tuple(row for row in self.rows if not row.calibration)
 
     @property
     def calibration(self) -> tuple[str, ...]:
-        """Ids of the rows that are left out as calibrated on."""
+        """Ids of the rows that are left out because numbers were fitted to them."""
         return tuple(row.identity for row in self.rows if row.calibration)
 
     @property
@@ -168,23 +168,23 @@ class SourceScore:
         for row in self.tested:
             if row.memory_errors and row.run.memory_metric:
                 pairs[row.run.memory_metric].append(row.memory_errors)
-        return {metric: found for metric, each in pairs.items() if (found := errors_of(each))}
+        return {metric: errors for metric, rows in pairs.items() if (errors := errors_of(rows))}
 
     @property
     def agreement(self) -> Agreement:
-        """Order of plans."""
+        """Agreement of predicted and measured order among plans for the same training."""
         return agreement_of(self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What becomes of some tables."""
+    """Scores of the rows of some tables."""
 
     sources: tuple[SourceScore, ...]
-    refused: tuple[str, ...] = ()
-    """Files that could not be read, each with the reason."""
+    unreadable: tuple[str, ...] = ()
+    """Error message of each file that could not be read."""
     faults: tuple[str, ...] = ()
-    """Where the project's own code failed."""
+    """Tracebacks of rows for which the project's own code failed."""
     interrupted: bool = False
 
 
@@ -192,76 +192,72 @@ def score(
     files: Sequence[Path],
     *,
     jobs: int = 1,
-    told: Callable[[int, int], None] = lambda done, rows: None,
+    on_progress: Callable[[int, int], None] = lambda done, rows: None,
     only: Callable[[str], bool] = lambda _: True,
 ) -> Scores:
     """Return the scores of the rows of some tables, by source.
 
-    `told` hears how many rows are done, of how many; `only`: which rows, by id. Raises UserError where no file can be
-    read; one that can makes up for others that cannot.
+    `on_progress` is called with the number of finished rows and of all rows; `only` selects rows by id. Raises
+    UserError where none of the files can be read; otherwise unreadable files are reported in the scores.
     """
-    tables, refused = _read(files)
-    records = [each for table in tables for each in table if only(each[0])]
+    tables, unreadable = _read(files)
+    records = [record for table in tables for record in table if only(record[0])]
     runs = [(identity, source, run) for identity, source, run in records if isinstance(run, Run)]
-    count = 0
+    done = 0
 
-    def ended(_: int) -> None:
-        nonlocal count
-        count += 1
-        told(count, len(runs))
+    def count(_: int) -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, len(runs))
 
-    told(0, len(runs))
-    ends = iter(outcomes([run for _, _, run in runs], jobs=jobs, told=ended))
-    found: dict[str, list[Scored]] = defaultdict(list)
+    on_progress(0, len(runs))
+    outcomes = iter(predict_runs([run for _, _, run in runs], jobs=jobs, on_done=count))
+    scored: dict[str, list[ScoredRow]] = defaultdict(list)
     skipped: dict[str, dict[str, str]] = defaultdict(dict)
     faults: list[str] = []
     for identity, source, run in records:
-        outcome = next(ends) if isinstance(run, Run) else Missing(str(run))
-        if isinstance(outcome, Missing):
-            skipped[source][_unlike(identity, skipped[source])] = outcome.reason
+        outcome = next(outcomes) if isinstance(run, Run) else NoPrediction(str(run))
+        if isinstance(outcome, NoPrediction):
+            reasons, number, unique = skipped[source], 1, identity
+            while unique in reasons:
+                number += 1
+                unique = f"{identity} ({number})"
+            reasons[unique] = outcome.reason
             faults += [outcome.fault] if outcome.fault else []
         elif isinstance(run, Run):
-            known = identity in calibration_rows()
-            found[source].append(Scored(identity=identity, run=run, prediction=outcome, calibration=known))
+            calibration = identity in calibration_rows()
+            row = ScoredRow(identity=identity, run=run, prediction=outcome, calibration=calibration)
+            scored[source].append(row)
     return Scores(
         sources=tuple(
-            SourceScore(source=source, rows=tuple(found[source]), skipped_rows=skipped[source])
+            SourceScore(source=source, rows=tuple(scored[source]), skipped_rows=skipped[source])
             for source in dict.fromkeys(source for _, source, _ in records)
         ),
-        refused=refused,
+        unreadable=unreadable,
         faults=tuple(faults),
-        interrupted=any(INTERRUPTED in each.values() for each in skipped.values()),
+        interrupted=any(INTERRUPTED in reasons.values() for reasons in skipped.values()),
     )
 
 
-def _unlike(identity: str, others: Mapping[str, str]) -> str:
-    """Return an id, numbered where another row has it already."""
-    number, name = 1, identity
-    while name in others:
-        number += 1
-        name = f"{identity} ({number})"
-    return name
-
-
 def _read(files: Sequence[Path]) -> tuple[list[list[Record]], tuple[str, ...]]:
-    """Return the tables that can be read, and why others cannot; raise UserError where that is all of them."""
-    tables, refused = [], []
+    """Return the readable tables and the errors of the others; raise UserError where none can be read."""
+    tables, unreadable = [], []
     for file in files:
         try:
             tables.append(read_table(file))
         except UserError as error:
-            refused.append(str(error))
+            unreadable.append(str(error))
     if not tables:
-        raise UserError("; ".join(refused))
-    return tables, tuple(refused)
+        raise UserError("; ".join(unreadable))
+    return tables, tuple(unreadable)
 
 
 PIPE_WIDTH = 140
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[int, int], None]]:
-    """Give a function that shows on stderr how many rows are done, of how many."""
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr; yield the callback that takes the number of finished rows and of all rows."""
     columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("rows", total=None)
@@ -269,7 +265,7 @@ def progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def as_json(scores: Scores) -> dict[str, Any]:
-    """Return all scores as plain data, every row's figures with them."""
+    """Return all scores, with the figures of every row, as plain data for JSON."""
     return {
         "baseline": {"utilisation_ratio": UTILISATION, "bytes_per_parameter": BYTES_PER_PARAMETER},
         "sources": [
@@ -285,12 +281,12 @@ def as_json(scores: Scores) -> dict[str, Any]:
             }
             for each in scores.sources
         ],
-        "refused_files": list(scores.refused),
+        "refused_files": list(scores.unreadable),
         "interrupted": scores.interrupted,
     }
 
 
-def _row(row: Scored) -> dict[str, Any]:
+def _row(row: ScoredRow) -> dict[str, Any]:
     metric = row.run.memory_metric
     return {
         "id": row.identity,
@@ -304,7 +300,7 @@ def _row(row: Scored) -> dict[str, Any]:
 
 
 def print_scores(scores: Scores) -> None:
-    """Print a line for each source and quantity, then what was skipped and why."""
+    """Print a line for each source and quantity, then the calibration rows and the skipped rows with reasons."""
     console = plain_console(PIPE_WIDTH, highlight=False)
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("source", overflow="fold", min_width=40)

@@ -1,4 +1,4 @@
-"""`scenarios/README.md`: every key of the files that people write, as the classes say that read them."""
+"""Generator of `scenarios/README.md`: the reference of all keys of the input files, from the classes that read them."""
 
 from analysis.reference_page.page import page
 

@@ -1,6 +1,6 @@
-"""The page: files that ship with their questions, then a section for each table of keys.
+"""The reference page in Markdown: shipped files with their questions, then the keys of every table.
 
-What a key takes, in words: its type, unit, limits and default.
+Each key has its type, unit, limits, default and meaning, taken from the classes' fields and their docstrings.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from gssim.workload import Model
 PLAIN = {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any value"}
 COMPARISONS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 MOST = 10**15
-"""Counts have this limit, which nobody meets."""
+"""Limit of counts, left out of the page since it is never reached in practice."""
 
 
 def is_table(kind: Any) -> bool:
@@ -37,18 +37,15 @@ def is_table(kind: Any) -> bool:
 
 
 def tables_in(kind: Any) -> list[type]:
-    """Return the tables that are somewhere in a type, in order."""
+    """Return the tables nested in a type, in order."""
     if is_table(kind):
         return [kind]
-    return [table for part in _parts(kind) for table in tables_in(part)]
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind)[:1] if get_origin(kind) is typing.Annotated else get_args(kind)
+    parts = get_args(kind)[:1] if get_origin(kind) is typing.Annotated else get_args(kind)
+    return [table for part in parts for table in tables_in(part)]
 
 
 def value_in_words(kind: Any, link: Any) -> str:
-    """Return what a value of a type is; `link`: turns a table into what refers to its section.
+    """Return the description of a type's values; `link` returns the link to a table's section.
 
     >>> from gssim.units import PositiveInt, Seconds
     >>> value_in_words(Seconds | None, str), value_in_words(tuple[PositiveInt, ...], str)
@@ -63,7 +60,11 @@ def value_in_words(kind: Any, link: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{_toml(option)}`" for option in get_args(kind))
     if origin is tuple:
-        return _array(get_args(kind), link)
+        parts = get_args(kind)
+        inner = [value_in_words(part, link) for part in parts if part is not Ellipsis]
+        if Ellipsis in parts or len(set(inner)) > 1:
+            return f"array: {', '.join(inner)}"
+        return f"array of {len(inner)}: {inner[0]}"
     if origin is dict:
         key, value = get_args(kind)
         names = f"each of {value_in_words(key, link)}" if get_origin(key) is Literal else "name"
@@ -71,13 +72,6 @@ def value_in_words(kind: Any, link: Any) -> str:
     if is_table(kind):
         return f"table {link(kind)}"
     return PLAIN.get(kind) or f"text ({kind.__name__.lower()})"
-
-
-def _array(parts: tuple[Any, ...], link: Any) -> str:
-    inner = [value_in_words(part, link) for part in parts if part is not Ellipsis]
-    if Ellipsis in parts or len(set(inner)) > 1:
-        return f"array: {', '.join(inner)}"
-    return f"array of {len(inner)}: {inner[0]}"
 
 
 def _annotated(base: Any, *notes: Any, link: Any) -> str:
@@ -95,22 +89,22 @@ def _annotated(base: Any, *notes: Any, link: Any) -> str:
 
 
 def _field_limits(note: FieldInfo) -> list[str]:
-    found = []
-    for each in note.metadata:
+    limits = []
+    for constraint in note.metadata:
         for name, sign in COMPARISONS.items():
-            limit = getattr(each, name, None)
+            limit = getattr(constraint, name, None)
             if limit is not None and limit not in (MOST, *UNSAID):
-                found.append(f"{sign} {limit:g}")
-        if (fewest := getattr(each, "min_length", None)) is not None:
-            found.append(f"(at least {fewest})")
-    return found
+                limits.append(f"{sign} {limit:g}")
+        if (fewest := getattr(constraint, "min_length", None)) is not None:
+            limits.append(f"(at least {fewest})")
+    return limits
 
 
 def default_in_words(name: str, field: FieldInfo) -> str:
-    """Return what holds where a key is absent."""
+    """Return the description of a key's default."""
     if field.default_factory is not None:
-        made = field.default_factory()  # type: ignore[call-arg]  # none of ours takes the data
-        return "its keys' own" if is_dataclass(made) else f"`{_toml(made)}`"
+        default = field.default_factory()  # type: ignore[call-arg]  # none of our factories takes the data
+        return "its keys' own" if is_dataclass(default) else f"`{_toml(default)}`"
     if field.default in (PydanticUndefined, MISSING):
         return "**needed**"
     if field.default is None:
@@ -145,7 +139,7 @@ FILLED_IN = {
     (Scenario, "question"): "the first line",
     (Sweep, "question"): "the first line",
 }
-"""What loading fills in."""
+"""Defaults that loading a file fills in."""
 FOLDERS = {"": "Scenarios", "sweeps": "Sweeps", "studies": "Studies"}
 INTRODUCTION = """# Scenarios: the files, and every key in them
 
@@ -183,7 +177,7 @@ def page(folder: Path) -> str:
 
 
 def _limits() -> Iterator[str]:
-    """Yield what numbers may be, and how large things may be."""
+    """Yield the sections on ranges of numbers and limits on sizes."""
     yield "## Ranges and limits\n"
     yield (
         "Numbers are within these ranges (0 is allowed where it makes sense), so that all that follows from them is "
@@ -202,38 +196,38 @@ def _limits() -> Iterator[str]:
 def _questions(folder: Path) -> Iterator[str]:
     for name, title in FOLDERS.items():
         files = sorted((folder / name).glob("*.toml"))
-        rows = [[f"[{file.stem}]({file.relative_to(folder)})", _question(file)] for file in files]
+        rows = [
+            [f"[{file.stem}]({file.relative_to(folder)})", first_comment(file.read_text(encoding="utf-8"))]
+            for file in files
+        ]
         yield from (f"## {title} that ship\n", _table(["file", "question"], rows))
 
 
-def _question(file: Path) -> str:
-    return first_comment(file.read_text(encoding="utf-8"))
-
-
 def _sections(root: type) -> Iterator[str]:
-    """Yield a root's keys, then those of every table in it, each once, in the order in which they come up."""
+    """Yield the keys of a root table, then those of every table nested in it, each once."""
     yield _keys(root)
-    for table, places in tables_of(root).items():
+    for table, paths in tables_of(root).items():
+        meaning = " ".join((inspect.getdoc(table) or "").split("\n\n")[0].split())
         yield f"### {_title(table, root)}\n"
-        yield f"At {', '.join(f'`{place}`' for place in places)}. {_first_paragraph(table)}\n"
+        yield f"At {', '.join(f'`{path}`' for path in paths)}. {meaning}\n"
         yield _keys(table)
 
 
 def tables_of(root: type) -> dict[type, list[str]]:
-    """Return the tables below a root, with the paths at which they stand; other roots have sections of their own."""
-    found: dict[type, list[str]] = {}
+    """Return the tables nested in a root with their key paths; other roots have sections of their own."""
+    paths: dict[type, list[str]] = {}
 
-    def visit(table: type, place: str) -> None:
+    def visit(table: type, prefix: str) -> None:
         for name, kind in _types(table).items():
             for inner in tables_in(kind):
-                path = f"{place}{name}{_step(kind)}"
-                if inner in ROOTS or path in found.get(inner, ()):
+                path = f"{prefix}{name}{_step(kind)}"
+                if inner in ROOTS or path in paths.get(inner, ()):
                     continue
-                found.setdefault(inner, []).append(path)
+                paths.setdefault(inner, []).append(path)
                 visit(inner, f"{path}.")
 
     visit(root, "")
-    return found
+    return paths
 
 
 def _types(table: type) -> dict[str, typing.Any]:
@@ -242,7 +236,7 @@ def _types(table: type) -> dict[str, typing.Any]:
 
 
 def _step(kind: typing.Any) -> str:
-    """Return what a path goes through where a key's value holds several tables."""
+    """Return the part of a key path for a value that holds several tables: `[]` or `.NAME`."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return f"[]{_step(parts[0])}"
@@ -253,13 +247,10 @@ def _step(kind: typing.Any) -> str:
 
 
 def _title(table: type, root: type) -> str:
-    """Return the heading of a table's section; names that two files' tables share say whose they are."""
-    shared = [other for other in ROOTS if other is not root and any(_same(table, t) for t in tables_of(other))]
+    """Return the heading of a table's section, with the kind of file where another kind has a table of that name."""
+    others = [inner for other in ROOTS if other is not root for inner in tables_of(other) if inner is not table]
+    shared = table.__name__ in {inner.__name__ for inner in others}
     return f"{table.__name__} ({ROOTS[root].lower()})" if shared else table.__name__
-
-
-def _same(table: type, other: type) -> bool:
-    return table is not other and table.__name__ == other.__name__
 
 
 def _link(table: type) -> str:
@@ -269,16 +260,12 @@ def _link(table: type) -> str:
 
 
 def _anchor(title: str) -> str:
-    """Return the name under which a heading is linked to.
+    """Return the anchor of a heading.
 
     >>> _anchor("Group (sweep files)")
     'group-sweep-files'
     """
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
-def _first_paragraph(table: type) -> str:
-    return " ".join((inspect.getdoc(table) or "").split("\n\n")[0].split())
 
 
 def _keys(table: type) -> str:

@@ -1,1 +1,1 @@
-"""What a threshold costs in quality and gains in bytes and time: paired trainings of a study's variants."""
+"""Studies of thresholds: paired trainings of variants, and their effect on quality, bytes and time."""

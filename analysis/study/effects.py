@@ -1,4 +1,4 @@
-"""What a variant does to a figure, seed by seed: the differences of pairs, their mean, and how sure it is."""
+"""Paired statistics over seeds: mean difference or ratio of two variants, with its confidence interval."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Spread:
-    """Figures of a few seeds."""
+    """Mean and standard deviation of a figure over a few seeds."""
 
     mean: float
     sd: float
@@ -28,7 +28,7 @@ class Effect:
     n: int
 
     def differs_from(self, value: float) -> bool:
-        """Return whether the interval leaves `value` out."""
+        """Return whether the interval excludes `value`."""
         return not self.low <= value <= self.high
 
 
@@ -44,8 +44,8 @@ def spread(values: Sequence[float]) -> Spread:
 def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Effect:
     """Return values - reference, pair by pair: the mean, and its 95 % interval by Student's t distribution.
 
-    Seeds move both of a pair alike (same initial parameters, same batches), so that differences vary less than the
-    figures themselves. Assumes that differences are normal. Source: Student 1908, "The probable error of a mean".
+    A seed affects both values of a pair (same initial parameters, same batches), so that differences vary less than the
+    figures themselves. Assumes normal differences. Source: Student 1908, "The probable error of a mean".
 
     >>> effect = paired_difference([2.0, 3.5, 4.5], [1.0, 2.0, 3.0])
     >>> round(effect.mean, 3), round(effect.low, 3), round(effect.high, 3)
@@ -54,13 +54,13 @@ def paired_difference(values: Sequence[float], reference: Sequence[float]) -> Ef
     from scipy.stats import t
 
     differences = [a - b for a, b in zip(values, reference, strict=True)]
-    found = spread(differences)
-    half = float(t.ppf((1 + CONFIDENCE) / 2, found.n - 1)) * found.sd / math.sqrt(found.n)
-    return Effect(found.mean, found.mean - half, found.mean + half, found.n)
+    change = spread(differences)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, change.n - 1)) * change.sd / math.sqrt(change.n)
+    return Effect(change.mean, change.mean - half, change.mean + half, change.n)
 
 
 def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> Effect:
-    """Return values / reference, pair by pair: the geometric mean and its interval, that of the logarithms.
+    """Return values / reference, pair by pair: the geometric mean, and its interval from that of the logarithms.
 
     >>> paired_ratio([2.0, 2.0], [1.0, 1.0])
     Effect(mean=2.0, low=2.0, high=2.0, n=2)

@@ -1,8 +1,8 @@
-"""What a study found, in sentences made from its rows: also where thresholds gain nothing.
+"""Findings of a study in sentences generated from its rows, also where thresholds gain nothing.
 
-A difference counts where its 95 % interval leaves out zero (a ratio's: one). What is not told from zero is not shown to
-be zero. Of use is what is better than pushing nothing. No speed-up is stated without its density, its change in loss,
-and what pushing nothing gives.
+A difference is significant where its 95 % interval excludes zero (a ratio's: one); an insignificant one is not shown to
+be zero. A variant is of use where it is better than pushing nothing. No speed-up is stated without its density, its
+change in loss, and the figures of the control that pushes nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from analysis.study.study import Study
 
 @dataclass(frozen=True)
 class Findings:
-    """Sentences: of each chart its headline (without intervals), and all that there is to say."""
+    """Sentences: the headline of each chart (without intervals), and all findings."""
 
     quality: str
     bytes: str
     time: str
     elsewhere: tuple[str, ...]
-    """One for each network that step times were predicted for."""
+    """One sentence for each network that step times were predicted for."""
     density: str
     all: tuple[str, ...]
 
 
 def findings_of(study: Study, rows: Sequence[Row]) -> Findings:
-    """Return what the rows say."""
+    """Return the findings of the rows."""
     dense = next(row for row in rows if row.name == study.dense)
     silent = next(row for row in rows if row.name == study.silent)
     tried = [row for row in rows if not row.control]
@@ -49,17 +49,17 @@ def findings_of(study: Study, rows: Sequence[Row]) -> Findings:
 
 
 def loses(row: Row) -> bool:
-    """Return whether a row's loss is higher than dense's, by more than chance."""
+    """Return whether a row's loss is significantly higher than dense's."""
     return row.loss_change is not None and row.loss_change.low > 0
 
 
 def is_of_use(row: Row) -> bool:
-    """Return whether a row's loss is lower than that of pushing nothing, by more than chance."""
+    """Return whether a row's loss is significantly lower than that of pushing nothing."""
     return row.loss_over_silent is not None and row.loss_over_silent.high < 0
 
 
 def is_faster(row: Row) -> bool:
-    """Return whether a row trains more samples a second than dense, by more than chance."""
+    """Return whether a row trains significantly more samples per second than dense."""
     return row.speed_up is not None and row.speed_up.low > 1
 
 
@@ -133,7 +133,7 @@ def _fastest(rows: Sequence[Row], network: str) -> Row:
 
 
 def _drift(tried: Sequence[Row]) -> str:
-    """Say how far density moves during a run, where it moves most."""
+    """Return a sentence on the largest change of density during a run."""
     moving = [row for row in tried if row.densities and min(row.densities) > 0]
     if not moving:
         return ""
@@ -197,7 +197,7 @@ def _mean_gain(row: Row) -> str:
 
 
 def interval(effect: Effect) -> str:
-    """Return a difference with its interval.
+    """Return a difference and its interval as text.
 
     >>> interval(Effect(0.08, 0.05, 0.11, 5))
     '+0.080 [+0.050, +0.110]'
@@ -206,7 +206,7 @@ def interval(effect: Effect) -> str:
 
 
 def percentage(ratio: float) -> str:
-    """Return a density for people.
+    """Return a density in percent.
 
     >>> percentage(0.1234), percentage(0.000456), percentage(0.0), percentage(1.0)
     ('12 %', '0.046 %', '0 %', '100 %')

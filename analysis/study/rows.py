@@ -1,4 +1,4 @@
-"""A study's variants as rows: what each pushed, how good it became, how long its steps took; beside both controls."""
+"""Table of a study's variants: density, bytes, held-out loss, step time, and their changes from both controls."""
 
 import csv
 import io
@@ -15,45 +15,45 @@ from gssim.files import as_text_cell
 from gssim.result import Collective, Result
 
 SENT_ONCE = ("all-to-all-v", "send")
-"""Kinds whose bytes leave a device once; those of an all-reduce do 2 (ranks - 1) times, of all others ranks - 1."""
+"""Kinds of collectives whose bytes leave a device once; of an all-reduce 2 (ranks - 1) times, of others ranks - 1."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A variant of a study: means over its seeds, and what differs from the controls, seed by seed."""
+    """A variant of a study: means over its seeds, and paired differences from the controls."""
 
     name: str
     control: bool
     threshold: float | None
     kind: str
     rules: str
-    """All of the push but its threshold: rows that share it are points of one line."""
+    """Settings of the push without its threshold; rows with equal settings are joined by a line."""
     samples: int
-    """That the whole training took."""
+    """Samples of the whole training."""
     density: float | None
-    """Fraction of the off-shard gradient elements that were pushed; None where all always are."""
+    """Fraction of the off-shard gradient elements that were pushed; None without a threshold."""
     densities: tuple[float, ...]
-    """By step."""
+    """Density by step."""
     sent_bytes: float
-    """By a rank in a step, gradients and parameters together."""
+    """Bytes that a rank sends in a step, gradients and parameters together."""
     loss: Spread
     """On held-out data, after the last step, in nats."""
     loss_change: Effect | None
-    """From that of dense; None for dense itself."""
+    """Change from the loss of dense; None for dense itself."""
     loss_over_silent: Effect | None
-    """From that of the training that pushes nothing."""
+    """Change from the loss of the control that pushes nothing."""
     accuracy: Spread | None
-    """Fraction of held-out samples that are classified rightly."""
+    """Fraction of held-out samples that are classified correctly."""
     accuracy_change: Effect | None
     curve: tuple[tuple[int, float], ...]
     """Held-out loss by step."""
     step_time_s: Spread
     speed_up: Effect | None
-    """Samples per second, over dense's."""
+    """Samples per second relative to dense."""
     predicted_s: dict[str, float]
-    """Step time by network."""
+    """Predicted step time by network."""
     predicted_speed_ups: dict[str, float]
-    """As `speed_up`."""
+    """Predicted samples per second relative to dense, by network."""
 
 
 def rows_of(study: Study, trained: Sequence[Trained]) -> list[Row]:
@@ -67,6 +67,7 @@ def _row(each: Trained, dense: Trained, silent: Trained) -> Row:
     accuracies = _accuracies(each)
     densities = [result.density.push for result in each.results if result.density.push is not None]
     of_steps = [result.density.push_by_step for result in each.results]
+    evaluations = zip(*(result.evaluation for result in each.results), strict=True)
     plan, run = each.results[0].scenario["plan"], each.results[0].scenario["run"]
     steps = run["steps"] + run["warmup_steps"]
     is_dense = each is dense
@@ -86,7 +87,7 @@ def _row(each: Trained, dense: Trained, silent: Trained) -> Row:
         loss_over_silent=None if each is silent else paired_difference(losses, _each(silent, _loss)),
         accuracy=spread(accuracies) if accuracies else None,
         accuracy_change=None if is_dense or not accuracies else paired_difference(accuracies, _accuracies(dense)),
-        curve=_curve(each.results),
+        curve=tuple((seeds[0].step, fmean(one.loss for one in seeds)) for seeds in evaluations),
         step_time_s=spread(times),
         speed_up=None if is_dense else paired_ratio(_each(each, _speed), _each(dense, _speed)),
         predicted_s=predicted_s,
@@ -114,27 +115,22 @@ def _loss(result: Result) -> float:
 
 
 def _accuracies(trained: Trained) -> list[float]:
-    found = [result.evaluation[-1].accuracy_ratio for result in trained.results]
-    return [each for each in found if each is not None]
-
-
-def _curve(results: Sequence[Result]) -> tuple[tuple[int, float], ...]:
-    by_step = zip(*(result.evaluation for result in results), strict=True)
-    return tuple((each[0].step, fmean(e.loss for e in each)) for each in by_step)
+    accuracies = [result.evaluation[-1].accuracy_ratio for result in trained.results]
+    return [each for each in accuracies if each is not None]
 
 
 def sent_bytes(result: Result) -> float:
-    """Return what a rank sends in a step, mean over ranks, by what was handed to the process group.
+    """Return the bytes that a rank sends in a step, mean over ranks, from the calls of the process group.
 
-    Rings for reduce-scatter, all-gather and all-reduce, direct messages for all else; what depends on the data was
-    counted as it was sent.
+    Assumes rings for reduce-scatter, all-gather and all-reduce, and direct messages otherwise; data-dependent messages
+    were counted as they were sent.
     """
     ranks = sum(entry.count for entry in result.ranks)
     return sum(map(total_sent_bytes, result.collectives)) / ranks
 
 
 def total_sent_bytes(entry: Collective) -> float:
-    """Return what all ranks of a collective's group send in a step.
+    """Return the bytes that all ranks of a collective's group send in a step.
 
     >>> total_sent_bytes(Collective(kind="all-reduce", group=(0, 1), bytes=100, count=2))
     400

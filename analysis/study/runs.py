@@ -1,4 +1,4 @@
-"""The trainings of a study, each a process of `gsreal run`; what is finished is kept and not run again."""
+"""Trainings of a study, each a process of `gsreal run`; finished ones are reused by later runs."""
 
 import json
 import signal
@@ -19,31 +19,31 @@ from gssim.simulation import simulate
 from gssim.units import human_seconds
 
 GRACE_S = 30.0
-"""How long a command gets to end after an interrupt: it stops its ranks first."""
+"""Time that a command has to end after an interrupt, in which it stops its ranks."""
 KEPT_PARTS = ("workload", "plan", "run", "network")
-"""Parts of a scenario that must be the same for a kept Result to stand for it; the rest is in its identity."""
+"""Parts of a scenario that must be equal for a Result to be reused; the others are part of its id."""
 HERE = "this machine"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A variant's trainings, one for each of the study's seeds, and what was predicted of the first."""
+    """A variant's trainings, one for each of the study's seeds, and the predictions for the first."""
 
     variant: Variant
     results: tuple[Result, ...]
     predictions: dict[str, Result]
-    """By network: this machine's, and those elsewhere."""
+    """Prediction by network: this machine, and the networks of `elsewhere`."""
 
 
 def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Trained]:
-    """Return every variant's trainings and predictions; a training that `out` has is taken from there, unless `again`.
+    """Return every variant's trainings and predictions; a training that `out` has is reused, unless `again`.
 
-    It is kept whatever code it ran with, which its provenance says; predictions are always made anew.
-
-    Seed by seed, and each variant of a seed in turn: a machine that gets slower does so for all of them.
+    It is reused whatever version of the code it ran with (see its provenance); predictions are always made anew.
+    All variants of a seed are trained before the next seed, so that a drift of the machine affects all of them.
     """
     study = loaded.study
-    inputs = _prepared(loaded, out)
+    cluster = [f"cluster={json.dumps(str(_calibrated(loaded, out)))}"] if study.calibrate else []
+    inputs = (*cluster, f"workload.gradients={json.dumps(str(_statistics(loaded, cluster, out)))}")
     results: dict[tuple[str, int], Result] = {}
     progress = _Progress(len(study.seeds) * len(study.variants))
     for seed in study.seeds:
@@ -66,14 +66,8 @@ def train(loaded: LoadedStudy, out: Path, *, again: bool = False) -> list[Traine
 # Before the trainings ------------------------------------------------------------------------------------------------
 
 
-def _prepared(loaded: LoadedStudy, out: Path) -> tuple[str, ...]:
-    """Return overrides for what is measured first: this machine, and gradients under the study's thresholds."""
-    inputs = [f"cluster={json.dumps(str(_calibrated(loaded, out)))}"] if loaded.study.calibrate else []
-    return (*inputs, f"workload.gradients={json.dumps(str(_statistics(loaded, inputs, out)))}")
-
-
 def _calibrated(loaded: LoadedStudy, out: Path) -> Path:
-    """Return the cluster file of this machine, its layers measured at the study's shapes."""
+    """Return the cluster file of this machine, calibrated at the study's shapes."""
     file = out / "cluster.toml"
     if file.exists():
         return file
@@ -90,7 +84,7 @@ def _calibrated(loaded: LoadedStudy, out: Path) -> Path:
 
 
 def _model_file(loaded: LoadedStudy) -> Path:
-    """Return the file of the model that all variants train; raise UserError where it is given otherwise."""
+    """Return the file of the model that all variants train; raise UserError where it is not given as a file."""
     pairs = [override.partition("=") for override in (*as_overrides(loaded.study.set), *loaded.overrides)]
     given = {key.strip(): value.strip().strip('"') for key, _, value in pairs}.get("workload.model")
     name = given or read_toml(loaded.scenario_file)[1]["workload"]["model"]
@@ -102,7 +96,7 @@ def _model_file(loaded: LoadedStudy) -> Path:
 
 
 def _statistics(loaded: LoadedStudy, inputs: Sequence[str], out: Path) -> Path:
-    """Return the gradient statistics that predictions rest on, of a seed that no variant is trained with."""
+    """Return the file of gradient statistics for predictions, from a seed that no variant is trained with."""
     file, study = out / "gradients.json", loaded.study
     thresholded = [v for v in study.variants if loaded.load(v, seed=0).statistics_needed]
     extra = (*inputs, f"workload.gradients={json.dumps(str(file))}")
@@ -132,7 +126,7 @@ def _loads(loaded: LoadedStudy, variants: Sequence[Variant], extra: tuple[str, .
 
 
 class _Progress:
-    """Says how far the trainings are, and about how long the rest takes."""
+    """Prints the progress of the trainings, with an estimate of the remaining time."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.ran = total, 0, 0
@@ -161,7 +155,7 @@ def _trained(
     *,
     again: bool,
 ) -> Result:
-    """Return the Result of one training: the one that is kept, or a new one."""
+    """Return the Result of one training, reused or new."""
     overrides = [*loaded.overrides_of(variant, seed=seed, density=density), *inputs]
     asked = loaded.load(variant, seed=seed, density=density, extra=tuple(inputs))
     file = out / "results" / f"{asked.scenario.name}.{asked.scenario.scenario_id}.measured.json"
@@ -177,23 +171,23 @@ def _trained(
 
 
 def stands_for(result: Result, asked: Loaded) -> bool:
-    """Return whether a kept Result answers what is asked, to the last setting."""
+    """Return whether a stored Result is of exactly the scenario that is asked for."""
     wanted = json.loads(json.dumps(asked.scenario.resolved()))
     same = all(_without_paths(result.scenario.get(part)) == _without_paths(wanted.get(part)) for part in KEPT_PARTS)
     return result.scenario_id == asked.scenario.scenario_id and same
 
 
 def _without_paths(part: Any) -> Any:
-    """Return a part without where files lie, and without the model, of which the identity holds what is asked."""
+    """Return a part of a scenario without file paths, and without the model, which is part of the id."""
     left_out = ("gradients", "model")
     return {key: value for key, value in part.items() if key not in left_out} if isinstance(part, dict) else part
 
 
 def _gsreal(arguments: Sequence[str]) -> None:
-    """Run a command of `gsreal`; its last line is the reason where it fails. An interrupt ends it first."""
+    """Run a command of `gsreal`; if it fails, raise an error with its last line. An interrupt is passed on to it."""
     command = [sys.executable, "-c", "from gsreal.cli import main; main()", *arguments]
     streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    # in a session of its own: an interrupt from the terminal comes to it once, from here
+    # in a session of its own, so that an interrupt from the terminal reaches it only once, from here
     with subprocess.Popen(command, start_new_session=True, **streams) as process:
         try:
             _, talk = process.communicate()
@@ -216,18 +210,18 @@ def _gsreal(arguments: Sequence[str]) -> None:
 def _predictions(
     loaded: LoadedStudy, variant: Variant, results: dict[tuple[str, int], Result], inputs: tuple[str, ...], out: Path
 ) -> dict[str, Result]:
-    """Return what is predicted of the variant's first training, by network; each is written beside the results."""
+    """Return the predictions for the variant's first training, by network; each is also written to a file."""
     seed = loaded.study.seeds[0]
     density = results[variant.density_of, seed].density.push if variant.density_of else None
-    found = {}
+    predictions = {}
     here = loaded.load(variant, seed=seed, density=density, extra=inputs, predicts=True)
     asked = {HERE: here} | {network.name: on_network(here, network) for network in loaded.study.elsewhere}
     for name, each in asked.items():
         result = simulate(each).result
-        found[name] = result
+        predictions[name] = result
         folder = out / "results" if name == HERE else out / "elsewhere" / slug(name)
         write_text(folder / f"{each.scenario.name}.{result.scenario_id}.simulated.json", result.to_json())
-    return found
+    return predictions
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A study: a scenario, its variants with their controls, and the seeds that each is trained with."""
+"""Study files: a scenario, its variants with their controls, and the seeds that each variant is trained with."""
 
 import json
 import math
@@ -13,10 +13,10 @@ from gssim.scenario import Loaded, as_overrides, load_scenario, read_toml
 from gssim.units import BytesPerSecond, Count, Seconds, spec, validated
 
 FEWEST_SEEDS = 2
-"""An interval needs two; the studies that ship have five."""
+"""Fewest seeds of a study, since an interval needs two; the shipped studies have five."""
 
 LEAST_DENSITY = 1e-6
-"""That is aimed at, also where nothing reached the threshold whose density is to be equalled."""
+"""Least target density of `density_of`, used where nothing reached the threshold of the other variant."""
 
 
 @spec
@@ -69,7 +69,7 @@ class Study:
     """Other networks to predict for."""
 
     def __post_init__(self) -> None:
-        """Refuse names that are none, or not the only ones."""
+        """Check that names are unique and refer to variants."""
         names = [variant.name for variant in self.variants]
         for key, given in (("variants", names), ("elsewhere", [each.name for each in self.elsewhere])):
             twice = sorted({slug(name) for name in given if [slug(n) for n in given].count(slug(name)) > 1})
@@ -89,12 +89,12 @@ class Study:
 
 @spec
 class LoadedStudy:
-    """A study with where it was found; every scenario of it loads."""
+    """A study with its file; all its scenarios were loaded once and are valid."""
 
     file: Path
     study: Study
     overrides: tuple[str, ...]
-    """Of the command line, after those of the file."""
+    """Overrides of the command line, applied after those of the file."""
 
     @property
     def scenario_file(self) -> Path:
@@ -102,13 +102,13 @@ class LoadedStudy:
         return self.file.parent / self.study.scenario
 
     def overrides_of(self, variant: Variant, *, seed: int, density: float | None = None) -> list[str]:
-        """Return what a training of the variant overrides; `density`: of the variant whose density it takes."""
-        found = [*as_overrides(self.study.set), *self.overrides, *as_overrides(variant.set)]
+        """Return the overrides of a training of the variant; `density`: the one measured for `density_of`."""
+        overrides = [*as_overrides(self.study.set), *self.overrides, *as_overrides(variant.set)]
         if variant.density_of is not None:
-            # to load it, any will do until it is measured; 0 is none
+            # before it is measured, any density serves to load the scenario; 0 is not valid
             target = 1.0 if density is None else float(f"{max(density, LEAST_DENSITY):.3g}")
-            found += ["plan.push.kind=target-density", f"plan.push.threshold={target!r}"]
-        return [*found, f"run.seed={seed}", f"name={json.dumps(slug(variant.name))}"]
+            overrides += ["plan.push.kind=target-density", f"plan.push.threshold={target!r}"]
+        return [*overrides, f"run.seed={seed}", f"name={json.dumps(slug(variant.name))}"]
 
     def load(
         self,
@@ -121,16 +121,16 @@ class LoadedStudy:
     ) -> Loaded:
         """Return the scenario of one training, with gradient statistics where it `predicts`.
 
-        Raises UserError where it is none.
+        Raises UserError for an invalid scenario.
         """
         overrides = [*self.overrides_of(variant, seed=seed, density=density), *extra]
         return load_scenario(self.scenario_file, overrides, gradients_needed=predicts)
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None = None) -> LoadedStudy:
-    """Return the study in the TOML file `path`, of its first `seeds` seeds; raise UserError for what can be mended.
+    """Return the study in the TOML file `path`, with its first `seeds` seeds; raise UserError for invalid input.
 
-    Every variant's scenario is loaded, so that none is refused after hours of others.
+    Every variant's scenario is loaded, so that errors show before any training.
     """
     study = validated(Study, read_toml(path)[1], file=str(path))
     if seeds is not None:
@@ -152,7 +152,7 @@ def load_study(path: Path, overrides: tuple[str, ...] = (), *, seeds: int | None
 
 
 def on_network(loaded: Loaded, network: Elsewhere) -> Loaded:
-    """Return what is to be predicted, with the links of another network; processors take as long as ever."""
+    """Return the scenario with the links of another network; compute costs stay the same."""
     cluster = loaded.scenario.cluster
     speed: dict[str, Any] = {"bandwidth_bytes_per_s": network.bandwidth_bytes_per_s, "latency_s": network.latency_s}
     links = tuple(replace(link, **speed, source=f"assumed: {network.name}") for link in cluster.links)
@@ -173,7 +173,7 @@ def _check(scenario: Any, variant: Variant, study: Study, where: str) -> None:
 
 
 def slug(name: str) -> str:
-    """Return a name as part of a file's name.
+    """Return a name in a form that is safe in file names.
 
     >>> slug("threshold 1e-3, error feedback")
     'threshold-1e-3-error-feedback'

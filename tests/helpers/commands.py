@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import forks
 
-MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.__main__"}
+MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.cli"}
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _main(program: str) -> Any:
     if program == "gssim":
         from gssim.cli import main
     elif program == "analysis":
-        from analysis.__main__ import main
+        from analysis.cli import main
     else:
         from gsreal.cli import main
     return main

@@ -201,7 +201,7 @@ def mutate_words(draw: random.Random, words: list[str]) -> list[str]:
     words = list(words)
     for _ in range(draw.choice((1, 1, 2, 3))):
         how, at = draw.random(), draw.randrange(1, len(words) + 1)
-        if how < 0.55 and words[0] not in ("keys", "timeline", "draw", "report", "seeds", "compare", "trace"):
+        if how < 0.55 and words[0] not in ("keys", "timeline", "draw", "report", "literature", "compare", "trace"):
             value = value_of(draw, draw.choice((1, 1.0, "x")))
             written = (
                 json.dumps(value, ensure_ascii=False) if isinstance(value, str) and draw.random() < 0.5 else toml(value)

@@ -1,4 +1,4 @@
-"""Comparisons of results: what joins, what the errors say, what is refused, what is drawn."""
+"""Comparisons of Results: joining, error columns, refused input, charts."""
 
 import csv
 import math
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from matplotlib.text import Text
 
-from analysis.__main__ import main
 from analysis.charts import phases, point_labels, predicted_vs_measured, spread
+from analysis.cli import main
 from analysis.compare.comparison import COLUMNS, compare, join
 from analysis.compare.table import ResultFile, find_results
 from gssim.result import PHASES, Collective, Density, RankClass, Result

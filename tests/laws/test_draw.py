@@ -1,4 +1,4 @@
-"""Pictures of clusters: what they show and count, that every shipped file can be drawn, and what is refused."""
+"""Drawings of clusters: nodes, counts and labels, every shipped cluster file, refused input."""
 
 import sys
 from pathlib import Path
@@ -11,8 +11,8 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.text import Text
 
-from analysis.__main__ import main
 from analysis.charts import png
+from analysis.cli import main
 from analysis.draw.draw import draw, wires_of
 from analysis.draw.layout import layout_of
 from gssim.scenario import load_cluster

@@ -1,4 +1,4 @@
-"""Comparisons of a whole matrix: repeats and their noise, groups and their order, naive predictions, targets."""
+"""Comparisons of a whole matrix: repeats and noise, groups and rank agreement, naive predictions, targets."""
 
 import csv
 import math

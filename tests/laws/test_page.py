@@ -1,4 +1,4 @@
-"""The report: what is on the page, and whether everybody can read it (in a headless Chromium where there is one)."""
+"""The HTML report: its content, and its accessibility (in a headless Chromium where there is one)."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from sweep_tables import LINK, grid, make_row
 from sweep_tables import write as write_sweep
 from test_analysis import assert_refused, make_result, run, write
 
-from analysis.page.contents import contents_of
-from analysis.page.markup import ALT_LENGTH, Column, table
-from analysis.page.report import report
+from analysis.html_report.contents import contents_of
+from analysis.html_report.markup import ALT_LENGTH, Column, table
+from analysis.html_report.report import report
 from gssim.errors import UserError
 
 STUDY = Path(__file__).parents[2] / "scenarios/measured/studies/gpt-byte"

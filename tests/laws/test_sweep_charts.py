@@ -1,4 +1,4 @@
-"""Charts of a sweep's table: what is chosen, what is drawn, and that it can be told apart without colour."""
+"""Charts of a sweep: selection of settings, drawn values, and readability without colour."""
 
 import io
 from collections import Counter
@@ -19,22 +19,22 @@ from test_analysis import assert_refused, run
 from analysis.charts import png, svg
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
-from analysis.charts.sweeps.memory import LOOKS, deciding, parts_of
+from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, parts_of
 from analysis.charts.sweeps.scaling import lines_of
 from analysis.charts.sweeps.winners import who_wins
-from analysis.sweeps.settings import (
+from analysis.sweep_tables.plans import (
     best_gain,
     bit_rate,
     by_setting,
-    evenly,
+    evenly_spaced,
     family,
     follows,
     front,
     layout_of,
-    spread,
+    representative,
     winner,
 )
-from analysis.sweeps.table import THRESHOLD, SweepTable, is_control, is_dense, is_table, read_table
+from analysis.sweep_tables.table import THRESHOLD, SweepTable, is_control, is_dense, is_table, read_table
 from gssim.errors import UserError
 
 
@@ -154,7 +154,7 @@ values = st.one_of(st.none(), st.sampled_from(["ring", "star"]), st.integers(0, 
 
 @given(st.lists(st.tuples(values, values), unique=True), st.integers(1, 12))
 def test_what_is_spread_is_so_many_of_the_settings_in_their_order(places, most) -> None:
-    chosen = spread(places, most)
+    chosen = representative(places, most)
     assert len(chosen) == min(most, len(places))
     assert [place for place in places if place in chosen] == chosen
     assert chosen[:1] == places[:1]
@@ -175,7 +175,7 @@ SETTINGS: list[tuple[object, ...]] = [
 
 @pytest.mark.parametrize("most", [4, 8, 9, 40])
 def test_every_cluster_and_topology_is_among_what_is_spread(most: int) -> None:
-    chosen = spread(SETTINGS, most)
+    chosen = representative(SETTINGS, most)
     counts = Counter(place[:2] for place in chosen)
     assert set(counts) == {place[:2] for place in SETTINGS}
     few = min(most // 4, 4)  # there are four with a fat tree
@@ -184,7 +184,7 @@ def test_every_cluster_and_topology_is_among_what_is_spread(most: int) -> None:
 
 
 def test_every_size_and_rates_from_end_to_end_are_among_what_is_spread() -> None:
-    chosen = spread(SETTINGS, 24)
+    chosen = representative(SETTINGS, 24)
     assert {place[2] for place in chosen} == {place[2] for place in SETTINGS}
     assert {place[4] for place in chosen} == {None, 1, 2, 4, 8}
     rates = sorted({float(str(place[3])) for place in SETTINGS if place[3] is not None})
@@ -196,8 +196,8 @@ def test_every_size_and_rates_from_end_to_end_are_among_what_is_spread() -> None
 
 @given(st.lists(st.integers(), unique=True), st.integers(2, 20))
 def test_what_is_evenly_apart_has_both_ends_and_gaps_of_like_size(numbers, most) -> None:
-    places = evenly(range(len(numbers)), most)
-    assert evenly(numbers, most) == [numbers[place] for place in places]
+    places = evenly_spaced(range(len(numbers)), most)
+    assert evenly_spaced(numbers, most) == [numbers[place] for place in places]
     assert len(places) == min(most, len(numbers))
     if numbers:
         assert (places[0], places[-1]) == (0, len(numbers) - 1)
@@ -386,7 +386,7 @@ def test_of_many_settings_those_that_are_drawn_are_spread_over_the_sweep_and_the
         f"{n} devices" for n in (2, 4, 8)
     }
     assert "9 of 123 settings, spread over the sweep." in notes["time_and_memory"]
-    assert "At most 12 of 40 bandwidths, evenly apart." in notes["who_wins"]
+    assert "At most 12 of 40 bandwidths, evenly_spaced apart." in notes["who_wins"]
     ratios = [
         row | {LINK: None, "point": f"{i}", "group": f"oversubscription {i // 7}"} for i, row in enumerate(grid())
     ]
@@ -411,7 +411,7 @@ def test_settings_that_take_the_same_memory_are_one_panel(tmp_path: Path) -> Non
     assert {"stars", "trees"} <= {text.get_text() for text in chart.figure.texts}
     assert len(chart.figure.axes) == 2
     more = [row | ({"margin_bytes": GIB} if row[COUNT] == 8 else {}) for row in table.rows]
-    assert deciding(more, layout_of(table)).settings == ("group", COUNT)
+    assert layout_by_memory(more, layout_of(table)).settings == ("group", COUNT)
 
 
 def test_legends_name_only_what_occurs(charts, tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_what_is_no_table_or_has_no_answer_is_refused_in_one_line(tmp_path, monk
     status = run_sweep(monkeypatch, tmp_path / "none.parquet", "--out", tmp_path)
     assert_refused(capsys, status, "none.parquet: no such file")
     empty = write([make_row("ddp", status="invalid", reason="no", step_time_s=None)], tmp_path / "t.parquet")
-    assert_refused(capsys, run_sweep(monkeypatch, empty, "--out", tmp_path), "none of its 1 points has an answer")
+    assert_refused(capsys, run_sweep(monkeypatch, empty, "--out", tmp_path), "none of its 1 points has a prediction")
 
 
 def test_axes_are_the_columns_between_the_point_and_its_outcome() -> None:

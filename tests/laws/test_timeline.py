@@ -1,4 +1,4 @@
-"""One step, predicted above measured: blocks from traces, what is refused, and what is drawn."""
+"""Timeline of one step, predicted above measured: blocks from traces, refused input, the drawing."""
 
 import json
 import sys
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_analysis import assert_refused, make_result
 
-from analysis.__main__ import main
 from analysis.charts import timeline
-from analysis.compare.timeline import Block, named_alike, read_step, step_of, uncovered
+from analysis.cli import main
+from analysis.compare.timeline import Block, flattened, read_step, step_of, with_common_labels
 from gssim.files import write_text
 from gssim.result import Span, Step, chrome_trace, phases_of
 
@@ -68,7 +68,7 @@ def test_layers_that_the_other_side_does_not_tell_apart_have_its_name() -> None:
             [Span(0, "compute", label, "exposed_communication", i, i + 1) for i, label in enumerate(labels)], 9
         )
 
-    alike = named_alike(
+    alike = with_common_labels(
         step("all-gather blocks.0", "publish bucket 1", "send x"), step("all-gather", "publish bucket 1")
     )
     assert [block.label for block in alike.lanes[0].blocks] == ["all-gather", "publish bucket 1", "send x"]
@@ -84,7 +84,7 @@ def test_cut_spans_have_the_phases_of_the_whole(drawn: list[tuple[int, int, str]
     spans = [Span(0, "compute", phase, phase, start, start + length) for start, length, phase in drawn]
     # of two that begin together, which is the inner one is known by their lengths alone
     spans = list({span.start_s: span for span in spans}.values())
-    cut = uncovered(spans)
+    cut = flattened(spans)
     assert all(before.end_s <= after.start_s for before, after in pairwise(cut))
     sums = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
     for span in cut:

@@ -37,9 +37,12 @@ REFUSED = [
     ("analysis", "draw x.toml --out pyproject.toml/y.png", "pyproject.toml is no folder"),
     ("analysis", "convergence x.toml --out pyproject.toml", "pyproject.toml is no folder"),
     ("analysis", "convergence --seeds many", "invalid value for '--seeds'"),
+    ("analysis", "literature", "no table"),
+    ("analysis", "literature --headlines x.csv", "takes neither tables nor --jobs"),
+    ("analysis", "literature x.csv --slow", "has no effect without --headlines"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.__main__"}
+MODULES = {"gssim": "gssim.cli.commands", "gsreal": "gsreal.cli", "analysis": "analysis.cli"}
 
 
 def run(monkeypatch, program, arguments):

@@ -1,4 +1,4 @@
-"""Published training runs: their models, how tables are read, and how far predictions may be off."""
+"""Published training runs: models, reading of tables, and bounds on the errors of predictions."""
 
 import csv
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis.__main__ import main
+from analysis.cli import main
 from analysis.literature.platforms import calibration_rows, cluster_of, platforms, servers_of
 from analysis.literature.predict import plan_of, predict, scenario_of
 from analysis.literature.runs import Run, Shape, SkippedError, Software
 from analysis.literature.score import SourceScore, agreement_of, baseline_step_s, score
-from analysis.literature.tables.tables import read_table
+from analysis.literature.tables.reading import read_table
 from analysis.literature.transformer import layers_of
 from gssim.errors import UserError
 from gssim.program import Task, lower
@@ -300,7 +300,7 @@ def test_columns_that_are_missing_are_empty(tmp_path):
     assert (found.dp, found.micro_batches, found.memory_bytes) == (2, 8, None)
 
 
-@pytest.mark.parametrize(("text", "fault"), [("a,b\n1,2\n", "no table of runs"), (None, "no such file")])
+@pytest.mark.parametrize(("text", "fault"), [("a,b\n1,2\n", "match no table of runs"), (None, "no such file")])
 def test_tables_of_another_kind_are_refused(tmp_path, text, fault):
     path = tmp_path / "t.csv"
     if text:
@@ -311,7 +311,7 @@ def test_tables_of_another_kind_are_refused(tmp_path, text, fault):
 
 def test_the_command_prints_scores_reasons_and_json(tmp_path, capsys, monkeypatch):
     path = table(tmp_path / "t.csv", {}, {"id": "b", "gpu": "abacus"}, {"id": "c", "micro_batch": "16"})
-    monkeypatch.setattr("sys.argv", ["analysis", "published", str(path), "--json"])
+    monkeypatch.setattr("sys.argv", ["analysis", "literature", str(path), "--json"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0

@@ -1,4 +1,4 @@
-"""Published tables: whatever a row says, the others stand; each row is a run or has a reason why it is none."""
+"""Published tables: every row is a run or has a reason for being skipped; no row affects the others."""
 
 import csv
 from dataclasses import replace
@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from analysis.literature import predict as outcomes_module
-from analysis.literature.predict import INTERRUPTED, Missing, Prediction, outcome_of, outcomes, predict
+from analysis.literature.predict import INTERRUPTED, NoPrediction, Prediction, predict, predict_or_explain, predict_runs
 from analysis.literature.runs import Run, SkippedError
 from analysis.literature.score import baseline_step_s, score
-from analysis.literature.tables.tables import KINDS, read_table
+from analysis.literature.tables.reading import KINDS, read_table
 from gssim.errors import UserError
 
 ROWS: dict[str, dict[str, str]] = {
@@ -240,7 +240,7 @@ VARIANTS = [
 def test_variants_of_a_row_are_predicted(tmp_path, change):
     ((_, _, run),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
     assert isinstance(run, Run), run
-    found = outcome_of(run)
+    found = predict_or_explain(run)
     assert isinstance(found, Prediction), found
     assert 0 < found.step_s < 60
 
@@ -270,7 +270,7 @@ def test_more_work_takes_longer_and_more_memory(tmp_path):
 )
 def test_what_there_cannot_have_been_or_is_not_modelled_says_so(tmp_path, change, reason):
     ((_, _, found),) = read_table(table(tmp_path / "t.csv", ROWS["many"] | change))
-    text = str(found) if isinstance(found, SkippedError) else getattr(outcome_of(found), "reason", "")
+    text = str(found) if isinstance(found, SkippedError) else getattr(predict_or_explain(found), "reason", "")
     assert text.startswith(reason)
 
 
@@ -299,7 +299,7 @@ def test_unlike_servers_are_as_slow_as_their_slower_stage_at_least(tmp_path):
 @pytest.mark.parametrize(
     ("stages", "reason"),
     [
-        ("GH-96x4:tp4 ; GH-96x4:tp2", "replicas that are cut among unequal numbers of devices"),
+        ("GH-96x4:tp4 ; GH-96x4:tp2", "replicas with unequal numbers of tensor ranks"),
         ("GH-96x4:tp4|GH-96x4:tp4 ; GH-96x4:tp4", "stages with unequal numbers of replicas"),
         ("GH-96x4:tp4 ; GH-96x0:tp4", "stages that cannot be read"),
     ],
@@ -311,7 +311,7 @@ def test_stages_that_are_not_cut_or_copied_alike_are_skipped(tmp_path, stages, r
 def test_a_gpu_that_is_not_known_among_others_is_skipped(tmp_path):
     run = sailor_run(tmp_path, "GH-96x4:tp4 ; abacusx4:tp4", 2)
     assert isinstance(run, Run)
-    assert outcome_of(run) == Missing("a GPU that platforms.toml does not know")
+    assert predict_or_explain(run) == NoPrediction("a GPU that platforms.toml does not know")
 
 
 def test_fsdp_over_a_pipeline_keeps_what_a_sharded_optimizer_does(tmp_path):
@@ -344,11 +344,13 @@ def test_runs_that_differ_in_name_alone_are_predicted_once(tmp_path, monkeypatch
 
     monkeypatch.setattr(outcomes_module, "predict", counted)
     run = run_of(tmp_path)
-    told: list[int] = []
-    found = outcomes([run, replace(run, identity="b", step_s=9.0), replace(run, micro_batch=4)], told=told.append)
+    done: list[int] = []
+    found = predict_runs(
+        [run, replace(run, identity="b", step_s=9.0), replace(run, micro_batch=4)], on_done=done.append
+    )
     assert len(asked) == 2
     assert found[0] is found[1]
-    assert sorted(told) == [0, 1, 2]
+    assert sorted(done) == [0, 1, 2]
 
 
 def test_a_fault_of_ours_ends_its_row_alone_and_is_told(tmp_path, monkeypatch):
@@ -362,7 +364,7 @@ def test_a_fault_of_ours_ends_its_row_alone_and_is_told(tmp_path, monkeypatch):
     found = score([table(tmp_path / "t.csv", *rows)])
     (source,) = found.sources
     assert [row.identity for row in source.rows] == ["b"]
-    assert source.skipped == {"a fault of ours (ZeroDivisionError)": 1}
+    assert source.skipped == {"internal error (ZeroDivisionError)": 1}
     assert "oh" in found.faults[0]
 
 
@@ -374,14 +376,14 @@ def test_an_interrupt_leaves_what_is_finished(tmp_path, monkeypatch):
 
     monkeypatch.setattr(outcomes_module, "predict", interrupted)
     run = run_of(tmp_path)
-    found = outcomes([replace(run, micro_batch=4), run, replace(run, micro_batch=8)])
+    found = predict_runs([replace(run, micro_batch=4), run, replace(run, micro_batch=8)])
     assert isinstance(found[0], Prediction)
-    assert found[1:] == [Missing(INTERRUPTED)] * 2
+    assert found[1:] == [NoPrediction(INTERRUPTED)] * 2
 
 
 def test_processes_find_what_one_finds(tmp_path):
     runs = [run_of(tmp_path), run_of(tmp_path, layers="2")]
-    assert outcomes(runs, jobs=2) == outcomes(runs, jobs=1)
+    assert predict_runs(runs, jobs=2) == predict_runs(runs, jobs=1)
 
 
 def test_files_that_cannot_be_read_are_told_beside_those_that_can(tmp_path):
@@ -389,6 +391,6 @@ def test_files_that_cannot_be_read_are_told_beside_those_that_can(tmp_path):
     other.write_text("a,b\n1,2\n")
     found = score([good, other])
     assert found.sources[0].skipped == {"the row has no time (inf: it did not fit)": 1}
-    assert "no table of runs that is known" in found.refused[0]
-    with pytest.raises(UserError, match="no table of runs that is known"):
+    assert "match no table of runs" in found.unreadable[0]
+    with pytest.raises(UserError, match="match no table of runs"):
         score([other])

@@ -1,4 +1,4 @@
-"""Studies of convergence: pairs and their intervals, what is found (also: no gain), what is refused, what is kept."""
+"""Studies of thresholds: paired intervals, findings (also: no gain), refused input, reused trainings."""
 
 import json
 import math
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'gssim[analysis]'")
 
 from analysis import charts
-from analysis.__main__ import main, study_cells
+from analysis.cli import main
 from analysis.study import runs
 from analysis.study.effects import paired_difference, paired_ratio, spread
 from analysis.study.findings import findings_of
+from analysis.study.report import study_cells
 from analysis.study.rows import rows_of, sent_bytes, total_sent_bytes, write_csv
 from analysis.study.runs import HERE, Trained, stands_for
 from analysis.study.study import Elsewhere, Study, load_study, on_network

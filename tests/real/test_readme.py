@@ -125,7 +125,7 @@ def test_a_quick_command_runs(line, folder):
 @pytest.mark.parametrize("line", LINES, ids=str)
 def test_verb_options_and_arguments_of_a_command_exist(line, monkeypatch):
     need(line)
-    module = importlib.import_module("analysis.__main__" if line.program == "analysis" else f"{line.program}.cli")
+    module = importlib.import_module(f"{line.program}.cli")
     verbs = getattr(typer.main.get_command(module.app), "commands", {})
     verb, *arguments = line.arguments
     assert verb in verbs

@@ -1,4 +1,4 @@
-"""All charts that a sweep's table allows: which there are depends on what its points differ in."""
+"""The set of charts of a sweep's table; which charts exist depends on the axes of the sweep."""
 
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps.fronts import fronts
@@ -6,11 +6,11 @@ from analysis.charts.sweeps.memory import memory_by_category
 from analysis.charts.sweeps.scaling import scaling
 from analysis.charts.sweeps.thresholds import step_time_by_threshold
 from analysis.charts.sweeps.winners import who_wins
-from analysis.sweeps.table import SweepTable
+from analysis.sweep_tables.table import SweepTable
 
 
 def sweep_charts(table: SweepTable) -> list[Chart]:
-    """Return the charts of a sweep's table; none of those that its axes do not allow."""
+    """Return the charts of a sweep's table that its axes allow."""
     if not table.answered:
         return []
     memory, scaled = memory_by_category(table), scaling(table)

@@ -1,4 +1,4 @@
-"""Which plans are worth choosing: step time against memory, and against cost, and the fronts of both kinds."""
+"""Charts of step time against memory and against cost, with the Pareto fronts of dense and of all plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from analysis.charts.sweeps.panels import (
     add_axes,
     density_words,
     looks_of,
-    of_all,
     points_only,
     sheet,
+    subset_note,
     threshold_words,
     value_axis,
 )
-from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, front, layout_of, spread
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
+from analysis.sweep_tables.plans import Layout, Place, by_plan, by_setting, front, layout_of, representative
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 
 SIZE = Size(wide=3.9, high=3.1, left=0.9, right=0.5, below=0.75)
 MOST_PANELS = 9
@@ -37,7 +37,7 @@ Of = Callable[[Row], float]
 
 @dataclass(frozen=True)
 class Price:
-    """What a short step is had for."""
+    """The second axis of a front: memory or cost."""
 
     name: str
     title: str
@@ -61,7 +61,7 @@ PRICES = (
 
 
 def fronts(table: SweepTable) -> list[Chart]:
-    """Return a chart for each price that is known."""
+    """Return a chart for each price that the table has."""
     return [chart for price in PRICES if (chart := _chart(table, price)) is not None]
 
 
@@ -69,7 +69,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
     layout = layout_of(table)
     known = [row for row in table.fitting if price.of(row) is not None]
     settings = {place: rows for place, rows in by_setting(known, layout).items() if len(rows) > 1}
-    chosen = {place: settings[place] for place in spread(list(settings), MOST_PANELS)}
+    chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     if not chosen:
         return None
     looks = looks_of(table, layout)
@@ -85,7 +85,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
             if sparse
             else ""
         )
-        + of_all(len(chosen), len(settings))
+        + subset_note(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
@@ -97,7 +97,7 @@ def _chart(table: SweepTable, price: Price) -> Chart | None:
 
 
 def price_of(row: Row, price: Price) -> float:
-    """Return a known price."""
+    """Return the price of a row that has one."""
     value = price.of(row)
     assert value is not None
     return value
@@ -137,7 +137,7 @@ def _panel(axes: Axes, rows: Sequence[Row], layout: Layout, looks: dict[Place, L
 
 
 def _steps(points: Sequence[tuple[float, float]], axes: Axes) -> tuple[list[float], list[float]]:
-    """Return the corners of a front: what is reached by the plans on it, from edge to edge of the panel."""
+    """Return the corners of a front's step line, from edge to edge of the panel."""
     xs, ys = [points[0][0]], [axes.get_ylim()[1]]
     for x, y in points:
         xs += [x, x]
@@ -146,11 +146,11 @@ def _steps(points: Sequence[tuple[float, float]], axes: Axes) -> tuple[list[floa
 
 
 def _labels(axes: Axes, rows: Sequence[Row], named: Sequence[Row], layout: Layout, x: Of, y: Of) -> None:
-    """Name the plans on the fronts, each beside its mark: of a plan's thresholds the fastest, with its density."""
-    found: dict[tuple[Place, bool], Row] = {}
+    """Label the plans on the fronts; of a plan's thresholds only the fastest, with its density."""
+    fastest: dict[tuple[Place, bool], Row] = {}
     for row in named:
-        found.setdefault((layout.plan_of(row), is_dense(row)), row)
-    shown = list(found.values())[:MOST_LABELS]
+        fastest.setdefault((layout.plan_of(row), is_dense(row)), row)
+    shown = list(fastest.values())[:MOST_LABELS]
     texts = [_label(row, layout.plan_label(layout.plan_of(row))) for row in shown]
     place_labels(axes, [(x(row), y(row)) for row in shown], texts, [(x(row), y(row)) for row in rows])
 
@@ -180,16 +180,16 @@ def _legend(
 
 
 def _words(settings: dict[Place, list[Row]], layout: Layout, price: Price) -> str:
-    found = []
+    fronts = []
     for place, rows in settings.items():  # no more than `MOST_PANELS`
         dense = front(
             [row for row in rows if is_dense(row)], lambda row: row["step_time_s"], lambda r: price_of(r, price)
         )
         names = list(dict.fromkeys(layout.plan_label(layout.plan_of(row)) for row in dense))
         label = layout.setting_label(place)
-        found.append(f"{f'{label}: ' if label else ''}{', '.join(names) or 'no dense plan'}")
+        fronts.append(f"{f'{label}: ' if label else ''}{', '.join(names) or 'no dense plan'}")
     return (
         f"Scatter chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against "
         f"{price.label}. "
-        f"Dense plans on the front, fastest first: {'; '.join(found)}."
+        f"Dense plans on the front, fastest first: {'; '.join(fronts)}."
     )

@@ -1,4 +1,4 @@
-"""What fills the memory of the device that has least to spare, plan by plan, beside what it has."""
+"""Chart of peak memory by category of the device with the least headroom, for each plan, against its capacity."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,20 +11,20 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis.charts.drawing import BYTE_UNITS, LABEL_POINTS, STYLE, Chart, label_width_in, plain, unit_for
-from analysis.charts.sweeps.panels import Size, add_axes, listed, of_all, sheet
-from analysis.sweeps.settings import Layout, Place, by_plan, by_setting, layout_of, spread
-from analysis.sweeps.table import FITS, THRESHOLD, Row, SweepTable
+from analysis.charts.sweeps.panels import Size, add_axes, listed, sheet, subset_note
+from analysis.sweep_tables.plans import Layout, Place, by_plan, by_setting, layout_of, representative
+from analysis.sweep_tables.table import FITS, THRESHOLD, Row, SweepTable
 from gssim.result import CATEGORIES
 from gssim.units import human_bytes
 
 TITLE = "What fills the tightest device's memory, and how much is left?"
 BAR_IN, PANEL_IN, MOST_PANELS, MOST_BARS = 0.3, 4.2, 8, 16
 BEYOND_RATIO = 3.0
-"""A capacity so many times what is needed is written, not drawn: bars would vanish beside it."""
+"""Capacities above this multiple of the needed memory are written, not drawn, to keep the bars long enough."""
 SAME_RATIO = 0.01
-"""Memory that differs by no more is the same."""
+"""Relative difference up to which memory counts as equal."""
 SMALL_RATIO = 0.03
-"""A category that is nowhere more than so much of a bar goes with the others."""
+"""Categories below this fraction of every bar are summed up as `other`."""
 OTHER = "other"
 OUTSIDE = "outside"
 UNUSED = "unused"
@@ -58,16 +58,16 @@ DARK = {"parameters", "gradients", "optimizer", "residuals", OUTSIDE, "workspace
 
 
 def memory_by_category(table: SweepTable) -> Chart | None:
-    """Return a panel for each setting, a bar for each plan: of several thresholds the one that needs most.
+    """Return a panel for each setting, a bar for each plan: of several thresholds the one that needs most memory.
 
-    Settings that take the same memory are one: a network's rate, mostly, says nothing here.
+    Settings with equal memory are merged: they mostly differ in the rate of a network.
     """
     known = [row for row in table.answered if row.get("capacity_bytes") is not None]
     if not known:
         return None
-    layout = deciding(known, layout_of(table))
+    layout = layout_by_memory(known, layout_of(table))
     settings = by_setting(known, layout)
-    chosen = {place: settings[place] for place in spread(list(settings), MOST_PANELS)}
+    chosen = {place: settings[place] for place in representative(list(settings), MOST_PANELS)}
     bars = {place: _bars(rows, layout) for place, rows in chosen.items()}
     shown = _shown([row for rows in bars.values() for _, row in rows])
     labels_in = max(label_width_in(label) for rows in bars.values() for label, _ in rows)
@@ -79,7 +79,7 @@ def memory_by_category(table: SweepTable) -> Chart | None:
         "Predicted: each plan's rank that has least to spare, at its peak; of several thresholds (and networks, "
         "where they are not told apart) the one that needs most. "
         f"Thick line: what the device has, where that is not more than {BEYOND_RATIO:g} times what is needed. In "
-        "bold: what does not fit." + of_all(len(chosen), len(settings))
+        "bold: what does not fit." + subset_note(len(chosen), len(settings))
     )
     with mpl.rc_context(STYLE):
         titles = [layout.setting_label(place) for place in chosen]
@@ -90,8 +90,8 @@ def memory_by_category(table: SweepTable) -> Chart | None:
     return Chart("memory_by_category", TITLE, figure, _words(bars, layout))
 
 
-def deciding(rows: Sequence[Row], layout: Layout) -> Layout:
-    """Return a layout without the columns of settings on which no plan's memory depends by more than `SAME_RATIO`."""
+def layout_by_memory(rows: Sequence[Row], layout: Layout) -> Layout:
+    """Return the layout without those columns of settings that change no plan's memory by more than `SAME_RATIO`."""
     kept = list(layout.settings)
     for column in layout.settings:
         rest = [other for other in kept if other != column]
@@ -105,17 +105,17 @@ def deciding(rows: Sequence[Row], layout: Layout) -> Layout:
 
 
 def _bars(rows: Sequence[Row], layout: Layout) -> list[tuple[str, Row]]:
-    """Return (label, row) of each plan, the one that needs most last."""
-    found = [
+    """Return (label, row) of each plan, in order of decreasing headroom."""
+    bars = [
         (layout.plan_label(place), min(members, key=lambda row: row["margin_bytes"]))
         for place, members in by_plan(rows, layout).items()
     ]
-    found.sort(key=lambda bar: -bar[1]["margin_bytes"])
-    return found[-MOST_BARS:]
+    bars.sort(key=lambda bar: -bar[1]["margin_bytes"])
+    return bars[-MOST_BARS:]
 
 
 def parts_of(row: Row) -> dict[str, float]:
-    """Return what fills the tightest device, by category; the sum is its memory less what is to spare."""
+    """Return the bytes of the tightest device by category; their sum is its capacity less the headroom."""
     parts = {category: float(row.get(f"tightest_{category}_bytes") or 0.0) for category in CATEGORIES}
     outside = float(row.get("tightest_outside_bytes") or 0.0)
     needed = row["capacity_bytes"] - row["margin_bytes"]
@@ -123,7 +123,7 @@ def parts_of(row: Row) -> dict[str, float]:
 
 
 def _shown(rows: Sequence[Row]) -> list[str]:
-    """Return the categories that are drawn each for itself, in the order of `LOOKS`."""
+    """Return the categories that are drawn separately, in the order of `LOOKS`."""
     largest = dict.fromkeys(LOOKS, 0.0)
     for row in rows:
         parts = parts_of(row)
@@ -171,7 +171,7 @@ def _near(bars: Sequence[tuple[str, Row]]) -> list[float]:
 
 
 def _needed(row: Row) -> str:
-    """Return what a device is asked for, and what it has, for people."""
+    """Return needed memory and capacity of the tightest device, as text."""
     needed = row["capacity_bytes"] - row["margin_bytes"]
     return f"{human_bytes(needed)} of {human_bytes(row['capacity_bytes'])}, {row['tightest_device']}"
 
@@ -189,7 +189,7 @@ def _bar(axes: Axes, y: float, row: Row, shown: Sequence[str], factor: float) ->
 
 
 def _drawn(row: Row, shown: Sequence[str]) -> dict[str, float]:
-    """Return the parts of a bar, from left to right."""
+    """Return the segments of a bar, from left to right."""
     parts = parts_of(row)
     sizes = {category: parts[category] for category in shown}
     sizes[OTHER] = sum(parts.values()) - sum(sizes.values())

@@ -1,7 +1,4 @@
-"""A sheet of equal panels under one heading, with one legend below: what all charts of a sweep look like.
-
-How plans look in the charts of a sweep: each has a mark, a line style and a colour, the same in all of them.
-"""
+"""Common layout of a sweep's charts: equal panels under one heading with one legend, and the style of each plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +12,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.accuracy import log_ticks
 from analysis.charts.drawing import LABEL_POINTS, LOG_FROM_RATIO, MARKS, label_width_in, new_figure, plain, wrapped
-from analysis.sweeps.settings import Layout, Place, by_plan
-from analysis.sweeps.table import Row, SweepTable
+from analysis.sweep_tables.plans import Layout, Place, by_plan
+from analysis.sweep_tables.table import Row, SweepTable
 
 Look = dict[str, Any]
 CONTROL: Look = {"marker": (8, 2, 0), "color": "black", "linestyle": "", "markersize": 9, "markeredgewidth": 1.4}
@@ -24,7 +21,7 @@ CONTROL: Look = {"marker": (8, 2, 0), "color": "black", "linestyle": "", "marker
 
 
 def looks_of(table: SweepTable, layout: Layout) -> dict[Place, Look]:
-    """Return the look of each plan: methods as in all charts; several plans of one method are told apart."""
+    """Return mark, colour and line style of each plan: those of its method, or unique ones for plans of one method."""
     plans = list(by_plan(table.answered, layout))
     methods = [place[0] for place in plans]
     if len(set(methods)) == len(methods) and all(method in MARKS for method in methods):
@@ -44,14 +41,14 @@ def points_only(look: Look, **changes: Any) -> Look:
 
 
 def density_words(row: Row) -> str:
-    """Return what was pushed, and published where a threshold decides that too, for people."""
+    """Return the densities of push and (where it has a threshold) publish, as text."""
     pushed, published = row["push_density_ratio"], row.get("publish_density_ratio")
     words = "all pushed" if pushed is None else f"{percentage(pushed)} pushed"
     return words if published is None else f"{words}, {percentage(published)} published"
 
 
 def percentage(ratio: float) -> str:
-    """Return a density for people.
+    """Return a density in percent.
 
     >>> percentage(0.1234), percentage(0.0), percentage(1.0)
     ('12 %', '0 %', '100 %')
@@ -60,7 +57,7 @@ def percentage(ratio: float) -> str:
 
 
 def threshold_words(value: float) -> str:
-    """Return a threshold for people.
+    """Return a threshold as text.
 
     >>> threshold_words(2.5e-4), threshold_words(1e-3), threshold_words(inf)
     ('2.5e\u22124', '1e\u22123', '\u221e')
@@ -73,7 +70,7 @@ def threshold_words(value: float) -> str:
 
 
 def listed(words: Sequence[str], most: int = 4) -> str:
-    """Return words as a list for people, a long one cut."""
+    """Return words as an enumeration, at most `most` of them."""
     if len(words) > most:
         return f"{', '.join(words[:most])} and {len(words) - most} more"
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
@@ -84,7 +81,7 @@ TITLE_LINE_IN, NOTE_LINE_IN, LEGEND_LINE_IN = 0.27, 0.2, 0.235
 EDGE_IN = 0.15
 LEAST_WIDTH_IN = 7.0
 LINES = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)), (0, (1, 2.5)), (0, (8, 3)))
-"""Line styles, told apart in grey."""
+"""Line styles, distinguishable in grey."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#882255")
 """Okabe & Ito 2008, "Color Universal Design", and two darker ones."""
@@ -92,7 +89,7 @@ COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 
 @dataclass(frozen=True)
 class Size:
-    """Of a panel and of the room around it, in inches."""
+    """Size of a panel and of the margins around it, in inches."""
 
     wide: float
     high: float
@@ -111,7 +108,7 @@ def sheet(
     note: str,
     legend: Sequence[tuple[Artist, str]] = (),
 ) -> tuple[Figure, list[tuple[float, float, float, float]]]:
-    """Return a figure, and each panel's box in inches (left, bottom, width, height); an empty title takes no room."""
+    """Return a figure and the box of each panel in inches (left, bottom, width, height); empty titles take no room."""
     if not any(titles):
         size = replace(size, above=0.15)
     across = max(1, min(across, len(titles)))
@@ -148,17 +145,17 @@ def sheet(
     return figure, boxes
 
 
-def of_all(drawn: int, there: int, things: str = "settings") -> str:
-    """Return what a note says of how many are drawn; nothing where all are.
+def subset_note(drawn: int, there: int, things: str = "settings") -> str:
+    """Return a sentence on how many settings are drawn; empty where all are.
 
-    >>> of_all(9, 1200), of_all(3, 3)
+    >>> subset_note(9, 1200), subset_note(3, 3)
     (' 9 of 1,200 settings, spread over the sweep.', '')
     """
     return f" {drawn:,} of {there:,} {things}, spread over the sweep." if drawn < there else ""
 
 
 def add_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
-    """Return axes in a box that is given in inches."""
+    """Return axes in a box given in inches."""
     width_in, height_in = figure.get_size_inches()
     left, bottom, wide, high = box
     return figure.add_axes((left / width_in, bottom / height_in, wide / width_in, high / height_in))
@@ -187,7 +184,7 @@ def _legend_rows(legend: Sequence[tuple[Artist, str]], room_in: float) -> list[l
 
 
 def _legend(figure: Figure, rows: Sequence[Sequence[tuple[Artist, str]]]) -> None:
-    """Draw each row as a legend of its own: entries of one legend stand in columns, which long ones make wide."""
+    """Draw each entry as a legend of its own, since the entries of one legend are aligned in columns."""
     width_in, height_in = figure.get_size_inches()
     for i, row in enumerate(rows):
         y_in = 0.08 + LEGEND_LINE_IN * (len(rows) - 1 - i)
@@ -209,7 +206,7 @@ def _legend(figure: Figure, rows: Sequence[Sequence[tuple[Artist, str]]]) -> Non
 
 
 def log_axis(axis: Any, limits: tuple[float, float]) -> None:
-    """Give a logarithmic axis round numbers as ticks, without powers of ten written as such."""
+    """Set round numbers as ticks of a logarithmic axis, written without powers of ten."""
     ticks = log_ticks(*limits)
     while len(ticks) > 7:
         ticks = [tick for tick in ticks if f"{tick:e}"[0] == "1"] if len(ticks) < 24 else ticks[::3]
@@ -221,7 +218,7 @@ def log_axis(axis: Any, limits: tuple[float, float]) -> None:
 
 
 def value_axis(axes: Axes, values: Sequence[float], *, y: bool = True, zero: bool = True) -> None:
-    """Scale an axis for these values: from zero, or logarithmic where they are of very different size."""
+    """Scale an axis for these values: from zero, or logarithmic where they span more than `LOG_FROM_RATIO`."""
     axis, scale, limit = (
         (axes.yaxis, axes.set_yscale, axes.set_ylim) if y else (axes.xaxis, axes.set_xscale, axes.set_xlim)
     )

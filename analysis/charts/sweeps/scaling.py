@@ -1,4 +1,4 @@
-"""How far a plan scales: throughput against the number of ranks, beside ideal scaling from the smallest number."""
+"""Chart of throughput against the number of ranks, with ideal scaling from the smallest number."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart
-from analysis.charts.sweeps.panels import Look, Size, add_axes, density_words, log_axis, looks_of, of_all, sheet
-from analysis.sweeps.settings import Layout, Place, by_plan, family, follows, layout_of, shown, spread
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
+from analysis.charts.sweeps.panels import Look, Size, add_axes, density_words, log_axis, looks_of, sheet, subset_note
+from analysis.sweep_tables.plans import Layout, Place, by_plan, family, follows, layout_of, representative, shown
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "How far does each plan scale?"
 SIZE = Size(wide=3.7, high=2.4, left=0.85, right=0.35, above=0.45, below=1.95)
@@ -25,13 +25,13 @@ Line = tuple[Place, bool]
 
 
 def scaling(table: SweepTable) -> Chart | None:
-    """Return throughput by ranks, a panel for each kind of setting; None where fewer than three sizes are there."""
+    """Return throughput by ranks, a panel for each kind of setting; None for fewer than `FEWEST_SIZES` sizes."""
     layout = layout_of(table)
     panels = _panels(table, layout)
     panels = {place: rows for place, rows in panels.items() if len({row["ranks"] for row in rows}) >= FEWEST_SIZES}
     if not panels:
         return None
-    chosen = {place: panels[place] for place in spread(list(panels), MOST_PANELS)}
+    chosen = {place: panels[place] for place in representative(list(panels), MOST_PANELS)}
     titles = [_title(place, layout) for place in chosen]
     looks = looks_of(table, layout)
     sparse = any(not is_dense(row) and not is_control(row) for rows in chosen.values() for row in rows)
@@ -45,7 +45,7 @@ def scaling(table: SweepTable) -> Chart | None:
             if sparse
             else ""
         )
-        + of_all(len(chosen), len(panels), "networks")
+        + subset_note(len(chosen), len(panels), "networks")
     )
     with mpl.rc_context(STYLE):
         legend = _legend([lines_of(rows, layout) for rows in chosen.values()], layout, looks)
@@ -59,22 +59,20 @@ def scaling(table: SweepTable) -> Chart | None:
 
 
 def _panels(table: SweepTable, layout: Layout) -> dict[Place, list[Row]]:
-    """Return rows by what does not say how many ranks there are; names of clusters without their numbers."""
-    found: dict[Place, list[Row]] = {}
-    sized = {column for column in layout.settings if _says_ranks(table.fitting, column)}
+    """Return rows by setting, without the columns that determine the number of ranks; of names, without numbers."""
+    panels: dict[Place, list[Row]] = {}
+    sized = {
+        column
+        for column in layout.settings
+        if follows((row for row in table.fitting if row[column] is not None), [column], "ranks")
+    }
     for row in table.fitting:
-        place = tuple(row[column] if column not in sized else _family(row[column]) for column in layout.settings)
-        found.setdefault(place, []).append(row)
-    return found
-
-
-def _says_ranks(rows: Sequence[Row], column: str) -> bool:
-    """Return whether the ranks follow from a column's value, among the settings that have one."""
-    return follows((row for row in rows if row[column] is not None), [column], "ranks")
-
-
-def _family(value: object) -> str | None:
-    return family(value) if isinstance(value, str) else None
+        place = []
+        for column in layout.settings:
+            value = row[column]
+            place.append(value if column not in sized else family(value) if isinstance(value, str) else None)
+        panels.setdefault(tuple(place), []).append(row)
+    return panels
 
 
 def _title(place: Place, layout: Layout) -> str:
@@ -83,8 +81,8 @@ def _title(place: Place, layout: Layout) -> str:
 
 
 def lines_of(rows: Sequence[Row], layout: Layout) -> dict[Line, list[Row]]:
-    """Return the fastest point of each plan at each number of ranks, dense and thresholded apart, controls left out."""
-    found: dict[Line, list[Row]] = {}
+    """Return the fastest point of each plan by number of ranks, dense and thresholded separately, without controls."""
+    lines: dict[Line, list[Row]] = {}
     for place, members in by_plan(rows, layout).items():
         for sparse in (False, True):
             same = [row for row in members if is_dense(row) != sparse and not (sparse and is_control(row))]
@@ -94,8 +92,8 @@ def lines_of(rows: Sequence[Row], layout: Layout) -> dict[Line, list[Row]]:
                 if before is None or row["throughput_samples_per_s"] > before["throughput_samples_per_s"]:
                     best[row["ranks"]] = row
             if best:
-                found[place, sparse] = [best[ranks] for ranks in sorted(best)]
-    return found
+                lines[place, sparse] = [best[ranks] for ranks in sorted(best)]
+    return lines
 
 
 def _look(line: Line, looks: dict[Place, Look]) -> Look:
@@ -166,14 +164,14 @@ def _legend(
 
 
 def _densities(rows: Sequence[Row]) -> str:
-    """Return what thresholds let through, of the sparsest and the densest point."""
+    """Return the densities of the sparsest and the densest point, as text."""
     known = sorted((row for row in rows), key=lambda row: row["push_density_ratio"] or 0.0)
     words = list(dict.fromkeys(density_words(row) for row in (known[0], known[-1])))
     return " to ".join(words)
 
 
 def _words(panels: dict[str, list[Row]], layout: Layout) -> str:
-    found = []
+    sentences = []
     for label, rows in panels.items():
         for line, members in lines_of(rows, layout).items():
             first, last = members[0], members[-1]
@@ -185,9 +183,9 @@ def _words(panels: dict[str, list[Row]], layout: Layout) -> str:
                 if line[1] and last.get(THRESHOLD)
                 else ""
             )
-            found.append(
+            sentences.append(
                 f"{label + ': ' if label else ''}{layout.plan_label(line[0])}{threshold} keeps {100 * ratio:.0f} % of "
                 "its throughput per rank from "
                 f"{first['ranks']} to {last['ranks']} ranks"
             )
-    return f"Line chart of predicted throughput against ranks. {'; '.join(found)}."
+    return f"Line chart of predicted throughput against ranks. {'; '.join(sentences)}."

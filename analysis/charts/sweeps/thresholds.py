@@ -1,4 +1,4 @@
-"""Step time against the threshold, setting by setting, beside dense plans and the density that goes with it."""
+"""Chart of step time and density against the threshold, setting by setting, with dense plans for comparison."""
 
 from collections.abc import Sequence
 from math import inf
@@ -18,38 +18,48 @@ from analysis.charts.sweeps.panels import (
     add_axes,
     density_words,
     looks_of,
-    of_all,
     points_only,
     sheet,
+    subset_note,
     threshold_words,
     value_axis,
 )
-from analysis.sweeps.settings import Layout, Place, best_gain, by_plan, by_setting, layout_of, spread, thresholds
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense
+from analysis.sweep_tables.plans import (
+    Layout,
+    Place,
+    best_gain,
+    by_plan,
+    by_setting,
+    layout_of,
+    representative,
+    thresholds,
+)
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense
 
 TITLE = "At which threshold is a step faster than dense training, and on which network?"
 SIZE = Size(wide=3.1, high=2.2, left=0.85, right=0.45, above=0.5, below=1.75)
 DENSITY_IN, BETWEEN_IN = 0.85, 0.14
 MOST_PANELS, MOST_PAGES = 12, 4
 MOST_SAID = 12
-"""Settings that are put into words."""
+"""Most settings that are described in the text alternative."""
 ENDS_RATIO = 5.0
-"""How far from the least and the largest threshold 0 and infinity stand on the axis."""
+"""Distance, as a factor, of 0 and infinity from the least and the largest threshold on the axis."""
 
 
 def step_time_by_threshold(table: SweepTable) -> list[Chart]:
-    """Return the charts, of `MOST_PANELS` settings each, from all over the sweep; none where no threshold varies."""
+    """Return charts of at most `MOST_PANELS` settings each, sampled over the sweep; none where no threshold varies."""
     layout = layout_of(table)
     settings = {
         place: rows for place, rows in by_setting(table.fitting, layout).items() if len(_finite(thresholds(rows))) > 1
     }
-    drawn = spread(list(settings), MOST_PANELS * MOST_PAGES)
+    drawn = representative(list(settings), MOST_PANELS * MOST_PAGES)
     pages = [drawn[i : i + MOST_PANELS] for i in range(0, len(drawn), MOST_PANELS)]
     looks = looks_of(table, layout)
     charts = []
     for number, page in enumerate(pages):
         name = "step_time_by_threshold" + (f"-{number + 1}" if number else "")
-        where = of_all(len(drawn), len(settings)) + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
+        where = subset_note(len(drawn), len(settings))
+        where += f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else ""
         charts.append(_chart(name, {place: settings[place] for place in page}, layout, looks, where))
     return charts
 
@@ -128,7 +138,7 @@ def _densities(
 
 
 def _line(axes: Axes, members: Sequence[Row], look: Look, ends: tuple[float, float], y_of: Any) -> None:
-    """Draw a thresholded plan: a line through its thresholds, its control as a cross."""
+    """Draw a thresholded plan: a line through its thresholds, and its control as a mark."""
     sparse = sorted(
         (row for row in members if not is_dense(row) and row[THRESHOLD] is not None), key=lambda row: row[THRESHOLD]
     )
@@ -145,7 +155,7 @@ def _place(threshold: float, ends: tuple[float, float]) -> float:
 
 
 def _threshold_axis(axes: Axes, rows: list[Row], ends: tuple[float, float], *, labelled: bool) -> None:
-    """Make a logarithmic axis on which 0 and infinity have places at the ends."""
+    """Set up a logarithmic axis with 0 and infinity at its ends."""
     axes.set_xscale("log")
     axes.set_xlim(ends[0] / 1.5, ends[1] * 1.5)
     values = thresholds(rows)
@@ -181,12 +191,12 @@ def _legend(rows: list[Row], layout: Layout, looks: dict[Place, Look], controlle
 
 
 def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
-    found = []
+    sentences = []
     for place, rows in list(settings.items())[:MOST_SAID]:
         gain = best_gain(rows)
         if gain is not None:
             setting = layout.setting_label(place)
-            found.append(
+            sentences.append(
                 f"{f'{setting}: ' if setting else ''}at best {gain.speed_up_ratio:.2f} times the speed of the fastest "
                 "dense "
                 f"plan ({gain.dense['method']}), by {gain.thresholded['method']} at threshold "
@@ -195,5 +205,5 @@ def _words(settings: dict[Place, list[Row]], layout: Layout) -> str:
     return (
         f"Line chart, {len(settings)} panel{'s' if len(settings) > 1 else ''}: predicted step time against the "
         "threshold, "
-        f"with dense plans as horizontal lines and density below. {'. '.join(found)}."
+        f"with dense plans as horizontal lines and density below. {'. '.join(sentences)}."
     )

@@ -1,6 +1,6 @@
-"""Who wins over bandwidth and density: the fastest thresholded plan or the fastest dense one, cell by cell."""
+"""Heat map over bandwidth and threshold: whether the fastest thresholded or the fastest dense plan is faster."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, log
 from types import MappingProxyType
 from typing import Any, Literal
@@ -11,85 +11,89 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from analysis.charts.drawing import LABEL_POINTS, STYLE, Chart, label_width_in, plain, wrapped
-from analysis.charts.sweeps.panels import Size, add_axes, of_all, percentage, sheet, threshold_words
-from analysis.sweeps.settings import (
+from analysis.charts.sweeps.panels import Size, add_axes, percentage, sheet, subset_note, threshold_words
+from analysis.sweep_tables.plans import (
     Layout,
     Place,
     Winner,
     by_setting,
-    evenly,
+    evenly_spaced,
     layout_of,
+    representative,
     shown,
-    spread,
     thresholds,
     winner,
 )
-from analysis.sweeps.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
+from analysis.sweep_tables.table import BANDWIDTH, Row, SweepTable, is_control, is_dense
 
 TITLE = "Who wins by bandwidth and density: a threshold or dense training?"
 HEAD_POINTS = LABEL_POINTS - 1
 CELL_IN, ROW_IN, MOST_COLUMNS, MOST_PANELS, MOST_ROWS, MOST_PAGES = 0.92, 0.46, 12, 6, 14, 4
 MOST_SAID = 16
-"""Cells of the map's columns that are put into words."""
+"""Most columns that are described in the text alternative."""
 ALL = ", all"
-"""Follows a method that wins without a threshold over itself with one."""
+"""Suffix of a method that is faster without a threshold than with one."""
 EVEN_COLOUR = (0.93, 0.93, 0.93)
 DEEPEST_RATIO = 3.0
-"""A speed-up that has the darkest colour."""
+"""Speed-up with the darkest colour."""
 EVEN_RATIO = 1.02
-"""What is nearer to 1 than this is called even."""
+"""Speed-ups below this count as equal."""
 SPARSE_COLOUR, DENSE_COLOUR = (0.902, 0.624, 0.0), (0.337, 0.706, 0.914)
-"""Okabe & Ito 2008: orange and sky blue; hatching tells them apart in grey."""
+"""Okabe & Ito 2008: orange and sky blue; hatching distinguishes them in grey."""
 
 
 def who_wins(table: SweepTable) -> list[Chart]:
     """Return maps of the winners: columns are bandwidths, and settings where none varies; rows are thresholds.
 
-    Clusters of different forms have links of different names, each an axis: they have maps of their own.
+    Clusters of different topologies have differently named links, each an axis with maps of its own.
     """
     axes = [key for key in table.axes if key.endswith(BANDWIDTH)]
-    found: list[Chart] = []
+    charts: list[Chart] = []
     for axis in axes:
-        found += _by_rate(table, axis, first=len(found))
+        charts += _by_rate(table, axis, first=len(charts))
     others = [row for row in table.fitting if all(row[axis] is None for axis in axes)]
-    return found + _by_setting(table, others, first=len(found))
+    return charts + _by_setting(table, others, first=len(charts))
 
 
 def _by_rate(table: SweepTable, axis: str, *, first: int) -> list[Chart]:
-    """Return the maps of the rows that have a value on an axis of bandwidths; they are counted from `first`."""
+    """Return the maps of the rows with a value on a bandwidth axis, numbered from `first`."""
     layout, columns = layout_of(table, without=[axis]), Layout((axis,), ())
-    found: dict[Place, Cells] = {}
+    cells_of: dict[Place, Cells] = {}
     rates: dict[Place, int] = {}
     for place, rows in by_setting([row for row in table.fitting if row[axis] is not None], layout).items():
         cells = sorted(_with_both(rows, columns).items(), key=lambda cell: float(str(cell[0][0])))
         if cells:
-            found[place] = dict(evenly(cells, MOST_COLUMNS))
+            cells_of[place] = dict(evenly_spaced(cells, MOST_COLUMNS))
             rates[place] = len(cells)
-    chosen = spread(list(found), MOST_PANELS * MOST_PAGES)
-    maps = [(place, found[place]) for place in chosen]
-    return _pages(maps, layout, columns, of_all(len(chosen), len(found)), first=first, rates=rates)
+    chosen = representative(list(cells_of), MOST_PANELS * MOST_PAGES)
+    maps = [(place, cells_of[place]) for place in chosen]
+    return _pages(maps, layout, columns, subset_note(len(chosen), len(cells_of)), first=first, rates=rates)
 
 
 def _by_setting(table: SweepTable, rows: Sequence[Row], *, first: int) -> list[Chart]:
-    """Return the maps of rows without a bandwidth that varies; they are counted from `first`."""
+    """Return the maps of rows without a varying bandwidth, numbered from `first`."""
     layout = layout_of(table)
     cells = _with_both(rows, layout)
-    chosen = spread(list(cells), MOST_COLUMNS * MOST_PANELS * MOST_PAGES)
+    chosen = representative(list(cells), MOST_COLUMNS * MOST_PANELS * MOST_PAGES)
     maps = [
         ((), {place: cells[place] for place in chosen[i : i + MOST_COLUMNS]})
         for i in range(0, len(chosen), MOST_COLUMNS)
     ]
-    return _pages(maps, layout, layout, of_all(len(chosen), len(cells)), first=first)
+    return _pages(maps, layout, layout, subset_note(len(chosen), len(cells)), first=first)
 
 
 Cells = dict[Place, list[Row]]
-"""By column of a map."""
+"""Rows by column of a map."""
 Map = tuple[Place, Cells]
 
 
 def _with_both(rows: Sequence[Row], columns: Layout) -> Cells:
-    """Return the columns in which thresholded and dense plans can be compared."""
-    return {each: members for each, members in by_setting(rows, columns).items() if _has_both(members)}
+    """Return the columns that have both thresholded and dense plans."""
+    return {
+        place: members
+        for place, members in by_setting(rows, columns).items()
+        if thresholds(members) and any(is_dense(row) for row in members)
+    }
 
 
 def _pages(
@@ -101,9 +105,9 @@ def _pages(
     first: int,
     rates: Mapping[Place, int] = MappingProxyType({}),
 ) -> list[Chart]:
-    """Return a chart for every `MOST_PANELS` maps; none where there is nothing to compare.
+    """Return a chart for every `MOST_PANELS` maps; none for fewer than two columns in all.
 
-    `rates`: how many bandwidths there are for a map, of which it may have fewer.
+    `rates`: number of bandwidths of each map, of which the map may show fewer.
     """
     if sum(len(cells) for _, cells in maps) < 2:
         return []
@@ -112,23 +116,21 @@ def _pages(
     for number, page in enumerate(pages):
         name = "who_wins" + (f"-{first + number + 1}" if first + number else "")
         most = max(rates.get(place, 0) for place, _ in page)
-        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly apart." if most > MOST_COLUMNS else ""
+        where = f" At most {MOST_COLUMNS} of {most} bandwidths, evenly_spaced apart." if most > MOST_COLUMNS else ""
         where += note + (f" Page {number + 1} of {len(pages)}." if len(pages) > 1 else "")
         charts.append(_chart(name, page, layout, columns, where))
     return charts
 
 
-def _has_both(rows: Sequence[Row]) -> bool:
-    return bool(thresholds(rows)) and any(is_dense(row) for row in rows)
-
-
 def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: str) -> Chart:
     rows = [row for _, cells in maps for members in cells.values() for row in members]
-    levels = _levels(rows)
+    levels = evenly_spaced(thresholds(rows), MOST_ROWS)
     widest = max(len(cells) for _, cells in maps)
     labels_in = max(label_width_in(_level(rows, level)) for level in levels)
     names = {place: _head(columns, place) for _, cells in maps for place in cells}
-    cell_in = _cell_width_in(names.values())
+    words = {word for name in names.values() for word in name.split()}
+    longest_in = max((label_width_in(word) for word in words), default=0.0) * HEAD_POINTS / LABEL_POINTS
+    cell_in = max(CELL_IN, longest_in + 0.1)
     heads = {place: wrapped(name, cell_in - 0.06, HEAD_POINTS) for place, name in names.items()}
     size = Size(
         cell_in * widest,
@@ -150,15 +152,8 @@ def _chart(name: str, maps: list[Map], layout: Layout, columns: Layout, where: s
     return Chart(name, TITLE, figure, _words(maps, layout, columns))
 
 
-def _cell_width_in(heads: Iterable[str]) -> float:
-    """Return how wide cells are: as the longest word over one, at least."""
-    words = {word for head in heads for word in head.split()}
-    longest_in = max((label_width_in(word) for word in words), default=0.0) * HEAD_POINTS / LABEL_POINTS
-    return max(CELL_IN, longest_in + 0.1)
-
-
 def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
-    """Return what is to know of these maps."""
+    """Return the explanation below the title of these maps."""
     controlled = any(is_control(row) for _, cells in maps for members in cells.values() for row in members)
     dense = [_dense_name(each) for each in _won(maps, levels) if _kind(each) == "dense"]
     named = next((name for name in dense if name.endswith(ALL)), None)
@@ -174,16 +169,11 @@ def _note(maps: Sequence[Map], levels: Sequence[float]) -> str:
     )
 
 
-def _levels(rows: Sequence[Row]) -> list[float]:
-    """Return the thresholds that have a row: of many, the ends and those between them that are evenly apart."""
-    return evenly(thresholds(rows), MOST_ROWS)
-
-
 def _level(rows: Sequence[Row], level: float) -> str:
-    """Return a row's label: threshold, and the densities that it gives."""
-    found = [row["push_density_ratio"] for row in rows if row.get("plan.push.threshold") == level]
+    """Return the label of a map's row: the threshold and the range of its densities."""
+    ratios = [row["push_density_ratio"] for row in rows if row.get("plan.push.threshold") == level]
     densities = sorted(
-        {percentage(density) for density in found if density is not None}, key=lambda text: float(text[:-2])
+        {percentage(density) for density in ratios if density is not None}, key=lambda text: float(text[:-2])
     )
     span = densities[0] if len(densities) == 1 else f"{densities[0][:-2]} to {densities[-1]}"
     return f"{threshold_words(level)}{' (control)' if level == inf else ''}: {span}"
@@ -220,20 +210,20 @@ def _panel(
         spine.set_visible(False)
 
 
-def _cell(axes: Axes, x: int, y: int, found: Winner | None) -> None:
+def _cell(axes: Axes, x: int, y: int, cell: Winner | None) -> None:
     place: dict[str, Any] = {"xy": (x, y), "width": 1, "height": 1, "edgecolor": "white"}
-    if found is None:
+    if cell is None:
         axes.add_patch(Rectangle(**place, facecolor="white"))
         axes.text(x + 0.5, y + 0.5, "none", ha="center", va="center", fontsize=LABEL_POINTS - 1.5, color="0.4")
         return
-    kind, ratio = _kind(found), max(found.speed_up_ratio, 1 / found.speed_up_ratio)
+    kind, ratio = _kind(cell), max(cell.speed_up_ratio, 1 / cell.speed_up_ratio)
     colours = {"sparse": _shade(SPARSE_COLOUR, ratio), "dense": _shade(DENSE_COLOUR, ratio), "even": EVEN_COLOUR}
     colour = colours[kind]
     axes.add_patch(Rectangle(**place, facecolor=colour, linewidth=1.5))
     if kind == "dense":
         hatched: dict[str, Any] = {"facecolor": "none", "linewidth": 0, "hatch": "////"}
         axes.add_patch(Rectangle((x, y), 1, 1, edgecolor=(0, 0, 0, 0.22), **hatched))
-    method = found.thresholded["method"] if kind == "sparse" else _dense_name(found)
+    method = cell.thresholded["method"] if kind == "sparse" else _dense_name(cell)
     text = "even" if kind == "even" else f"{method}\n{_times(ratio)}"
     axes.text(
         x + 0.5,
@@ -250,16 +240,16 @@ def _cell(axes: Axes, x: int, y: int, found: Winner | None) -> None:
 Kind = Literal["sparse", "dense", "even"]
 
 
-def _kind(found: Winner) -> Kind:
-    """Return who is faster."""
-    ratio = found.speed_up_ratio
+def _kind(cell: Winner) -> Kind:
+    """Return whether the thresholded plan is faster, the dense one, or neither."""
+    ratio = cell.speed_up_ratio
     if max(ratio, 1 / ratio) < EVEN_RATIO:
         return "even"
     return "sparse" if ratio > 1 else "dense"
 
 
 def _times(ratio: float) -> str:
-    """Return a ratio for people, in three digits.
+    """Return a ratio as text, with three digits.
 
     >>> _times(1.0449), _times(21.0), _times(123.4)
     ('1.04 \u00d7', '21.0 \u00d7', '123 \u00d7')
@@ -267,27 +257,27 @@ def _times(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f} \u00d7"
 
 
-def _dense_name(found: Winner) -> str:
-    """Return the dense winner's method, told apart from the same method with a threshold."""
-    method = found.dense["method"]
-    return f"{method}{ALL}" if method == found.thresholded["method"] else str(method)
+def _dense_name(cell: Winner) -> str:
+    """Return the method of the fastest dense plan, marked where the thresholded one has the same method."""
+    method = cell.dense["method"]
+    return f"{method}{ALL}" if method == cell.thresholded["method"] else str(method)
 
 
 def _shade(colour: tuple[float, float, float], ratio: float) -> tuple[float, float, float]:
-    """Return a colour that is the deeper the larger the ratio."""
+    """Return a colour whose saturation rises with the ratio."""
     depth = 0.25 + 0.75 * min(1.0, log(ratio) / log(DEEPEST_RATIO))
     red, green, blue = (1 - depth * (1 - part) for part in colour)
     return red, green, blue
 
 
 def _won(maps: Sequence[Map], levels: Sequence[float]) -> list[Winner]:
-    """Return what the cells of these maps say."""
-    cells = [winner(members, level) for _, cells in maps for members in cells.values() for level in levels]
-    return [each for each in cells if each is not None]
+    """Return the winners of all cells of these maps."""
+    winners = [winner(members, level) for _, cells in maps for members in cells.values() for level in levels]
+    return [cell for cell in winners if cell is not None]
 
 
 def _legend(maps: Sequence[Map], levels: Sequence[float]) -> list[tuple[Artist, str]]:
-    """Return what the colours of these maps' cells mean."""
+    """Return the legend entries of the colours that occur in these maps."""
     kinds = {_kind(each) for each in _won(maps, levels)}
     entries: dict[Kind, tuple[Artist, str]] = {
         "sparse": (Patch(facecolor=SPARSE_COLOUR), "a thresholded plan is faster"),
@@ -301,7 +291,7 @@ def _legend(maps: Sequence[Map], levels: Sequence[float]) -> list[tuple[Artist, 
 
 
 def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
-    found = []
+    sentences = []
     for place, cells in maps:
         for each, members in cells.items():
             known = [won for level in thresholds(members) if (won := winner(members, level)) is not None]
@@ -312,9 +302,9 @@ def _words(maps: list[Map], layout: Layout, columns: Layout) -> str:
                 density = percentage(best.thresholded["push_density_ratio"] or 0.0)
                 label = layout.setting_label(place) if columns is not layout else ""
                 where = f"{label} {_head(columns, each)}".strip()
-                found.append(f"{where}: at best {best.speed_up_ratio:.2f} with {density} pushed")
+                sentences.append(f"{where}: at best {best.speed_up_ratio:.2f} with {density} pushed")
     return (
         "Heat map of predicted speeds, thresholded over dense plans (above 1 a threshold wins), by network and "
         "threshold. "
-        f"{'; '.join(evenly(found, MOST_SAID))}."
+        f"{'; '.join(evenly_spaced(sentences, MOST_SAID))}."
     )

@@ -1,6 +1,6 @@
-"""BERT-large on sixteen Cloud TPUs: four days, about 7,000 dollars."""
+"""Headline figures of BERT-large on sixteen Cloud TPUs: four days, about 7,000 dollars."""
 
-from analysis.literature.headlines.line import Line, Simulations
+from analysis.literature.headlines.headline import Headline, Simulations
 from gssim.workload import Model, unrolled
 
 TEXT = "Efficient distributed training"
@@ -9,12 +9,12 @@ HOURS = 96.0
 PHASES = ((128, 900_000), (512, 100_000))
 """Sequence length and steps: Devlin et al. 2019, section A.2 (a million steps of 256 sequences, 90 % of them short)."""
 CHIP_FLOP_PER_S, CHIPS = 180e12 / 4, 64
-"""As the text says: 180 TFLOP/s for each of sixteen TPUs of four chips."""
+"""Stated in the text: 180 TFLOP/s for each of sixteen TPUs of four chips."""
 STATED_PARAMETERS = 340e6
 
 
-def lines(simulations: Simulations) -> list[Line]:
-    """Return the lines of parameters, time and cost."""
+def headlines(simulations: Simulations) -> list[Headline]:
+    """Return the headlines of parameters, time and cost."""
     model = simulations.model("bert-large")
     results = {length: simulations.run(SCENARIO, f"workload.sequence_length={length}") for length, _ in PHASES}
     hours = sum(results[length].step_time_s * steps for length, steps in PHASES) / 3600
@@ -24,7 +24,7 @@ def lines(simulations: Simulations) -> list[Line]:
     work = sum(step_flop(model, length, 256) * steps for length, steps in PHASES)
     used = work / (CHIPS * CHIP_FLOP_PER_S * HOURS * 3600)
     return [
-        Line(
+        Headline(
             TEXT,
             "parameters of BERT-large",
             "340 million",
@@ -34,7 +34,7 @@ def lines(simulations: Simulations) -> list[Line]:
             "to the two digits stated",
             {"parameters": model.elements},
         ),
-        Line(
+        Headline(
             TEXT,
             "time of BERT-large on 64 TPU v2 chips",
             "4 days",
@@ -45,7 +45,7 @@ def lines(simulations: Simulations) -> list[Line]:
             f"{HOURS / hours:.1f} times what the chips need at the assumed efficiency: slow, not impossible",
             {"simulated_h": hours, "utilisation_ratio": used, "work_flop": work},
         ),
-        Line(
+        Headline(
             TEXT,
             "cost of BERT-large",
             "about $7,000",

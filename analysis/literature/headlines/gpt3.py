@@ -1,6 +1,6 @@
-"""GPT-3: 175 billion parameters, 5 to 12 million dollars."""
+"""Headline figures of GPT-3: 175 billion parameters, 5 to 12 million dollars."""
 
-from analysis.literature.headlines.line import Line, Simulations, peak_bytes
+from analysis.literature.headlines.headline import Headline, Simulations, peak_bytes
 
 TEXT = "Efficient distributed training"
 SCENARIO = "gpt3-1024-a100"
@@ -8,12 +8,13 @@ TOKENS = 300e9
 """Brown et al. 2020, table 2.1."""
 STATED_USD = (5e6, 12e6)
 V100_FLOP_PER_S, V100_USD_PER_H = 28e12, 1.50
-"""What the estimate of $4.6 million took for one V100: Li 2020, OpenAI's GPT-3 language model: a technical overview."""
+"""Rate and rent of one V100 in the estimate of $4.6 million: Li 2020, OpenAI's GPT-3 language model: a technical
+overview."""
 STEP_TOKENS = 1024 * 2048
 
 
-def lines(simulations: Simulations) -> list[Line]:
-    """Return the lines of parameters, cost and fitting."""
+def headlines(simulations: Simulations) -> list[Headline]:
+    """Return the headlines of parameters, cost and memory."""
     model = simulations.model("gpt3-175b")
     flop = 6 * model.elements * TOKENS
     v100_h = flop / V100_FLOP_PER_S / 3600
@@ -24,7 +25,7 @@ def lines(simulations: Simulations) -> list[Line]:
     usd, days = result.cost_usd_per_step * steps, result.step_time_s * steps / 86400
     owner = simulations.run(SCENARIO, "plan.method=gs", "plan.recompute=full")
     return [
-        Line(
+        Headline(
             TEXT,
             "parameters of GPT-3",
             "175 billion in 96 layers",
@@ -34,7 +35,7 @@ def lines(simulations: Simulations) -> list[Line]:
             "",
             {"parameters": model.elements},
         ),
-        Line(
+        Headline(
             TEXT,
             "cost of GPT-3",
             "$5 to $12 million",
@@ -46,7 +47,7 @@ def lines(simulations: Simulations) -> list[Line]:
             "without trials and failures",
             {"v100_cost_usd": v100_h * V100_USD_PER_H, "a100_cost_usd": usd, "a100_days": days, "work_flop": flop},
         ),
-        Line(
+        Headline(
             TEXT,
             "a model that needs more than one device",
             "the model may not fit a replica",

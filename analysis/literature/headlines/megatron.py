@@ -1,8 +1,8 @@
-"""Megatron-Turing NLG: 530 billion parameters; 60.1, 50.2 and 44.4 s a step on 2240, 2800 and 3360 A100."""
+"""Headline figures of Megatron-Turing NLG: 530 billion parameters; 60.1, 50.2, 44.4 s a step on 2240 to 3360 A100."""
 
 from collections.abc import Iterable
 
-from analysis.literature.headlines.line import Line, Simulations
+from analysis.literature.headlines.headline import Headline, Simulations
 from analysis.literature.predict import Prediction, predict
 from analysis.literature.runs import Run, Shape, Software
 from gssim.workload import Model, unrolled
@@ -10,20 +10,20 @@ from gssim.workload import Model, unrolled
 TEXT = "Efficient distributed training"
 PAPER = "Smith et al. 2022 (MT-NLG)"
 STEPS_S = {2240: 60.1, 2800: 50.2, 3360: 44.4}
-"""Seconds of a step by number of A100: Smith et al. 2022, section 2.4."""
+"""Step time in s by number of A100: Smith et al. 2022, section 2.4."""
 STATED_FLOP_PER_S = {2240: 126e12, 2800: 121e12, 3360: 113e12}
 BATCH, LENGTH, TENSOR_RANKS, STAGES = 1920, 2048, 8, 35
 PEAK_FLOP_PER_S = 312e12
 
 
-def lines(simulations: Simulations) -> list[Line]:
-    """Return the lines of parameters, rate and scaling."""
+def headlines(simulations: Simulations) -> list[Headline]:
+    """Return the headlines of parameters, rate and scaling."""
     model = simulations.model("mt-nlg-530b")
     flop = recomputed_step_flop(model, BATCH, LENGTH)
     rates = {gpus: flop / gpus / step_s for gpus, step_s in STEPS_S.items()}
     scaled = scaled_steps_s()
     return [
-        Line(
+        Headline(
             TEXT,
             "parameters of Megatron-Turing NLG",
             "530 billion",
@@ -33,7 +33,7 @@ def lines(simulations: Simulations) -> list[Line]:
             "to the digits stated",
             {"parameters": model.elements},
         ),
-        Line(
+        Headline(
             PAPER,
             "rate at 60.1, 50.2, 44.4 s a step on 2240, 2800, 3360 A100",
             "126, 121, 113 TFLOP/s",
@@ -43,7 +43,7 @@ def lines(simulations: Simulations) -> list[Line]:
             f"{100 * rates[2240] / PEAK_FLOP_PER_S:.0f} % of peak at 2240, a quarter of it recomputation",
             {f"flop_per_s_on_{gpus}": rate for gpus, rate in rates.items()},
         ),
-        Line(
+        Headline(
             PAPER,
             "step times on 2800 and 3360 A100 beside 2240",
             "50.2, 44.4 s",
@@ -61,28 +61,32 @@ def lines(simulations: Simulations) -> list[Line]:
     ]
 
 
-def slow_lines() -> list[Line]:
-    """Return the line that takes two minutes: pipelines of 35 stages, cut eightfold, of 160 to 240 micro-batches."""
-    found = {gpus: simulated(gpus) for gpus in STEPS_S}
-    errors = {gpus: found[gpus].step_s / step_s - 1 for gpus, step_s in STEPS_S.items()}
+def slow_headlines() -> list[Headline]:
+    """Return the headline that takes two minutes: pipelines of 35 stages and 8 tensor ranks, 160 to 240 micro-batches.
+
+    The predicted steps are too short because a micro-batch is predicted to take 0.171 s, against 0.18 to 0.21 s by the
+    differences between the published step times.
+    """
+    predictions = {gpus: simulated(gpus) for gpus in STEPS_S}
+    errors = {gpus: predictions[gpus].step_s / step_s - 1 for gpus, step_s in STEPS_S.items()}
     return [
-        Line(
+        Headline(
             PAPER,
             "step times on 2240, 2800, 3360 A100",
             _listed(STEPS_S.values()) + " s",
-            _listed(each.step_s for each in found.values()) + " s simulated",
+            _listed(prediction.step_s for prediction in predictions.values()) + " s simulated",
             f"8 tensor ranks x {STAGES} stages x 8, 10, 12 replicas, micro-batches of one sample, full recomputation, "
             "on published/platforms.toml's A100; "
-            + f"{max(each.allocated_bytes for each in found.values()) / 1e9:.0f} GB a rank",
+            + f"{max(prediction.allocated_bytes for prediction in predictions.values()) / 1e9:.0f} GB a rank",
             "consistent",
             "off by " + ", ".join(f"{100 * error:+.1f} %" for error in errors.values()) + "; it fits 80 GB",
-            {f"step_s_on_{gpus}": each.step_s for gpus, each in found.items()},
+            {f"step_s_on_{gpus}": prediction.step_s for gpus, prediction in predictions.items()},
         )
     ]
 
 
 def simulated(gpus: int) -> Prediction:
-    """Return the prediction of a step on so many A100, as of the rows that `published` scores."""
+    """Return the prediction of a step on `gpus` A100, made as for the rows of published tables."""
     shape = Shape(
         kind="gpt",
         layers=105,
@@ -100,7 +104,7 @@ def simulated(gpus: int) -> Prediction:
             gpu="A100-SXM-80GB",
             per_node=8,
             shape=shape,
-            software=Software(early_stop=False, partitioned=True),  # as Megatron-LM of that year
+            software=Software(early_stop=False, partitioned=True),  # Megatron-LM of that year
             method="ddp",
             dp=gpus // (TENSOR_RANKS * STAGES),
             tp=TENSOR_RANKS,
@@ -132,12 +136,12 @@ def recomputed_step_flop(model: Model, batch_size: int, sequence_length: int) ->
 
 
 def micro_batches(gpus: int) -> int:
-    """Return the micro-batches of one sample of each pipeline."""
+    """Return the number of micro-batches, of one sample each, in every pipeline."""
     return BATCH * TENSOR_RANKS * STAGES // gpus
 
 
 def scaled_steps_s() -> dict[int, float]:
-    """Return the step times that follow from that on the fewest GPUs where nothing but the pipeline's bubble is lost.
+    """Return step times scaled from the fewest GPUs as if the pipeline bubble were the only loss.
 
     A pipeline of p stages takes (m + p - 1) slots for m micro-batches. Source: Narayanan et al. 2021, section 2.2.
 
@@ -150,7 +154,7 @@ def scaled_steps_s() -> dict[int, float]:
 
 
 def explained_by_bubble() -> dict[int, float]:
-    """Return, by GPUs, how much of what is lost to perfect scaling the bubble is."""
+    """Return, by number of GPUs, the fraction of the scaling loss that the pipeline bubble explains."""
     fewest, scaled = min(STEPS_S), scaled_steps_s()
-    perfect = {gpus: STEPS_S[fewest] * fewest / gpus for gpus in STEPS_S if gpus != fewest}
-    return {gpus: (scaled[gpus] - free_s) / (STEPS_S[gpus] - free_s) for gpus, free_s in perfect.items()}
+    ideal = {gpus: STEPS_S[fewest] * fewest / gpus for gpus in STEPS_S if gpus != fewest}
+    return {gpus: (scaled[gpus] - ideal_s) / (STEPS_S[gpus] - ideal_s) for gpus, ideal_s in ideal.items()}

@@ -1,8 +1,8 @@
-"""Table 1 of Gradient Sharding: 12, 9, 8, 6 GB; 24, 22, 20, 18 h; 90.0, 90.2, 90.5, 90.5 %."""
+"""Headline figures of Gradient Sharding's table 1: 12, 9, 8, 6 GB; 24, 22, 20, 18 h; 90.0, 90.2, 90.5, 90.5 %."""
 
 from dataclasses import dataclass
 
-from analysis.literature.headlines.line import Line, Simulations, peak_bytes
+from analysis.literature.headlines.headline import Headline, Simulations, peak_bytes
 from gssim.result import Result
 
 TEXT = "Gradient Sharding, table 1"
@@ -13,7 +13,7 @@ ROWS = {
     "zero": ("plan.method=zero1",),
     "gs": ("plan.method=gs",),
 }
-"""The table's rows as plans: which stage of ZeRO, and which form of GS, is said by `matching_conventions`."""
+"""The table's rows as plans; `matching_conventions` finds the stage of ZeRO and the form of GS."""
 MEMORY_GB = {"standard": 12.0, "checkpointing": 9.0, "zero": 8.0, "gs": 6.0}
 TIME_H = {"standard": 24.0, "checkpointing": 22.0, "zero": 20.0, "gs": 18.0}
 STATES = {
@@ -23,9 +23,9 @@ STATES = {
     "mixed, Adam, 16 B": {"parameters": 2, "gradients": 2, "optimizer": 12},
     "mixed, Adam, 18 B": {"parameters": 6, "gradients": 4, "optimizer": 8},
 }
-"""Bytes of a parameter's states, as they are usually counted."""
+"""Bytes per parameter of the training states, in the usual conventions."""
 SHARDED = {"1": ("optimizer",), "2": ("gradients", "optimizer"), "3": ("parameters", "gradients", "optimizer")}
-"""What each stage of ZeRO divides; `gs` divides what stage 2 does, `gs_z3` what stage 3 does."""
+"""States that each stage of ZeRO shards; `gs` shards those of stage 2, `gs_z3` those of stage 3."""
 FORMS = {"gs": "2", "gs_z3": "3"}
 
 BERT_LARGE = {"parameters": 340e6, "layers": 24, "width": 1024, "heads": 16}
@@ -35,8 +35,8 @@ RESNET50_TOP1 = 76.0
 """Top-1 accuracy on ImageNet, per cent: He et al. 2016 and torchvision's first weights (76.1)."""
 
 
-def lines(simulations: Simulations) -> list[Line]:
-    """Return the lines of memory, time and what the figures are said to be averages of."""
+def headlines(simulations: Simulations) -> list[Headline]:
+    """Return the headlines of memory, of time, and of the averages that the figures are said to be."""
     results = {row: simulations.run(SCENARIO, *overrides) for row, overrides in ROWS.items()}
     return [*_memory(results), *_time(results), *_average(simulations)]
 
@@ -44,12 +44,12 @@ def lines(simulations: Simulations) -> list[Line]:
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def _memory(results: dict[str, Result]) -> list[Line]:
+def _memory(results: dict[str, Result]) -> list[Headline]:
     peaks = {row: peak_bytes(result) for row, result in results.items()}
     scaled = scaled_to(peaks, MEMORY_GB)
     instance = mixed_instance_gb()
     return [
-        Line(
+        Headline(
             TEXT,
             "which methods: (12 - 8) / (12 - 6) GB saved",
             "2/3",
@@ -58,7 +58,7 @@ def _memory(results: dict[str, Result]) -> list[Line]:
             "only if",
             "in all other counts, ratios of what is divided are not 2 : 3",
         ),
-        Line(
+        Headline(
             TEXT,
             "memory, ratios",
             _joined(MEMORY_GB.values(), "g") + " GB",
@@ -70,7 +70,7 @@ def _memory(results: dict[str, Result]) -> list[Line]:
             "none of the three models has",
             {f"{row}_peak_bytes": size for row, size in peaks.items()},
         ),
-        Line(
+        Headline(
             TEXT,
             "memory, absolute",
             _joined(MEMORY_GB.values(), "g") + " GB",
@@ -85,7 +85,7 @@ def _memory(results: dict[str, Result]) -> list[Line]:
 
 
 def matching_conventions() -> list[str]:
-    """Return in which counts of bytes ZeRO and GS save as 4 : 6, whatever the number of ranks."""
+    """Return the conventions of bytes per parameter in which ZeRO and GS save as 4 : 6, for any number of ranks."""
     wanted = (MEMORY_GB["standard"] - MEMORY_GB["zero"]) / (MEMORY_GB["standard"] - MEMORY_GB["gs"])
     return [
         f"{name}: ZeRO-{stage} and {form}"
@@ -97,7 +97,7 @@ def matching_conventions() -> list[str]:
 
 
 def divided_bytes(states: dict[str, int], stage: str) -> int:
-    """Return how many of a parameter's bytes a stage of ZeRO divides among ranks.
+    """Return the bytes per parameter that a stage of ZeRO shards among ranks.
 
     >>> divided_bytes({"parameters": 2, "gradients": 2, "optimizer": 12}, "2")
     14
@@ -131,10 +131,10 @@ def mixed_instance_gb(
     }
 
 
-def scaled_to(found: dict[str, float], stated: dict[str, float]) -> dict[str, float]:
-    """Return what was found in units in which its first is what is stated."""
+def scaled_to(ours: dict[str, float], stated: dict[str, float]) -> dict[str, float]:
+    """Return our figures, scaled so that the first equals the first stated one."""
     first = next(iter(stated))
-    return {row: stated[first] * value / found[first] for row, value in found.items()}
+    return {row: stated[first] * value / ours[first] for row, value in ours.items()}
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
@@ -142,16 +142,16 @@ def scaled_to(found: dict[str, float], stated: dict[str, float]) -> dict[str, fl
 
 @dataclass(frozen=True)
 class FixedCost:
-    """Fixed cost of a step over the compute of its batch: what a stated ratio of times asks for."""
+    """Fixed cost of a step relative to the compute of its batch that a stated ratio of times requires."""
 
     batch_ratio: float
-    """How many times larger the checkpointed micro-batch is."""
+    """Size of the checkpointed micro-batch relative to the plain one."""
     fixed_ratio: float
     """Fixed cost of a plain micro-step (optimizer, exposed communication, launches) over its compute."""
 
 
 def fixed_cost(batch_ratio: float, *, again_ratio: float, time_ratio: float) -> FixedCost | None:
-    """Return the fixed cost at which checkpointing takes `time_ratio` of the time of plain training; None: at none.
+    """Return the fixed cost at which checkpointing takes `time_ratio` of the time of plain training, or None.
 
     A plain micro-step takes 1 + u, in units of its compute; per sample a checkpointed one, whose micro-batch is k times
     larger, takes r + u / k. So (r + u / k) / (1 + u) = t, or u = (r - t) / (t - 1 / k), which must be positive.
@@ -168,7 +168,7 @@ def fixed_cost(batch_ratio: float, *, again_ratio: float, time_ratio: float) -> 
     return FixedCost(batch_ratio, (again_ratio - time_ratio) / room)
 
 
-def _time(results: dict[str, Result]) -> list[Line]:
+def _time(results: dict[str, Result]) -> list[Headline]:
     ratio = TIME_H["checkpointing"] / TIME_H["standard"]
     again = compute_s(results["checkpointing"]) / compute_s(results["standard"])
     region = [each for k in (1, 2, 4, 7, 1e9) if (each := fixed_cost(k, again_ratio=again, time_ratio=ratio))]
@@ -178,7 +178,7 @@ def _time(results: dict[str, Result]) -> list[Line]:
         row: max(0.0, TIME_H[row] / TIME_H["standard"] * (1 + region[-1].fixed_ratio) - 1) for row in ("zero", "gs")
     }
     return [
-        Line(
+        Headline(
             TEXT,
             "time of checkpointing beside standard, same batch",
             "22 : 24 h",
@@ -188,7 +188,7 @@ def _time(results: dict[str, Result]) -> list[Line]:
             "the same work and more cannot take less time",
             {"again_ratio": again, "fixed_ratio": fixed, "checkpointing_h": times["checkpointing"]},
         ),
-        Line(
+        Headline(
             TEXT,
             "time of checkpointing beside standard, larger batch",
             "22 : 24 h",
@@ -198,7 +198,7 @@ def _time(results: dict[str, Result]) -> list[Line]:
             "fixed costs are at least that, and the memory that was saved is spent on a batch k times larger",
             {f"fixed_ratio_at_{each.batch_ratio:g}": each.fixed_ratio for each in region},
         ),
-        Line(
+        Headline(
             TEXT,
             "time of ZeRO and GS beside standard",
             "20 and 18 : 24 h",
@@ -218,14 +218,14 @@ def _times(batch_ratio: float) -> str:
 
 
 def compute_s(result: Result) -> float:
-    """Return the compute of a step, mean over ranks."""
+    """Return the compute time of a step in s, mean over ranks."""
     return result.phases_s["forward"] + result.phases_s["backward"]
 
 
 # The average ---------------------------------------------------------------------------------------------------------
 
 
-def _average(simulations: Simulations) -> list[Line]:
+def _average(simulations: Simulations) -> list[Headline]:
     alone = simulations.run(
         "gpt3-1024-a100", "plan.method=single", "plan.recompute=none", "workload.global_batch_size=1"
     )
@@ -234,7 +234,7 @@ def _average(simulations: Simulations) -> list[Line]:
     rate = 6 * GPT3_PARAMETERS * GPT3_TOKENS / (3 * TIME_H["standard"] * 3600)
     others = 3 * 90.0 - RESNET50_TOP1
     return [
-        Line(
+        Headline(
             TEXT,
             "12 GB as the average over ResNet-50, BERT, GPT-3",
             "12 GB",
@@ -244,7 +244,7 @@ def _average(simulations: Simulations) -> list[Line]:
             f"GPT-3's parameters alone, in two bytes each, make the average {least_gb:.0f} GB",
             {"mean_bytes": mean_gb * 1e9, "least_mean_bytes": least_gb * 1e9},
         ),
-        Line(
+        Headline(
             TEXT,
             "24 h as the average over ResNet-50, BERT, GPT-3",
             "24 h",
@@ -254,7 +254,7 @@ def _average(simulations: Simulations) -> list[Line]:
             f"it takes {rate / A100_SUSTAINED_FLOP_PER_S:,.0f} A100 at 140 TFLOP/s sustained",
             {"flop_per_s": rate},
         ),
-        Line(
+        Headline(
             TEXT,
             "90 % as the average over ResNet-50, BERT, GPT-3",
             "90.0 to 90.5 %",

@@ -1,1 +1,1 @@
-"""Tables of published figures, each kind recognised by its columns."""
+"""Readers of published tables of training runs, one for each kind of table."""

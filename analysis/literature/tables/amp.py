@@ -1,7 +1,7 @@
-"""AMP's trials: GPT-2 medium on 16 T4, four to a machine.
+"""Reader of AMP's trials: GPT-2 medium on 16 T4, four to a machine.
 
-Of the table's rows come the plan and the stages; the rest is of the paper (Li et al. 2022, "AMP: Automatically Finding
-Model Parallel Strategies with Heterogeneity Awareness", section 5.1) and DeepSpeed's pipelined GPT-2.
+A row gives the plan and the stages; the rest is from the paper (Li et al. 2022, "AMP: Automatically Finding Model
+Parallel Strategies with Heterogeneity Awareness", section 5.1) and DeepSpeed's pipelined GPT-2.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ LAYERS, HIDDEN, HEADS, SEQUENCE = 24, 1024, 16, 1024
 GLOBAL_BATCH = 32
 VOCABULARY = 50257
 BEFORE, AFTER = 2, 4
-"""Layers of DeepSpeed's pipeline before the blocks (embedding, transposition) and behind them (transposition, norm,
+"""Layers of DeepSpeed's pipeline before the blocks (embedding, transposition) and after them (transposition, norm,
 logits, loss)."""
 
 
 def amp(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise SkippedError where it lacks something, or is of another experiment."""
+    """Return the run of a row; raise SkippedError for missing fields, or another experiment."""
     if record["experiment"] != "homogeneous":
         raise SkippedError(f"the experiment '{record['experiment']}' is not known")
     dp, tp, pp = (needed(record, key) for key in ("dp", "tp", "pp"))
@@ -62,7 +62,7 @@ def amp(record: Mapping[str, str], identity: str) -> Run:
 
 
 def _blocks(partition: str, pp: int) -> tuple[int, ...]:
-    """Return the blocks of each stage, whose bounds count DeepSpeed's other layers too.
+    """Return the number of blocks of each stage; the partition's bounds also count DeepSpeed's other layers.
 
     >>> _blocks("[0, 15, 30]", 2)
     (13, 11)

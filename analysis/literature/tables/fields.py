@@ -1,4 +1,4 @@
-"""Fields of a row: numbers that may be missing, or be written for people."""
+"""Fields of a table row: numbers, which may be missing or have separators, and values derived from them."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -8,7 +8,7 @@ from gssim.plan import MethodName
 
 
 def number(record: Mapping[str, str], key: str) -> float | None:
-    """Return a number, or None where the field is empty or no number; commas between thousands are passed over.
+    """Return a number, or None where the field is empty or no number; thousands separators (commas) are ignored.
 
     >>> number({"a": "2.5", "b": "?"}, "a"), number({"a": "2.5", "b": "?"}, "b"), number({"a": "1,024"}, "a")
     (2.5, None, 1024.0)
@@ -21,7 +21,7 @@ def number(record: Mapping[str, str], key: str) -> float | None:
 
 
 def positive(record: Mapping[str, str], key: str) -> float | None:
-    """Return a number above 0, or None: a time or a memory that was measured."""
+    """Return a number above 0 (a measured time or memory), or None."""
     value = number(record, key)
     return value if value is not None and value > 0 else None
 
@@ -40,20 +40,20 @@ def needed(record: Mapping[str, str], key: str) -> int:
     return value
 
 
-def divided(total: int, parts: int, what: str) -> int:
-    """Return a part of what is divided evenly; raise SkippedError where it cannot be."""
+def divided(total: int, parts: int, noun: str) -> int:
+    """Return total / parts; raise SkippedError where `parts` does not divide `total`."""
     if total % parts:
-        raise SkippedError(f"{what} do not divide evenly")
+        raise SkippedError(f"{noun} do not divide evenly")
     return total // parts
 
 
 def micro_batches_of(global_batch: int, dp: int, micro_batch: int) -> int:
-    """Return how many micro-batches each replica has; raise SkippedError where they do not come out even."""
+    """Return the number of micro-batches of each replica; raise SkippedError where the batch does not divide evenly."""
     return divided(divided(global_batch, dp, "samples"), micro_batch, "micro-batches")
 
 
 def method_of(data: int, tp: int, pp: int, replicas: MethodName = "ddp") -> MethodName:
-    """Return the method of a plan, `replicas` where there are several that share the data.
+    """Return the method of a plan: `replicas` where there are several data-parallel ranks.
 
     >>> method_of(8, 1, 1), method_of(1, 2, 4), method_of(1, 2, 1), method_of(1, 1, 1)
     ('ddp', 'pipeline', 'tensor', 'single')
@@ -64,7 +64,7 @@ def method_of(data: int, tp: int, pp: int, replicas: MethodName = "ddp") -> Meth
 
 
 def padded(vocabulary: int, tp: int) -> int:
-    """Return the rows of an embedding that Megatron cuts among `tp` ranks: multiples of 128 for each.
+    """Return the vocabulary as Megatron pads it for `tp` tensor ranks: a multiple of 128 on each.
 
     Source: Megatron-LM, vocab_size_with_padding, with make-vocab-size-divisible-by = 128.
 

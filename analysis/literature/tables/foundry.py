@@ -1,7 +1,7 @@
-"""LLM Foundry's table: MPT models under FSDP on A100 and H100.
+"""Reader of LLM Foundry's table: MPT models under FSDP on A100 and H100.
 
-Models by their names: llm-foundry, scripts/train/benchmarking and yamls of the MPT family; the parameters that a row
-states check them.
+Hyper-parameters follow from the models' names (llm-foundry, scripts/train/benchmarking and yamls of the MPT family);
+they are checked against the number of parameters that a row states.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,15 @@ MODELS = {
 """Layers, width, heads."""
 VOCABULARY = 50368
 CLOSE_RATIO = 0.01
-"""Between the parameters that a row states and those of the model that its name stands for."""
+"""Allowed deviation of the stated number of parameters from that of the named model."""
+ID_KEYS = ("Model", "# GPUs", "GPU", "SeqLen (T)", "MicroBatchSize", "GlobalBatchSize", "Precision")
+"""Columns that identify a row."""
 STRATEGIES = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2"}
 PRECISIONS = ("bf16", "amp_bf16", "amp_fp16", "amp_fp8")
 
 
 def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise SkippedError where it lacks something."""
+    """Return the run of a row; raise SkippedError for missing or unsupported fields."""
     if record["Sharding Strategy"] not in STRATEGIES:
         raise SkippedError(f"sharding '{record['Sharding Strategy']}' is not known")
     if record["GPU"] not in GPUS:
@@ -43,7 +45,7 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
     if rate is None:
         raise SkippedError("the row has neither a time nor a memory")
     return Run(
-        identity=_identity(record) or identity,
+        identity="foundry " + " ".join(record[key] for key in ID_KEYS),
         source=f"LLM Foundry, {GPUS[record['GPU']]}",
         gpu=GPUS[record["GPU"]],
         per_node=8,
@@ -57,11 +59,6 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
         overlap=True,
         step_s=batch * shape.sequence_length / rate,
     )
-
-
-def _identity(record: Mapping[str, str]) -> str:
-    keys = ("Model", "# GPUs", "GPU", "SeqLen (T)", "MicroBatchSize", "GlobalBatchSize", "Precision")
-    return "foundry " + " ".join(record[key] for key in keys)
 
 
 def _shape(record: Mapping[str, str]) -> Shape:

@@ -1,6 +1,6 @@
-"""Megatron-LM's functional tests: what their golden values say of a step's time and of the last rank's memory.
+"""Reader of Megatron-LM's functional tests: step times and memory of the last rank, from their golden values.
 
-Most run in deterministic mode, and models are small: steps are as long as the host takes to issue them.
+Most run in deterministic mode, and models are small: step times are bound by the host, which issues the kernels.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from analysis.literature.runs import Run, Shape, SkippedError, Software
 from analysis.literature.tables.fields import count, divided, method_of, micro_batches_of, needed, padded, positive
 
 GPUS = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "gb200": "GB200"}
-"""By what a platform's name holds."""
+"""GPU by the part of the platform's name that identifies it."""
 VOCABULARIES = {"gpt": 50257, "bert": 30522}
-"""Of the tests' tokenisers, GPT-2's and BERT's, where a row tells no other."""
+"""Vocabularies of the tests' tokenisers, GPT-2's and BERT's, where a row states no other."""
 NOT_PLAIN = {
     "num-experts": "a mixture of experts",
     "fp8-format": "float8 by Transformer Engine",
@@ -24,11 +24,11 @@ NOT_PLAIN = {
     "external-cuda-graph": "CUDA graphs",
     "cuda-graph-impl": "CUDA graphs",
 }
-"""Why rows that say something under a column are skipped."""
+"""Reason for skipping a row, by the column that then has a value."""
 
 
 def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise SkippedError where it lacks something, or is of another kind."""
+    """Return the run of a row; raise SkippedError for missing fields, or an unsupported kind of model."""
     _refuse(record)
     axes = ("tensor-model", "pipeline-model", "context")
     tp, pp, context = (count(record, f"{each}-parallel-size") or 1 for each in axes)
@@ -51,7 +51,8 @@ def megatron_tests(record: Mapping[str, str], identity: str) -> Run:
         micro_batch=micro,
         micro_batches=micro_batches_of(needed(record, "global-batch-size"), dp, micro),
         recompute=_recompute(record),
-        overlap=record["overlap-grad-reduce"] == "True" and pp == 1,  # of a pipeline, what is left comes behind it
+        # in a pipeline, gradients are reduced after the schedule
+        overlap=record["overlap-grad-reduce"] == "True" and pp == 1,
         step_s=positive(record, "iter_time_median_s"),
         memory_bytes=positive(record, "mem_max_allocated_bytes"),
         memory_metric="allocated",
@@ -119,7 +120,7 @@ def _chunks(record: Mapping[str, str], layers: int, pp: int) -> int:
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    said = record["recompute-granularity"]
-    if said not in ("", "selective", "full"):
-        raise SkippedError(f"recomputation '{said}' is not known")
-    return said or "none"  # type: ignore[return-value]
+    stated = record["recompute-granularity"]
+    if stated not in ("", "selective", "full"):
+        raise SkippedError(f"recomputation '{stated}' is not known")
+    return stated or "none"  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Sailor's validation table: plans whose stages and replicas tell their GPUs, such as OPT-350M on four GH200 a node."""
+"""Reader of Sailor's validation table: plans that name the GPUs of every stage and replica."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ tables of layers, where vocabularies are padded as Megatron does."""
 
 
 def sailor(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise SkippedError where it lacks something, or stages are not cut alike."""
+    """Return the run of a row; raise SkippedError for missing fields, or stages that are split differently."""
     if record["model"] not in MODELS:
         raise SkippedError(f"the model {record['model']} is not known")
     servers, tp, pp, dp = _stages(record["stages"])
@@ -65,32 +65,32 @@ def sailor(record: Mapping[str, str], identity: str) -> Run:
 
 
 def _stages(text: str) -> tuple[tuple[Server, ...], int, int, int]:
-    """Return servers in rank order, tp, pp and dp; raise SkippedError where stages are cut or copied unlike each other.
+    """Return servers in rank order, tp, pp and dp; raise SkippedError where stages differ in tp or dp.
 
     >>> _stages("A100-40x2:tp2|V100-16x4:tp2;V100-16x4:tp2|V100-16x4:tp2")
     ((('A100-40', 2), ('V100-16', 4), ('V100-16', 2)), 2, 2, 2)
     """
     stages = [stage.split("|") for stage in text.split(";")]
     replicas = [replica.strip() for stage in stages for replica in stage]
-    found = [re.fullmatch(r"(.+)x([1-9]\d{0,3}):tp([1-9]\d{0,3})", replica) for replica in replicas]
-    if None in found:
+    matches = [re.fullmatch(r"(.+)x([1-9]\d{0,3}):tp([1-9]\d{0,3})", replica) for replica in replicas]
+    if None in matches:
         raise SkippedError("stages that cannot be read")
-    each = [(match.group(1), int(match.group(2)), int(match.group(3))) for match in found if match]
-    cuts, copies = {tp for _, _, tp in each}, {len(stage) for stage in stages}
-    if len(cuts) > 1:
-        raise SkippedError("replicas that are cut among unequal numbers of devices")
-    if len(copies) > 1:
+    parsed = [(match.group(1), int(match.group(2)), int(match.group(3))) for match in matches if match]
+    tensor_ranks, replica_counts = {tp for _, _, tp in parsed}, {len(stage) for stage in stages}
+    if len(tensor_ranks) > 1:
+        raise SkippedError("replicas with unequal numbers of tensor ranks")
+    if len(replica_counts) > 1:
         raise SkippedError("stages with unequal numbers of replicas")
-    (tp,) = cuts
+    (tp,) = tensor_ranks
     servers: list[Server] = []
-    for (gpu, devices), alike in groupby(each, key=lambda replica: replica[:2]):
-        ranks = tp * len(list(alike))
+    for (gpu, devices), same in groupby(parsed, key=lambda replica: replica[:2]):
+        ranks = tp * len(list(same))
         servers += [(gpu, devices)] * (ranks // devices) + ([(gpu, ranks % devices)] if ranks % devices else [])
     return tuple(servers), tp, len(stages), len(stages[0])
 
 
 def _blocks(text: str, pp: int) -> tuple[int, ...]:
-    """Return the blocks of each stage.
+    """Return the number of blocks of each stage, without the embedding and the head.
 
     >>> _blocks("5/7/7/7", 4)
     (4, 7, 7, 6)

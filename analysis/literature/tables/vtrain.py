@@ -1,4 +1,4 @@
-"""Tables of vTrain: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, blocks recomputed."""
+"""Reader of vTrain's tables: GPT plans on A100 of 80 GB by Megatron-DeepSpeed, fp16, full recomputation."""
 
 from collections.abc import Mapping
 
@@ -8,11 +8,11 @@ from analysis.literature.tables.fields import method_of, micro_batches_of, neede
 GPU = "A100-SXM-80GB, 4 cards"
 NODE = 8
 VOCABULARY = 51200
-"""Megatron's own, padded; the tables do not say."""
+"""Megatron's own vocabulary, padded; the tables do not state it."""
 
 
 def vtrain(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise SkippedError where it lacks something."""
+    """Return the run of a row; raise SkippedError for missing or contradictory fields."""
     dp, micro = needed(record, "data parallelism"), needed(record, "micro batch")
     hidden, heads = needed(record, "hidden size"), needed(record, "attention heads")
     pp, milliseconds = needed(record, "pipeline parallelism"), positive(record, "iteration time (ms)")

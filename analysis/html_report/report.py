@@ -1,7 +1,4 @@
-"""The whole report of a folder.
-
-Where a report's figures are from: programs, machines, calibrations; what was measured, and what only predicted.
-"""
+"""The HTML report of a folder: summary, tables and charts of its contents, and the provenance of its figures."""
 
 import json
 import math
@@ -12,11 +9,11 @@ from typing import Any
 from analysis.charts import timeline
 from analysis.charts.drawing import Chart
 from analysis.compare.table import method_of, name_of, peaks_by_rank
-from analysis.compare.timeline import named_alike
-from analysis.page.comparison import comparison_parts
-from analysis.page.comparison import summary as comparison_summary
-from analysis.page.contents import Contents, Overlay, contents_of
-from analysis.page.markup import (
+from analysis.compare.timeline import with_common_labels
+from analysis.html_report.comparison import comparison_parts
+from analysis.html_report.comparison import summary as comparison_summary
+from analysis.html_report.contents import Contents, Overlay, contents_of
+from analysis.html_report.markup import (
     Cell,
     Column,
     Part,
@@ -33,9 +30,9 @@ from analysis.page.markup import (
     table,
     terms,
 )
-from analysis.page.study import study_parts
-from analysis.page.sweep import summary as sweep_summary
-from analysis.page.sweep import sweep_parts
+from analysis.html_report.study import study_parts
+from analysis.html_report.sweep import summary as sweep_summary
+from analysis.html_report.sweep import sweep_parts
 from gssim.result import Result
 
 MOST_VALUES = 6
@@ -43,10 +40,10 @@ MOST_ROWS = 200
 MOST_CALIBRATIONS = 20
 
 
-def told_part(found: Contents) -> Part:
-    """Return what was measured, and what is only predicted."""
+def evidence_part(contents: Contents) -> Part:
+    """Return the part that lists what was measured and what is only predicted."""
     lines = []
-    for comparison in found.comparisons:
+    for comparison in contents.comparisons:
         repeated = int((comparison.table["repeats"] > 1).sum())
         lines.append(
             f"Measured and predicted: {counted(len(comparison.table), 'scenario')}, {repeated} of them more than "
@@ -55,31 +52,31 @@ def told_part(found: Contents) -> Part:
             "categories of "
             "memory, cost."
         )
-    if found.only_predicted:
-        lines.append(f"Only predicted: {counted(len(found.only_predicted), 'scenario')}.")
-    if found.only_measured:
-        lines.append(f"Only measured: {counted(len(found.only_measured), 'scenario')}.")
+    if contents.only_predicted:
+        lines.append(f"Only predicted: {counted(len(contents.only_predicted), 'scenario')}.")
+    if contents.only_measured:
+        lines.append(f"Only measured: {counted(len(contents.only_measured), 'scenario')}.")
     lines += [
         f"Only predicted: all {counted(len(sweep.rows), 'point')} of the sweep {sweep.sweep or sweep.name}; nothing "
         "of it was measured."
-        for sweep in found.sweeps
-        if not found.only_predicted
+        for sweep in contents.sweeps
+        if not contents.only_predicted
     ]
     lines += [
         f"Measured: all trainings of the study {study.place}: loss, density, step time. Predicted: step times, also "
         "for other networks."
-        for study in found.studies
+        for study in contents.studies
     ]
-    lines += [f"One step of {overlay.name}: traced on both sides." for overlay in found.overlays]
+    lines += [f"One step of {overlay.name}: traced on both sides." for overlay in contents.overlays]
     body = bullets(lines)
-    for title, files in (("only predicted", found.only_predicted), ("only measured", found.only_measured)):
+    for title, files in (("only predicted", contents.only_predicted), ("only measured", contents.only_measured)):
         if files:
             body += folded(f"Scenarios that are {title}", _result_table(title, [file.result for file in files]))
     return Part("What was measured, and what is only predicted", body)
 
 
 def _result_table(title: str, results: Sequence[Result]) -> str:
-    """Return Results of one side."""
+    """Return a table of Results that are only predicted, or only measured."""
     rows: list[list[Cell]] = [
         [
             name_of(result),
@@ -98,45 +95,42 @@ def _result_table(title: str, results: Sequence[Result]) -> str:
     return table(f"Scenarios that are {title}", columns, rows[:MOST_ROWS]) + more
 
 
-def provenance_part(found: Contents) -> Part:
-    """Return versions, hardware and calibrations of all that the page shows."""
-    predicted = [result for each in found.comparisons for result in each.predicted]
-    predicted += [file.result for file in found.only_predicted]
-    measured = [result for each in found.comparisons for result in each.measured]
-    measured += [file.result for file in found.only_measured]
+def provenance_part(contents: Contents) -> Part:
+    """Return the part with versions, hardware and calibrations of all figures in the report."""
+    predicted = [result for each in contents.comparisons for result in each.predicted]
+    predicted += [file.result for file in contents.only_predicted]
+    measured = [result for each in contents.comparisons for result in each.measured]
+    measured += [file.result for file in contents.only_measured]
     body = ""
     for title, results in (("Predicted by", predicted), ("Measured on", measured)):
         if results:
             body += f"<h3>{title}</h3>\n{terms(_facts(results))}"
-    body += _calibrations(found)
-    files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in found.sweeps]
-    files += [f"Comparison {each.place}, without its Results" for each in found.comparisons if not each.predicted]
-    files += [f"Study {each.place}" for each in found.studies]
+    body += _calibrations(contents)
+    files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in contents.sweeps]
+    files += [f"Comparison {each.place}, without its Results" for each in contents.comparisons if not each.predicted]
+    files += [f"Study {each.place}" for each in contents.studies]
     if files:
         body += bullets(files)
     return Part("Provenance", body or paragraph("Nothing is known of where these figures are from."))
 
 
 def _facts(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return each fact with the values that Results have, most have but one."""
-    found: dict[str, dict[str, None]] = {}
+    """Return each provenance entry with its distinct values in the Results."""
+    facts: dict[str, dict[str, None]] = {}
     for result in results:
         for key, value in _flat(result.provenance):
-            found.setdefault(key, {}).setdefault(value, None)
-        found.setdefault("devices", {}).setdefault("; ".join(dict.fromkeys(rank.device for rank in result.ranks)), None)
-    return [
-        (key.replace("_", " "), ", ".join([*list(values)[:MOST_VALUES], *_more(values)]))
-        for key, values in found.items()
-        if key != "repeat"
-    ]
-
-
-def _more(values: dict[str, None]) -> list[str]:
-    return [f"and {len(values) - MOST_VALUES} others"] if len(values) > MOST_VALUES else []
+            facts.setdefault(key, {}).setdefault(value, None)
+        facts.setdefault("devices", {}).setdefault("; ".join(dict.fromkeys(rank.device for rank in result.ranks)), None)
+    lines = []
+    for key, values in facts.items():
+        if key != "repeat":
+            more = [f"and {len(values) - MOST_VALUES} others"] if len(values) > MOST_VALUES else []
+            lines.append((key.replace("_", " "), ", ".join([*list(values)[:MOST_VALUES], *more])))
+    return lines
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield facts by their names; of lists how long they are: links and devices are in the Results."""
+    """Yield nested provenance entries as (name, value); of lists only a summary."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key} ")
@@ -147,7 +141,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
 
 
 def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
-    """Yield what is to say of a list: of links that were verified, how far off the worst was; of others how many."""
+    """Yield the summary of a list: the worst deviation of verified links, else the number of entries."""
     rates = ("measured_bytes_per_s", "rate_bytes_per_s")
     known = [value for value in values if isinstance(value, dict) and all(value.get(rate) for rate in rates)]
     if known:
@@ -157,9 +151,9 @@ def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
         yield key, str(len(values))
 
 
-def _calibrations(found: Contents) -> str:
-    """Return a table of the calibrations, a row for each; of very many, those of which most is."""
-    counts = _uses(found)
+def _calibrations(contents: Contents) -> str:
+    """Return a table of the calibrations; of more than `MOST_CALIBRATIONS`, the most used ones."""
+    counts = _uses(contents)
     if not counts:
         return ""
     often = sorted(counts, key=lambda identity: (-sum(counts[identity]), identity))[:MOST_CALIBRATIONS]
@@ -172,14 +166,14 @@ def _calibrations(found: Contents) -> str:
     )
 
 
-def _uses(found: Contents) -> dict[str, list[int]]:
-    """Return of how many predictions, measurements and points each calibration is."""
+def _uses(contents: Contents) -> dict[str, list[int]]:
+    """Return the numbers of predictions, measurements and sweep points of each calibration."""
     counts: dict[str, list[int]] = {}
-    for comparison in found.comparisons:
-        for place, side in enumerate(("predicted", "measured")):
+    for comparison in contents.comparisons:
+        for column, side in enumerate(("predicted", "measured")):
             for identity in comparison.table[f"calibration_id_{side}"].to_list():
-                counts.setdefault(str(identity), [0, 0, 0])[place] += 1
-    for sweep in found.sweeps:
+                counts.setdefault(str(identity), [0, 0, 0])[column] += 1
+    for sweep in contents.sweeps:
         for row in sweep.answered:
             counts.setdefault(str(row.get("calibration_id")), [0, 0, 0])[2] += 1
     return counts
@@ -190,53 +184,52 @@ TIMELINE = "Who does what in one step, when, and waits for what?"
 
 
 def report(folder: Path) -> str:
-    """Return the page as HTML, the same for the same folder; raise UserError where there is nothing to report."""
-    found = contents_of(folder)
-    questions = questions_of(found)
+    """Return the report as HTML, deterministic for a folder; raise UserError where there is nothing to report."""
+    contents = contents_of(folder)
+    questions = questions_of(contents)
     title = questions[0] if len(questions) == 1 else f"What was asked of {folder.resolve().name}, and what came out"
-    parts = [Part("In short", bullets(_short(found)))]
-    for comparison in found.comparisons:
+    parts = [Part("In short", bullets(_short(contents)))]
+    for comparison in contents.comparisons:
         parts += comparison_parts(comparison)
-    for sweep in found.sweeps:
-        parts += sweep_parts(sweep, several=len(found.sweeps) > 1)
-    for study in found.studies:
+    for sweep in contents.sweeps:
+        parts += sweep_parts(sweep, several=len(contents.sweeps) > 1)
+    for study in contents.studies:
         parts += study_parts(study)
-    if found.overlays:
-        parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, found.overlays))))
-    parts += [told_part(found), provenance_part(found)]
-    return document(title, _lead(questions), _named_once(parts))
+    if contents.overlays:
+        parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, contents.overlays))))
+    parts += [evidence_part(contents), provenance_part(contents)]
+    several = len(questions) > 1
+    lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else ""
+    return document(title, lead, _with_unique_titles(parts))
 
 
-def questions_of(found: Contents) -> list[str]:
-    """Return what was asked: the questions of sweeps and scenarios, each once."""
-    asked = [sweep.question for sweep in found.sweeps]
-    results = [result for comparison in found.comparisons for result in comparison.measured]
-    results += [file.result for file in (*found.only_measured, *found.only_predicted)]
+def questions_of(contents: Contents) -> list[str]:
+    """Return the distinct questions of sweeps, scenarios and studies."""
+    asked = [sweep.question for sweep in contents.sweeps]
+    results = [result for comparison in contents.comparisons for result in comparison.measured]
+    results += [file.result for file in (*contents.only_measured, *contents.only_predicted)]
     asked += [str(result.scenario.get("question") or "") for result in results]
     asked += [
-        f"What do thresholds cost in quality, and gain in bytes and time? Study {each.place}" for each in found.studies
+        f"What do thresholds cost in quality, and gain in bytes and time? Study {each.place}"
+        for each in contents.studies
     ]
     return [question for question in dict.fromkeys(asked) if question]
 
 
-def _lead(questions: list[str]) -> str:
-    if len(questions) <= 1:
-        return ""
-    return paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS])
-
-
-def _short(found: Contents) -> list[str]:
-    lines = [line for comparison in found.comparisons for line in comparison_summary(comparison)]
-    lines += [line for sweep in found.sweeps for line in sweep_summary(sweep)]
-    several = len(found.studies) > 1
+def _short(contents: Contents) -> list[str]:
+    lines = [line for comparison in contents.comparisons for line in comparison_summary(comparison)]
+    lines += [line for sweep in contents.sweeps for line in sweep_summary(sweep)]
+    several = len(contents.studies) > 1
     lines += [
-        f"{each.place}: {each.findings[0]}" if several else each.findings[0] for each in found.studies if each.findings
+        f"{each.place}: {each.findings[0]}" if several else each.findings[0]
+        for each in contents.studies
+        if each.findings
     ]
     return lines or ["Results without their other side: nothing is compared."]
 
 
 def _overlay(overlay: Overlay) -> Part:
-    pair = (named_alike(overlay.predicted, overlay.measured), overlay.measured)
+    pair = (with_common_labels(overlay.predicted, overlay.measured), overlay.measured)
     drawn = timeline(*pair, names=overlay.files)
     ours, theirs = overlay.predicted.time_s, overlay.measured.time_s
     words = (
@@ -247,12 +240,12 @@ def _overlay(overlay: Overlay) -> Part:
     return Part(f"{overlay.name}: {TIMELINE}", figure(Chart("timeline", TIMELINE, drawn, words)))
 
 
-def _named_once(parts: list[Part]) -> list[Part]:
-    """Return parts whose titles differ: two comparisons, or studies, have parts of the same name."""
+def _with_unique_titles(parts: list[Part]) -> list[Part]:
+    """Return the parts with repeated titles numbered, as two comparisons or studies have parts of the same title."""
     seen: dict[str, int] = {}
-    found = []
+    numbered = []
     for part in parts:
         seen[part.title] = seen.get(part.title, 0) + 1
-        again = f" ({seen[part.title]})" if seen[part.title] > 1 else ""
-        found.append(Part(f"{part.title}{again}", part.body, part.parts))
-    return found
+        number = f" ({seen[part.title]})" if seen[part.title] > 1 else ""
+        numbered.append(Part(f"{part.title}{number}", part.body, part.parts))
+    return numbered

@@ -1,4 +1,4 @@
-"""Tables of published figures, each kind known by its columns."""
+"""Reader of published tables of training runs; the kind of a table is recognised by its columns."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 from analysis.literature.runs import Run, SkippedError
 from analysis.literature.tables.amp import amp
 from analysis.literature.tables.foundry import llm_foundry
-from analysis.literature.tables.many import many_sources
+from analysis.literature.tables.many_sources import many_sources
 from analysis.literature.tables.megatron import megatron_tests
 from analysis.literature.tables.sailor import sailor
 from analysis.literature.tables.vtrain import vtrain
@@ -17,12 +17,12 @@ from gssim.files import read_rows
 
 Row = Mapping[str, str]
 Record = tuple[str, str, Run | SkippedError]
-"""Id, source and run of a row; instead of the run, why it cannot be told."""
+"""Id, source and run of a row; instead of the run, the error that says why the row is skipped."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of table: the columns that tell it, and how a row of it is read."""
+    """A kind of table: the columns that identify it, and the function that reads a row."""
 
     name: str
     columns: frozenset[str]
@@ -40,9 +40,9 @@ KINDS = (
 
 
 def read_table(path: Path) -> list[Record]:
-    """Return (id, source, run) of every row of a table; instead of a run, why it cannot be told.
+    """Return (id, source, run) of every row of a table; instead of the run of a skipped row, the reason.
 
-    Raises UserError where there is no such file, or its columns are of no kind that is known.
+    Raises UserError where the file is missing, or its columns match no known kind of table.
     """
     names, rows = read_rows(path)
     columns = set(names)
@@ -52,8 +52,8 @@ def read_table(path: Path) -> list[Record]:
         missing = ", ".join(sorted(nearest.columns - columns))
         known = ", ".join(each.name for each in KINDS)
         raise UserError(
-            f"{path}: its columns are those of no table of runs that is known ({known}); "
-            f"{nearest.name} needs {missing} too"
+            f"{path}: unknown kind of table: its columns match no table of runs ({known}); "
+            f"nearest is {nearest.name}, which also needs {missing}"
         )
     return list(_read(rows, kind, path.stem))
 

@@ -1,7 +1,4 @@
-"""One figure that is stated somewhere, beside ours.
-
-The lines for people.
-"""
+"""A headline figure of a text, compared with ours; the scenarios to simulate it with, and its printed form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,8 +17,8 @@ Verdict = Literal["consistent", "only if", "impossible"]
 
 
 @dataclass(frozen=True)
-class Line:
-    """A stated figure, ours, how ours was obtained, and whether what is stated is physically consistent."""
+class Headline:
+    """A stated figure, ours, how ours was obtained, and whether the stated one is physically consistent."""
 
     source: str
     figure: str
@@ -30,7 +27,7 @@ class Line:
     how: str
     """The scenario that was simulated, or the formula with its numbers."""
     verdict: Verdict
-    """`only if`: it may be so, but on a condition, which `because` says."""
+    """`only if`: consistent on a condition, which `because` states."""
     because: str
     values: dict[str, float] = field(default_factory=dict)
     """Our numbers, by name with unit."""
@@ -38,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Simulations:
-    """The scenarios that the lines are simulated with."""
+    """The folder of the scenarios that the headline figures are simulated with."""
 
     folder: Path
 
@@ -52,15 +49,15 @@ class Simulations:
 
 
 def peak_bytes(result: Result) -> float:
-    """Return the allocated peak of the rank that needs most."""
+    """Return the largest peak of allocated bytes over the ranks."""
     return max(entry.peak_allocated_bytes for entry in result.ranks)
 
 
-def print_lines(lines: Sequence[Line]) -> None:
-    """Print what is stated, ours, how it was obtained, the verdict, source by source."""
+def print_headlines(headlines: Sequence[Headline]) -> None:
+    """Print the stated figure, ours, how it was obtained and the verdict, source by source."""
     out = console()
     source = ""
-    for line in lines:
+    for line in headlines:
         if line.source != source:
             source = line.source
             out.print()

@@ -1,4 +1,4 @@
-"""The table of many sources: training throughput and memory by torchtitan, Megatron-LM and others."""
+"""Reader of the table of many sources: training throughput and memory of torchtitan, Megatron-LM and others."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,20 +11,20 @@ from gssim.plan import MethodName
 
 GIB = 2**30
 UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")
-"""The table's own remarks: of these, details are missing."""
+"""Remarks of the table that mark rows with missing details."""
 METRICS: dict[str, Metric] = {
     "max_reserved": "reserved",
     "max_memory_reserved": "reserved",
     "max CUDA memory allocated": "allocated",
     "nvidia-smi": "device",
 }
-"""By what the kind of a memory figure begins with."""
+"""Metric by the beginning of the memory figure's description."""
 SIXTEEN_BITS = ("fp16", "bf16", "bf16/fp16", "fp16 amp", "amp fp16", "amp", "mixed")
 FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx")
-"""What the precision begins with, in small letters: maps are multiplied in float8, what is between is in 16 bits."""
+"""Beginnings of the precision, in lower case: linear layers in float8, everything else in 16 bits."""
 MODELS = ("gpt", "llama", "mt-nlg", "bert")
 MASKED_TOKENS = {128: 20, 512: 80}
-"""Of BERT's sequences, by their length: so many are predicted, and have logits (NVIDIA, DeepLearningExamples: BERT)."""
+"""BERT's predicted tokens, which have logits, by sequence length (NVIDIA, DeepLearningExamples: BERT)."""
 METHODS: dict[str, MethodName] = {
     "": "ddp",
     "none (DDP)": "ddp",
@@ -41,7 +41,7 @@ METHODS: dict[str, MethodName] = {
 
 
 def many_sources(record: Mapping[str, str], identity: str) -> Run:
-    """Return what a row says; raise SkippedError where it lacks something, or is of a kind that is not scored."""
+    """Return the run of a row; raise SkippedError for missing fields, or a kind of run that is not scored."""
     _refuse(record)
     dp, tp, pp, context = _axes(record)
     software = _software(record, tp, pp, context)
@@ -73,26 +73,26 @@ def many_sources(record: Mapping[str, str], identity: str) -> Run:
 
 
 def _axes(record: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Return dp, tp, pp and cp; one of the first three that is not said follows from the others and the GPUs."""
+    """Return dp, tp, pp and cp; one missing value of the first three follows from the others and the GPUs."""
     ranks, context = needed(record, "n_gpus"), count(record, "cp") or 1
-    said = {key: count(record, key) for key in ("dp", "tp", "pp")}
-    missing = [key for key, value in said.items() if value is None]
+    stated = {key: count(record, key) for key in ("dp", "tp", "pp")}
+    missing = [key for key, value in stated.items() if value is None]
     if len(missing) > 1:
         raise SkippedError(f"the row does not say {missing[0]}")
-    known = context
-    for value in said.values():
-        known *= value or 1
-    if missing and not ranks % known and record[missing[0]] == "":
-        said[missing[0]], known = ranks // known, ranks
-    if None in said.values():
+    product = context
+    for value in stated.values():
+        product *= value or 1
+    if missing and not ranks % product and record[missing[0]] == "":
+        stated[missing[0]], product = ranks // product, ranks
+    if None in stated.values():
         raise SkippedError(f"the row does not say {missing[0]}")
-    if known != ranks:
+    if product != ranks:
         raise SkippedError("dp x tp x pp x cp are not the GPUs")
-    return said["dp"] or 1, said["tp"] or 1, said["pp"] or 1, context
+    return stated["dp"] or 1, stated["tp"] or 1, stated["pp"] or 1, context
 
 
 def _is_early_megatron(record: Mapping[str, str]) -> bool:
-    """Return whether gradients are reduced after the backward, and scores are written: no option of 2023 is on."""
+    """Return whether a row is of Megatron-LM before 2023: no overlapped reduction, no flash attention."""
     known = ("Megatron", "Narayanan", "MT-NLG", "DLPerf")
     if _is_bridge(record):
         return False
@@ -100,9 +100,9 @@ def _is_early_megatron(record: Mapping[str, str]) -> bool:
 
 
 def _refuse(record: Mapping[str, str]) -> None:
-    """Raise SkippedError for rows that are not to be scored, or whose model is of another kind."""
+    """Raise SkippedError for rows with missing details, or with an unsupported kind of model."""
     remarks = " ".join(record.get(key, "") for key in ("source", "system", "gpu", "note"))
-    if any(each in remarks for each in UNTRUSTED):
+    if any(remark in remarks for remark in UNTRUSTED):
         raise SkippedError("the table says that details are missing")
     if positive(record, "iter_time_s") is None and positive(record, "mem_gib") is None:
         raise SkippedError("the row has neither a time nor a memory")
@@ -163,7 +163,7 @@ def _software(record: Mapping[str, str], tp: int, pp: int, context: int) -> Soft
         context_ranks=context,
         map_speedup=(ratio or 1.0) if float8 else 1.0,
         float8_casts=float8,
-        float_gradients=_is_torchtitan(record) and pp > 1,  # reduced in float, they are added up in it
+        float_gradients=_is_torchtitan(record) and pp > 1,  # reduced and accumulated in float
     )
 
 
@@ -173,11 +173,11 @@ def _is_bridge(record: Mapping[str, str]) -> bool:
 
 
 def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> MethodName:
-    """Return the method; FSDP2 over a pipeline's stages moves and keeps what a sharded optimizer does.
+    """Return the method; FSDP2 over pipeline stages communicates and stores the same as a sharded optimizer.
 
-    It keeps what it gathered for the first micro-batch up to the last one's backward, and reduces gradients in that one
-    (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan, models/llama/parallelize.py:
-    it reshards after a forward only where there is no pipeline).
+    It keeps the parameters gathered for the first micro-batch until the last one's backward, and reduces gradients in
+    that one (torch 2.6, distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan,
+    models/llama/parallelize.py: it reshards after a forward only without a pipeline).
     """
     if record["sharding"] not in METHODS:
         raise SkippedError(f"sharding '{record['sharding']}' is not known")
@@ -194,31 +194,36 @@ def _is_torchtitan(record: Mapping[str, str]) -> bool:
 
 
 def _batches(record: Mapping[str, str], dp: int, pp: int) -> tuple[int, int]:
-    """Return samples of a micro-batch and how many there are; of a pipeline, a rank's batch may be given instead."""
+    """Return the samples of a micro-batch and the number of micro-batches.
+
+    In a pipeline, torchtitan's rows state a rank's batch, which is split into `pp` micro-batches by default.
+    """
     samples = divided(needed(record, "global_batch"), dp, "samples")
     micro = count(record, "micro_batch")
     if micro is None and pp == 1:
         return samples, 1
     if micro is None:
         raise SkippedError("the row does not say micro_batch")
-    if _is_torchtitan(record) and pp > 1 and micro == samples:  # its rows say a rank's batch, cut into pp by default
+    if _is_torchtitan(record) and pp > 1 and micro == samples:
         return divided(samples, pp, "micro-batches"), pp
     return micro, divided(samples, micro, "micro-batches")
 
 
 def _chunks(record: Mapping[str, str]) -> int:
-    """Return the stages of each of a pipeline's ranks."""
+    """Return the pipeline stages per rank (virtual stages)."""
     if record["vpp"] and count(record, "vpp") is None:
         raise SkippedError("the row does not say vpp")
     return count(record, "vpp") or 1
 
 
 def _recompute(record: Mapping[str, str]) -> Literal["none", "selective", "full"]:
-    said = record["recompute"].lower()
-    if said.startswith(("full", "yes")):
+    stated = record["recompute"].lower()
+    if stated.startswith(("full", "yes")):
         return "full"
-    if said.startswith("selective"):
+    if stated.startswith("selective"):
         return "selective"
-    if said in ("none", "no") or (not said and _is_bridge(record)):  # its recipes recompute where they say so
+    if stated in ("none", "no") or (
+        not stated and _is_bridge(record)
+    ):  # its recipes recompute only where they state it
         return "none"
     raise SkippedError("the row does not say what is recomputed")

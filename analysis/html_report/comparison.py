@@ -1,4 +1,4 @@
-"""What a comparison says: errors, thresholds with their price, charts, bottlenecks."""
+"""The report's parts on a comparison: errors, effects of thresholds, charts, bottlenecks."""
 
 from collections.abc import Sequence
 from math import inf
@@ -9,8 +9,8 @@ from analysis.charts.step_phases import longest_phase
 from analysis.compare.comparison import medians
 from analysis.compare.groups import ALL, error_column, variant_of, worst_of
 from analysis.compare.targets import Target, targets
-from analysis.page.contents import Comparison
-from analysis.page.markup import (
+from analysis.html_report.contents import Comparison
+from analysis.html_report.markup import (
     Cell,
     Column,
     Part,
@@ -29,35 +29,34 @@ from gssim.result import Result
 Row = dict[str, Any]
 
 MOST_ROWS = 25
-"""More scenarios are folded away, the worst of them shown."""
+"""Most scenarios that are all shown; of more, the worst are shown and the rest is folded."""
 FAR_RATIO = 0.20
-"""A step time that is further off is marked."""
+"""Step time errors above this are marked."""
 
 
-def comparison_parts(found: Comparison) -> list[Part]:
-    """Return the parts of the page for a comparison: what was asked, tables, charts, bottlenecks."""
-    rows = list(found.table.iter_rows(named=True))
-    groups = list(found.groups.iter_rows(named=True))
-    charts = tuple(Part(chart.title, figure(chart)) for chart in _shown_charts(found))
+def comparison_parts(comparison: Comparison) -> list[Part]:
+    """Return the parts of the report for a comparison: errors, effects of thresholds, charts, bottlenecks."""
+    rows = list(comparison.table.iter_rows(named=True))
+    groups = list(comparison.groups.iter_rows(named=True))
+    charts = tuple(
+        Part(chart.title, figure(chart))
+        for chart in comparison_charts(comparison.table, comparison.rivals)
+        if not chart.name.startswith("phases-")  # of a large matrix, each group's phases: they are in the table
+    )
     return [
-        Part("How far off are the predictions?", _tables(rows, groups, found)),
+        Part("How far off are the predictions?", _tables(rows, groups, comparison)),
         *([Part("What did thresholds gain, and what did they cost?", _effects(rows))] if _thresholded(rows) else []),
         Part("Charts of predicted beside measured", "", charts),
-        Part("Bottlenecks", _bottlenecks(rows, found.predicted)),
+        Part("Bottlenecks", _bottlenecks(rows, comparison.predicted)),
     ]
 
 
-def _shown_charts(found: Comparison) -> list[Any]:
-    """Return the charts; of a large matrix without the phases of each group, which the table has."""
-    return [chart for chart in comparison_charts(found.table, found.rivals) if not chart.name.startswith("phases-")]
-
-
-def summary(found: Comparison) -> list[str]:
-    """Return in sentences what a comparison says."""
-    rows = list(found.table.iter_rows(named=True))
+def summary(comparison: Comparison) -> list[str]:
+    """Return the summary of a comparison in sentences."""
+    rows = list(comparison.table.iter_rows(named=True))
     equal = sum(row["collectives_equal"] for row in rows)
     errors = "; ".join(
-        f"{each.what} {percent(each.error_ratio, signed=False)} (n = {each.n})" for each in medians(found.table)
+        f"{each.what} {percent(each.error_ratio, signed=False)} (n = {each.n})" for each in medians(comparison.table)
     )
     sentences = [
         f"{counted(len(rows), 'scenario')} predicted and measured. Median size of errors: {errors}.",
@@ -66,7 +65,7 @@ def summary(found: Comparison) -> list[str]:
     worst = worst_of(rows, 1)
     if worst:
         sentences.append(f"Furthest off in time: {worst[0]['name']}, {percent(worst[0]['step_time_error_ratio'])}.")
-    *_, whole = found.groups.iter_rows(named=True)
+    *_, whole = comparison.groups.iter_rows(named=True)
     assert whole["group"] == ALL
     if whole["choices"]:
         sentences.append(
@@ -78,11 +77,11 @@ def summary(found: Comparison) -> list[str]:
     return sentences
 
 
-def _tables(rows: Sequence[Row], groups: Sequence[Row], found: Comparison) -> str:
+def _tables(rows: Sequence[Row], groups: Sequence[Row], comparison: Comparison) -> str:
     large = len(rows) > MOST_ROWS
     parts = []
     if large or len(groups) > 2:
-        parts.append(_target_table(targets(found.groups)))
+        parts.append(_target_table(targets(comparison.groups)))
         parts.append(_group_table(groups))
     if large:
         parts.append(_row_table("The scenarios whose step times are predicted worst", worst_of(rows)))
@@ -102,9 +101,9 @@ NOTE = (
 )
 
 
-def _target_table(found: Sequence[Target]) -> str:
+def _target_table(targets: Sequence[Target]) -> str:
     rows: list[list[Cell]] = []
-    for target in found:
+    for target in targets:
         sign = "\u2265" if target.at_least else "\u2264"
         met = {True: "met", False: "not met", None: "cannot be told"}[target.met]
         rows.append(
@@ -207,11 +206,11 @@ def _thresholded(rows: Sequence[Row]) -> list[Row]:
 
 
 def _effects(rows: Sequence[Row]) -> str:
-    """Return each speed-up beside its density, its change of loss, and the control of its group."""
-    found = _thresholded(rows)
-    controls = {row["group"]: row for row in found if row["threshold"] == inf}
+    """Return the table of speed-ups with density, change of loss, and the control of the group."""
+    thresholded = _thresholded(rows)
+    controls = {row["group"]: row for row in thresholded if row["threshold"] == inf}
     lines: list[list[Cell]] = []
-    for row in found:
+    for row in thresholded:
         change = row["loss_change_measured_ratio"]
         control = controls.get(row["group"])
         lines.append(
@@ -246,7 +245,7 @@ def _control(row: Row) -> str:
 
 
 def _bottlenecks(rows: Sequence[Row], predicted: Sequence[Result]) -> str:
-    """Return what takes longest, the busiest link and the tightest memory: of many plans, of each group's fastest."""
+    """Return the table of longest phase, busiest link and tightest device; of many plans, for each group's fastest."""
     if len(rows) > MOST_ROWS:
         best: dict[str, Row] = {}
         for row in rows:

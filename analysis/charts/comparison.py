@@ -1,16 +1,11 @@
-"""All charts of a comparison, and what they show in words.
-
-All charts of a study, and what they show in words.
-"""
+"""The set of charts of a comparison, each with its description in words."""
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 from matplotlib.figure import Figure
 
-from analysis.charts import convergence
 from analysis.charts.accuracy import MOST_LABELLED, predicted_vs_measured
 from analysis.charts.accuracy import TITLE as ACCURACY
 from analysis.charts.drawing import Chart, percent
@@ -20,49 +15,6 @@ from analysis.charts.step_phases import EXPOSED_TITLE as EXPOSED
 from analysis.charts.step_phases import TITLE as PHASES
 from analysis.charts.step_phases import exposed_communication, longest_phase, phases
 from analysis.compare.groups import worst_of
-from analysis.study.findings import Findings, interval, percentage
-from analysis.study.rows import Row
-from analysis.study.study import Study
-
-
-def study_charts(study: Study, rows: Sequence[Row], found: Findings) -> list[Chart]:
-    """Return quality against threshold, bytes and time, and by step."""
-    losses = "; ".join(map(_loss, rows))
-    sent = "; ".join(f"{row.name} {row.sent_bytes / 1e6:.3g} MB" for row in rows)
-    times = "; ".join(f"{row.name} {row.step_time_s.mean:.3g} s measured" for row in rows)
-    return [
-        Chart(
-            "loss_against_threshold",
-            convergence.QUALITY_TITLE,
-            convergence.against_threshold(study, rows, found),
-            f"Scatter charts of held-out quality against threshold and density. {found.quality}. Losses: {losses}.",
-        ),
-        Chart(
-            "loss_against_bytes",
-            convergence.BYTES_TITLE,
-            convergence.against_bytes(study, rows, found),
-            f"Scatter charts of held-out quality against bytes sent. {found.bytes}. Sent by a rank in a step: {sent}.",
-        ),
-        Chart(
-            "loss_against_time",
-            convergence.TIME_TITLE,
-            convergence.against_time(study, rows, found),
-            f"Scatter charts of held-out quality against step time. {found.time}. Times of a step: {times}.",
-        ),
-        Chart(
-            "loss_by_step",
-            convergence.STEP_TITLE,
-            convergence.by_step(study, rows, found),
-            f"Line charts of held-out loss and of density by step. {found.density or found.quality}.",
-        ),
-    ]
-
-
-def _loss(row: Row) -> str:
-    change = "" if row.loss_change is None else f", change from dense {interval(row.loss_change)}"
-    density = "all pushed" if row.density is None else f"{percentage(row.density)} pushed"
-    return f"{row.name} ({density}) {row.loss.mean:.3f}{change}"
-
 
 Columns = dict[str, Any]
 
@@ -70,18 +22,23 @@ Columns = dict[str, Any]
 def comparison_charts(comparison: pl.DataFrame, rival_table: pl.DataFrame) -> list[Chart]:
     """Return the charts of a `compare.compare` table and a `rivals.rival_table`; of a large one, phases by group."""
     rows = list(comparison.iter_rows(named=True))
-    accuracy = Chart("predicted_vs_measured", ACCURACY, predicted_vs_measured(comparison), _accuracy_words(rows))
-    waiting, gains = exposed_communication(comparison), rivals(rival_table)
-    return [
-        accuracy,
-        *_phase_charts(comparison),
-        *([Chart("exposed_communication", EXPOSED, waiting, _exposed_words(rows))] if waiting is not None else []),
-        *([Chart("gs_against_dense", RIVALS, gains, _rival_words(rival_table))] if gains is not None else []),
-    ]
+    words = (
+        f"Scatter chart of predicted against measured values of {len(rows)} scenarios, with a band around equality. "
+        + _error_words(rows, "step_time_error_ratio", "Step time")
+        + _error_words(rows, "peak_error_ratio", "Peak memory")
+    )
+    accuracy = Chart("predicted_vs_measured", ACCURACY, predicted_vs_measured(comparison), words.strip())
+    exposed, against_dense = exposed_communication(comparison), rivals(rival_table)
+    charts = [accuracy, *_phase_charts(comparison)]
+    if exposed is not None:
+        charts.append(Chart("exposed_communication", EXPOSED, exposed, _exposed_words(rows)))
+    if against_dense is not None:
+        charts.append(Chart("gs_against_dense", RIVALS, against_dense, _rival_words(rival_table)))
+    return charts
 
 
 def _phase_charts(comparison: pl.DataFrame) -> list[Chart]:
-    """Return the phases of all scenarios; of many, those of the worst, and of each group in a picture of its own."""
+    """Return the chart of phases of all scenarios; of many, one of the worst, and one for each group."""
     if len(comparison) <= MOST_LABELLED:
         return [_phase_chart("phases", comparison)]
     worst = worst_of(list(comparison.iter_rows(named=True)))
@@ -90,7 +47,8 @@ def _phase_charts(comparison: pl.DataFrame) -> list[Chart]:
     charts = [_phase_chart("phases", rows, note=note)]
     for group in comparison["group"].unique().sort().to_list():
         members = comparison.filter(pl.col("group") == group)
-        charts.append(_phase_chart(f"phases-{_slug(group)}", members, note=f"{group}."))
+        slug = re.sub(r"[^\w.]+", "-", group).strip("-")  # part of a file's name
+        charts.append(_phase_chart(f"phases-{slug}", members, note=f"{group}."))
     return charts
 
 
@@ -101,22 +59,15 @@ def _phase_chart(name: str, rows: pl.DataFrame, *, note: str = "") -> Chart:
     return Chart(name, PHASES, figure, " ".join(words.split()))
 
 
-def _accuracy_words(rows: list[Columns]) -> str:
-    return (
-        f"Scatter chart of predicted against measured values of {len(rows)} scenarios, with a band around equality. "
-        + _spread_words(rows, "step_time_error_ratio", "Step time")
-        + _spread_words(rows, "peak_error_ratio", "Peak memory")
-    ).strip()
-
-
-def _spread_words(rows: list[Columns], column: str, what: str) -> str:
+def _error_words(rows: list[Columns], column: str, quantity: str) -> str:
+    """Return a sentence on the median and the largest error of a quantity."""
     known = [row for row in rows if row[column] is not None]
     if not known:
         return ""
     sizes = sorted(abs(row[column]) for row in known)
     worst = max(known, key=lambda row: abs(row[column]))
     middle = 100 * (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2
-    return f"{what}: median error {middle:.1f} %, the largest {percent(worst[column])} ({worst['name']}). "
+    return f"{quantity}: median error {middle:.1f} %, the largest {percent(worst[column])} ({worst['name']}). "
 
 
 def _exposed_words(rows: list[Columns]) -> str:
@@ -149,12 +100,3 @@ def _rival_words(table: pl.DataFrame) -> str:
         f"with {'all' if pushed is None else f'{100 * pushed:.2g} %'} pushed and a loss that changed by "
         f"{'not measured' if change is None else percent(change)}."
     )
-
-
-def _slug(text: str) -> str:
-    """Return text as a part of a file's name.
-
-    >>> _slug("lab: two hosts, gpt")
-    'lab-two-hosts-gpt'
-    """
-    return re.sub(r"[^\w.]+", "-", text).strip("-")

@@ -1,4 +1,4 @@
-"""What a sweep's table says: how many points fit, who is fastest where and why, charts."""
+"""The report's parts on a sweep: points that fit, fastest plans by setting, bottlenecks, charts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,18 @@ from collections.abc import Mapping, Sequence
 from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.panels import density_words, threshold_words
-from analysis.page.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
-from analysis.sweeps.settings import Layout, Place, best_gain, by_setting, evenly, fastest, layout_of, spread
-from analysis.sweeps.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
+from analysis.html_report.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
+from analysis.sweep_tables.plans import (
+    Layout,
+    Place,
+    best_gain,
+    by_setting,
+    evenly_spaced,
+    fastest,
+    layout_of,
+    representative,
+)
+from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 from gssim.result import PHASES
 
 MOST_SETTINGS = 40
@@ -17,7 +26,7 @@ MOST_REASONS = 10
 
 
 def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
-    """Return the parts of the page for a sweep's table; `several`: the page has more than one, so they are named."""
+    """Return the parts of the report for a sweep; `several`: titles name the sweep, as the report has more than one."""
     layout = layout_of(found)
     name = f": {found.name}" if several else ""
     drawn = sweep_charts(found)
@@ -31,43 +40,40 @@ def sweep_parts(found: SweepTable, *, several: bool) -> list[Part]:
 
 
 def _titles(charts: Sequence[Chart]) -> list[str]:
-    """Return the headings of charts: pages of one kind are counted."""
+    """Return the headings of charts; those of several pages of one kind are numbered."""
     pages, before = Counter(chart.title for chart in charts), Counter[str]()
-    found = []
+    titles = []
     for title in (chart.title for chart in charts):
         before[title] += 1
-        found.append(f"{title} ({before[title]} of {pages[title]})" if pages[title] > 1 else title)
-    return found
+        titles.append(f"{title} ({before[title]} of {pages[title]})" if pages[title] > 1 else title)
+    return titles
 
 
-def summary(found: SweepTable) -> list[str]:
-    """Return in sentences what a sweep says."""
-    counts = Counter(row["status"] for row in found.rows)
+def summary(sweep: SweepTable) -> list[str]:
+    """Return the summary of a sweep in sentences."""
+    counts = Counter(row["status"] for row in sweep.rows)
     rest = "; ".join(f"{n:,} {status}" for status, n in counts.items() if status != "fits")
-    differ = f" They differ in {', '.join(found.axes)}." if found.axes else ""
-    sentences = [f"{counted(len(found.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
-    layout = layout_of(found)
-    gains = [gain for rows in by_setting(found.fitting, layout).values() if (gain := best_gain(rows))]
+    differ = f" They differ in {', '.join(sweep.axes)}." if sweep.axes else ""
+    sentences = [f"{counted(len(sweep.rows), 'point')}: {counts['fits']:,} fit{f'; {rest}' if rest else ''}.{differ}"]
+    layout = layout_of(sweep)
+    gains = [gain for rows in by_setting(sweep.fitting, layout).values() if (gain := best_gain(rows))]
     if gains:
         faster = [gain for gain in gains if gain.speed_up_ratio > 1]
         best = max(gains, key=lambda gain: gain.speed_up_ratio)
+        label = layout.setting_label(layout.setting_of(best.thresholded))
+        where = f" in '{label}'" if label else ""
         sentences.append(
             f"A threshold is predicted to be faster than the fastest dense plan in {len(faster)} of "
-            f"{counted(len(gains), 'setting')}; most{_where(best.thresholded, layout)}: "
+            f"{counted(len(gains), 'setting')}; most{where}: "
             f"{_threshold(best.thresholded, layout)} has {best.speed_up_ratio:.2f} times the speed of dense "
             f"{layout.plan_label(layout.plan_of(best.dense))}, with {density_words(best.thresholded)}. "
-            f"Change of loss: not measured. {_control(found)}"
+            f"Change of loss: not measured. {_control(sweep)}"
         )
     return sentences
 
 
-def _where(row: Row, layout: Layout) -> str:
-    label = layout.setting_label(layout.setting_of(row))
-    return f" in '{label}'" if label else ""
-
-
-def _control(found: SweepTable) -> str:
-    controls = [row for row in found.fitting if is_control(row) and not is_dense(row)]
+def _control(sweep: SweepTable) -> str:
+    controls = [row for row in sweep.fitting if is_control(row) and not is_dense(row)]
     return (
         f"{counted(len(controls), 'control')} (nothing pushed) among the points."
         if controls
@@ -75,10 +81,10 @@ def _control(found: SweepTable) -> str:
     )
 
 
-def _tables(found: SweepTable, layout: Layout) -> str:
-    settings = by_setting(found.fitting, layout)
+def _tables(sweep: SweepTable, layout: Layout) -> str:
+    settings = by_setting(sweep.fitting, layout)
     rows: list[list[Cell]] = []
-    shown = spread(list(settings), MOST_SETTINGS)
+    shown = representative(list(settings), MOST_SETTINGS)
     for place in shown:
         members = settings[place]
         dense = fastest(row for row in members if is_dense(row))
@@ -118,12 +124,12 @@ def _tables(found: SweepTable, layout: Layout) -> str:
             if rows
             else paragraph("No plan fits."),
             paragraph(f"{_part(shown, settings)}; all are in the table's file.", "soft") if left_out else "",
-            _reasons(found),
+            _reasons(sweep),
             folded(
-                f"{MOST_ROWS} of {counted(len(found.rows), 'point')}, evenly apart"
-                if len(found.rows) > MOST_ROWS
-                else f"All {counted(len(found.rows), 'point')}",
-                _points(evenly(found.rows, MOST_ROWS)),
+                f"{MOST_ROWS} of {counted(len(sweep.rows), 'point')}, evenly_spaced apart"
+                if len(sweep.rows) > MOST_ROWS
+                else f"All {counted(len(sweep.rows), 'point')}",
+                _points(evenly_spaced(sweep.rows, MOST_ROWS)),
             ),
         ]
     )
@@ -141,9 +147,9 @@ def _threshold(row: Row | None, layout: Layout) -> str:
     return name if threshold is None else f"{name} at {threshold_words(threshold)}"
 
 
-def _reasons(found: SweepTable) -> str:
-    """Return why points have no answer, or do not fit."""
-    reasons = Counter((row["status"], str(row["reason"] or "")) for row in found.rows if row["status"] != "fits")
+def _reasons(sweep: SweepTable) -> str:
+    """Return a table of the reasons for points without a prediction, or that do not fit."""
+    reasons = Counter((row["status"], str(row["reason"] or "")) for row in sweep.rows if row["status"] != "fits")
     rows: list[list[Cell]] = [[status, reason, f"{n:,}"] for (status, reason), n in reasons.most_common(MOST_REASONS)]
     columns = [Column("status", False), Column("reason", False), Column("points")]
     return table("Why points do not fit, or have no answer: the most frequent reasons", columns, rows) if rows else ""
@@ -174,11 +180,11 @@ def _points(rows: Sequence[Row]) -> str:
     return table("Points, in the order of the sweep", columns, lines)
 
 
-def _bottlenecks(found: SweepTable, layout: Layout) -> str:
-    """Return of each setting's fastest dense and fastest thresholded plan what it waits for."""
+def _bottlenecks(sweep: SweepTable, layout: Layout) -> str:
+    """Return the bottlenecks of each setting's fastest dense and fastest thresholded plan."""
     lines: list[list[Cell]] = []
-    settings = by_setting(found.fitting, layout)
-    shown = spread(list(settings), MOST_SETTINGS)
+    settings = by_setting(sweep.fitting, layout)
+    shown = representative(list(settings), MOST_SETTINGS)
     for place in shown:
         members = settings[place]
         for kind, row in (

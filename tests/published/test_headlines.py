@@ -1,4 +1,4 @@
-"""Published: what the two starting texts state, beside formulas and simulations that say how far it can be so."""
+"""Published: headline figures of the two starting texts against formulas and simulations."""
 
 import json
 import math
@@ -9,16 +9,16 @@ import pytest
 
 pytest.importorskip("polars", reason="polars is not installed: pip install 'gssim[analysis]'")
 
-from analysis.literature.headlines import all_lines, bert, gpt3, megatron, table1
-from analysis.literature.headlines.line import Simulations, print_lines
+from analysis.literature.headlines import all_headlines, bert, gpt3, megatron, table1
+from analysis.literature.headlines.headline import Simulations, print_headlines
 from gssim.errors import UserError
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 
 @pytest.fixture(scope="module")
-def lines():
-    return {line.figure: line for line in all_lines(SCENARIOS)}
+def headlines():
+    return {line.figure: line for line in all_headlines(SCENARIOS)}
 
 
 # Table 1: memory -----------------------------------------------------------------------------------------------------
@@ -67,8 +67,8 @@ def test_the_region_of_fixed_costs_ends_where_the_batch_is_without_bound():
     assert at == pytest.approx([1.0, 0.625, 0.5385, 0.4545], abs=1e-4)
 
 
-def test_a_simulation_agrees_that_checkpointing_at_the_same_batch_is_slower(lines):
-    line = lines["time of checkpointing beside standard, same batch"]
+def test_a_simulation_agrees_that_checkpointing_at_the_same_batch_is_slower(headlines):
+    line = headlines["time of checkpointing beside standard, same batch"]
     assert line.verdict == "impossible"
     assert line.values["checkpointing_h"] > 24
     assert 1.25 < line.values["again_ratio"] < 1.40  # a third more, less what no gradient needs
@@ -77,37 +77,37 @@ def test_a_simulation_agrees_that_checkpointing_at_the_same_batch_is_slower(line
 # Table 1: the average ------------------------------------------------------------------------------------------------
 
 
-def test_gpt_3_alone_makes_the_average_impossible(lines):
-    memory = lines["12 GB as the average over ResNet-50, BERT, GPT-3"].values
+def test_gpt_3_alone_makes_the_average_impossible(headlines):
+    memory = headlines["12 GB as the average over ResNet-50, BERT, GPT-3"].values
     assert memory["least_mean_bytes"] == pytest.approx(116.4e9, rel=1e-3)  # two bytes a parameter, / 3
     assert memory["mean_bytes"] > 2.7e12 / 3  # 16 B a parameter, / 3
-    rate = lines["24 h as the average over ResNet-50, BERT, GPT-3"].values["flop_per_s"]
+    rate = headlines["24 h as the average over ResNet-50, BERT, GPT-3"].values["flop_per_s"]
     assert rate == pytest.approx(1.21e18, rel=0.01)
 
 
 # What models cost ----------------------------------------------------------------------------------------------------
 
 
-def test_the_cost_of_bert_large_is_rent(lines):
-    assert lines["cost of BERT-large"].values["cost_usd"] == pytest.approx(16 * 4.50 * 96)
+def test_the_cost_of_bert_large_is_rent(headlines):
+    assert headlines["cost of BERT-large"].values["cost_usd"] == pytest.approx(16 * 4.50 * 96)
 
 
-def test_four_days_of_bert_large_are_a_low_utilisation(lines):
+def test_four_days_of_bert_large_are_a_low_utilisation(headlines):
     """Arithmetic: 6 x 302 M parameters of blocks, attention and the head, over 42.6 G tokens: 8.2e19 FLOP."""
-    values = lines["time of BERT-large on 64 TPU v2 chips"].values
+    values = headlines["time of BERT-large on 64 TPU v2 chips"].values
     assert values["work_flop"] == pytest.approx(8.2e19, rel=0.15)
     assert values["utilisation_ratio"] == pytest.approx(values["work_flop"] / (16 * 180e12 * 96 * 3600))
     assert values["simulated_h"] < bert.HOURS
 
 
-def test_the_cost_of_gpt_3_is_within_what_is_stated(lines):
-    values = lines["cost of GPT-3"].values
+def test_the_cost_of_gpt_3_is_within_what_is_stated(headlines):
+    values = headlines["cost of GPT-3"].values
     assert values["v100_cost_usd"] == pytest.approx(4.67e6, rel=0.01)
     low, high = gpt3.STATED_USD
     assert 0.9 * low < values["v100_cost_usd"] < high
 
 
-def test_megatron_turing_nlg_computes_at_the_published_rates(lines):
+def test_megatron_turing_nlg_computes_at_the_published_rates(headlines):
     """126, 121, 113 TFLOP/s on each GPU, from the traced model; Megatron-LM's own formula to 1 %."""
     model = Simulations(SCENARIOS).model("mt-nlg-530b")
     flop = megatron.recomputed_step_flop(model, megatron.BATCH, megatron.LENGTH)
@@ -136,22 +136,22 @@ def test_simulated_steps_of_megatron_turing_nlg_are_near_the_published_ones():
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_prints_every_line_and_json(lines, monkeypatch, capsys):
-    from analysis import __main__ as command
+def test_the_verb_prints_every_line_and_json(headlines, monkeypatch, capsys):
+    from analysis import cli as command
 
-    monkeypatch.setattr("analysis.literature.headlines.all_lines", lambda _folder, slow: list(lines.values()))
-    monkeypatch.setattr(sys, "argv", ["analysis", "seeds", "--json"])
+    monkeypatch.setattr("analysis.literature.headlines.all_headlines", lambda _folder, slow: list(headlines.values()))
+    monkeypatch.setattr(sys, "argv", ["analysis", "literature", "--headlines", "--json"])
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert not ended.value.code
     printed = json.loads(capsys.readouterr().out)
-    assert [each["figure"] for each in printed] == list(lines)
+    assert [each["figure"] for each in printed] == list(headlines)
     assert all(math.isfinite(value) for each in printed for value in each["values"].values())
-    print_lines(list(lines.values()))
+    print_headlines(list(headlines.values()))
     text = " ".join(capsys.readouterr().out.split())
-    assert all(line.figure in text for line in lines.values())
+    assert all(line.figure in text for line in headlines.values())
 
 
 def test_a_folder_without_scenarios_is_refused(tmp_path):
     with pytest.raises(UserError, match="no such file"):
-        all_lines(tmp_path)
+        all_headlines(tmp_path)

@@ -1,4 +1,4 @@
-"""What a folder holds that a report can show: Results, a comparison's tables, sweeps' tables, studies, traces."""
+"""Search of a folder for the contents of a report: Results, comparison and sweep tables, studies, traces."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from analysis.compare.rivals import COLUMNS as RIVAL_COLUMNS
 from analysis.compare.rivals import rival_table
 from analysis.compare.table import ResultFile, find_results
 from analysis.compare.timeline import Step, read_step
-from analysis.sweeps.table import SweepTable, is_table, read_table, table_from
+from analysis.sweep_tables.table import SweepTable, is_table, read_table, table_from
 from gssim.errors import UserError
 from gssim.files import number_in, read_json, read_rows, read_text
 from gssim.result import PHASES, Result
 
 FEWEST_PREDICTIONS = 2
-"""Predictions that nobody measured, from which on they are a sweep."""
+"""Fewest predictions without measurements that are reported as a sweep."""
 MOST_TIMELINES = 4
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted beside measured, with the Results where they are there."""
+    """The tables of a comparison, and its Results where the folder has them."""
 
     place: str
     table: pl.DataFrame
@@ -37,7 +37,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Training:
-    """A study as `analysis convergence` leaves it: its table, what it found, its pictures."""
+    """The output of `analysis convergence`: table, findings and pictures of a study."""
 
     place: str
     rows: tuple[dict[str, str], ...]
@@ -47,7 +47,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Overlay:
-    """One step as both sides traced it."""
+    """The traces of one step, predicted and measured."""
 
     name: str
     predicted: Step
@@ -57,7 +57,7 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that there is to report."""
+    """The contents of a report."""
 
     comparisons: tuple[Comparison, ...]
     sweeps: tuple[SweepTable, ...]
@@ -68,15 +68,15 @@ class Contents:
 
 
 def contents_of(folder: Path) -> Contents:
-    """Return what there is in a folder and below; raise UserError where there is no such folder, or nothing in it."""
+    """Return the contents of a folder and its subfolders; raise UserError where it is missing or has none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     joined = join(find_results([folder]).files)
     predicted = tuple(file for file in joined.unmatched if file.result.source == "simulated")
-    sweeps = [*_sweeps(folder)]
+    sweeps = list(_sweeps(folder))
     if len(predicted) >= FEWEST_PREDICTIONS and not joined.pairs and not sweeps and all(map(_is_whole, predicted)):
         sweeps.append(table_from(predicted, name=folder.name))
-    found = Contents(
+    contents = Contents(
         comparisons=tuple(_comparisons(folder, joined)),
         sweeps=tuple(sweeps),
         studies=tuple(_studies(folder)),
@@ -84,15 +84,15 @@ def contents_of(folder: Path) -> Contents:
         only_predicted=predicted,
         only_measured=tuple(file for file in joined.unmatched if file.result.source == "measured"),
     )
-    if not any((found.comparisons, found.sweeps, found.studies, found.overlays, joined.unmatched)):
+    if not any((contents.comparisons, contents.sweeps, contents.studies, contents.overlays, joined.unmatched)):
         raise UserError(
             f"{folder}: nothing to report: no Results, no table of `gssim sweep`, no comparison.csv, no convergence.csv"
         )
-    return found
+    return contents
 
 
 def _is_whole(file: ResultFile) -> bool:
-    """Return whether a Result names its cluster and its model, as tables do."""
+    """Return whether a Result has the names and phases that a sweep's table needs."""
     scenario = file.result.scenario
     tables = scenario.get("cluster"), (scenario.get("workload") or {}).get("model")
     named = all(isinstance(table, dict) and "name" in table for table in tables)
@@ -100,7 +100,7 @@ def _is_whole(file: ResultFile) -> bool:
 
 
 def _comparisons(folder: Path, joined: Joined) -> Iterable[Comparison]:
-    """Yield what Results say; where there are no pairs of them, what the tables of comparisons say."""
+    """Yield the comparison of the Results or, where none of them match, the comparisons that were written as CSV."""
     if joined.pairs:
         table = compare(joined.pairs)
         yield Comparison(
@@ -130,7 +130,7 @@ FLAGS = {"collectives_equal", "fits_predicted", "fits_measured"}
 
 
 def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
-    """Return a table of `analysis compare`; raise UserError where it is none."""
+    """Return a table of `analysis compare` with typed columns; raise UserError for any other file."""
     types = {
         name: kind
         or (pl.String if name in TEXT else pl.Int64 if name in COUNTS else pl.Boolean if name in FLAGS else pl.Float64)
@@ -146,7 +146,7 @@ def _typed(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
 
 
 def _sweeps(folder: Path) -> Iterable[SweepTable]:
-    """Yield the tables of sweeps, each once, though there are two files of it."""
+    """Yield the tables of sweeps; of a table in two files (Parquet and CSV), only the Parquet file."""
     for path in sorted(folder.rglob("*.parquet")):
         if path.is_file() and is_table(path):
             yield read_table(path)
@@ -179,22 +179,21 @@ def _overlays(folder: Path) -> Iterable[Overlay]:
     """Yield pairs of traces of one scenario, predicted and measured."""
     sides: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.rglob("*.json")):
-        about = _trace_of(path)
-        if about is not None:
-            sides.setdefault(about[0], {}).setdefault(about[1], path)
+        trace = _trace_key(path)
+        if trace is not None:
+            sides.setdefault(trace[0], {}).setdefault(trace[1], path)
     pairs = [(each["simulated"], each["measured"]) for each in sides.values() if len(each) > 1]
     for ours, theirs in pairs[:MOST_TIMELINES]:
         yield Overlay(theirs.stem.partition(".")[0], read_step(ours), read_step(theirs), (ours.name, theirs.name))
 
 
-def _trace_of(path: Path) -> tuple[str, str] | None:
-    """Return (scenario_id, source) of a trace; None of any other file."""
+def _trace_key(path: Path) -> tuple[str, str] | None:
+    """Return (scenario_id, source) of a trace; None for any other file."""
     try:
         data = read_json(path)
     except UserError:
         return None
     if not isinstance(data, dict) or "traceEvents" not in data or not isinstance(data.get("otherData"), dict):
         return None
-    about = data["otherData"]
-    found = about.get("scenario_id"), about.get("source")
-    return (str(found[0]), str(found[1])) if None not in found else None
+    key = data["otherData"].get("scenario_id"), data["otherData"].get("source")
+    return (str(key[0]), str(key[1])) if None not in key else None

@@ -1,14 +1,11 @@
-"""Points of a sweep as plans in settings: a setting is what a plan is tried on (cluster, model, batch, ...).
+"""Points of a sweep grouped into plans by setting (cluster, model, batch, ...): labels, Pareto fronts, fastest plans.
 
-Which columns tell settings and plans apart depends on what varies: a column says nothing that has one value, or whose
-value follows from the others'.
+The columns that distinguish settings and plans are those that vary and do not follow from others.
 
-Which points of a setting are worth choosing: fronts, and the fastest with and without a threshold.
+A thresholded plan trains with other gradients than a dense one, so the two are not simply ranked: they have separate
+fronts, and a speed-up over dense training is always given with its density.
 
-What is thresholded trains by other gradients than what is dense, so it never simply wins: fronts are told apart, and a
-speed beside dense training stands beside the density that it was had for.
-
-Which few of many settings are shown: such that each value of each column appears, and not only the first ones.
+Of many settings, `representative` selects a few in which every value of every column appears.
 """
 
 import re
@@ -18,18 +15,18 @@ from dataclasses import dataclass
 from math import exp
 from typing import TypeVar
 
-from analysis.sweeps.table import BANDWIDTH, METHOD, THRESHOLD, Row, SweepTable, is_control, is_dense
+from analysis.sweep_tables.table import BANDWIDTH, METHOD, THRESHOLD, Row, SweepTable, is_control, is_dense
 from gssim.units import human_bytes, human_seconds
 
 PLAN = "plan."
 
 Place = tuple[object, ...]
-"""Values of the columns that tell settings (or plans) apart."""
+"""Values of the columns that identify a setting (or a plan)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns tell settings apart, and which tell plans apart within a setting, but for the threshold."""
+    """The columns that identify settings, and those that identify plans within a setting, without the threshold."""
 
     settings: tuple[str, ...]
     plans: tuple[str, ...]
@@ -43,7 +40,7 @@ class Layout:
         return tuple(row[column] for column in self.plans)
 
     def setting_label(self, place: Place) -> str:
-        """Return a setting for people; empty where there is but one. A key that its cluster does not have is left out.
+        """Return the label of a setting; empty where there is only one. Keys that its cluster lacks are left out.
 
         >>> Layout(("cluster.topology.servers.0.count", "cluster.topology.link.latency_s"), ()).setting_label((4, None))
         '4 servers'
@@ -52,7 +49,7 @@ class Layout:
         return ", ".join(shown(column, value) for column, value in known)
 
     def plan_label(self, place: Place) -> str:
-        """Return a plan for people: its method, and what else tells it apart."""
+        """Return the label of a plan: its method and other distinguishing values."""
         named = dict(zip(self.plans, place, strict=True))
         if "variant" in named:
             return str(named["variant"])
@@ -60,11 +57,11 @@ class Layout:
 
 
 def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
-    """Return what tells the answered points of a table apart; `without`: columns that a chart has an axis for."""
+    """Return the layout of the predicted points of a table; `without`: columns that are the axis of a chart."""
     rows = table.answered
-    place = [axis for axis in table.axes if not axis.startswith(PLAN)]
-    candidates = [column for column in (*place, "group", "cluster", "model") if column not in without]
-    settings = telling(rows, candidates)
+    axes = [axis for axis in table.axes if not axis.startswith(PLAN)]
+    candidates = [column for column in (*axes, "group", "cluster", "model") if column not in without]
+    settings = distinguishing_columns(rows, candidates)
     if _is_headed(rows, settings):
         settings.insert(0, "group")
     policies = [axis for axis in table.axes if axis.startswith(PLAN) and axis not in (THRESHOLD, METHOD, *without)]
@@ -75,24 +72,24 @@ def layout_of(table: SweepTable, *, without: Sequence[str] = ()) -> Layout:
     return Layout(tuple(settings), tuple(plans))
 
 
-def telling(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
-    """Return the columns that vary, leaving out those whose value follows from the ones before."""
-    found: list[str] = []
+def distinguishing_columns(rows: Sequence[Row], columns: Iterable[str]) -> list[str]:
+    """Return the columns that vary, without those whose value follows from the others."""
+    kept: list[str] = []
     for column in columns:
-        if _varies(rows, column) and not follows(rows, found, column):
-            found.append(column)
-    # an earlier one may follow from the later: a group says all that its rates and latencies say
-    for column in list(found):
-        rest = [other for other in found if other != column]
+        if _varies(rows, column) and not follows(rows, kept, column):
+            kept.append(column)
+    # an earlier column may follow from later ones: a group determines its rates and latencies
+    for column in list(kept):
+        rest = [other for other in kept if other != column]
         if rest and not column.endswith(BANDWIDTH) and follows(rows, rest, column):
-            found = rest
-    return found
+            kept = rest
+    return kept
 
 
 def _is_headed(rows: Sequence[Row], settings: Sequence[str]) -> bool:
-    """Return whether settings are named by their group too: where groups differ in the keys that they have.
+    """Return whether labels of settings need the group: where groups differ in the keys that they have.
 
-    Four servers are of one cluster in one group, and of another in the next.
+    Four servers belong to one cluster in one group, and to another in the next.
     """
     return (
         "group" not in settings
@@ -107,7 +104,7 @@ def _varies(rows: Sequence[Row], column: str) -> bool:
 
 
 def follows(rows: Iterable[Row], columns: Sequence[str], column: str) -> bool:
-    """Return whether rows that are alike in `columns` are alike in `column` too."""
+    """Return whether `column` is a function of `columns`: rows that are equal in these are equal in it."""
     values: dict[Place, object] = {}
     return all(
         values.setdefault(tuple(row.get(each) for each in columns), row.get(column)) == row.get(column) for row in rows
@@ -116,22 +113,22 @@ def follows(rows: Iterable[Row], columns: Sequence[str], column: str) -> bool:
 
 def by_setting(rows: Iterable[Row], layout: Layout) -> dict[Place, list[Row]]:
     """Return rows by setting, in the order in which settings first appear."""
-    found: dict[Place, list[Row]] = {}
+    grouped: dict[Place, list[Row]] = {}
     for row in rows:
-        found.setdefault(layout.setting_of(row), []).append(row)
-    return found
+        grouped.setdefault(layout.setting_of(row), []).append(row)
+    return grouped
 
 
 def by_plan(rows: Iterable[Row], layout: Layout) -> dict[Place, list[Row]]:
     """Return rows by plan, in the order in which plans first appear."""
-    found: dict[Place, list[Row]] = {}
+    grouped: dict[Place, list[Row]] = {}
     for row in rows:
-        found.setdefault(layout.plan_of(row), []).append(row)
-    return found
+        grouped.setdefault(layout.plan_of(row), []).append(row)
+    return grouped
 
 
 def family(name: object) -> str:
-    """Return a name without its numbers: clusters of one kind and different sizes have one.
+    """Return a name without its numbers, the same for clusters of one kind and different sizes.
 
     >>> family("a100-leaf-spine-64"), family("1,024 GPUs in a ring")
     ('a100-leaf-spine', 'GPUs in a ring')
@@ -141,7 +138,7 @@ def family(name: object) -> str:
 
 
 def shown(column: str, value: object) -> str:
-    """Return a column's value for people, with its key's last word where it alone would say nothing.
+    """Return a column's value as text, with the last word of its key where the value alone is unclear.
 
     >>> shown("cluster.topology.link.bandwidth_bytes_per_s", 1.25e8), shown("plan.micro_batches", 4)
     ('1 Gbit/s', 'micro_batches 4')
@@ -169,7 +166,7 @@ def shown(column: str, value: object) -> str:
 
 
 def bit_rate(bytes_per_s: float) -> str:
-    """Return a link's rate for people, in bits as networks are sold.
+    """Return a link's rate as text, in bits per second.
 
     >>> bit_rate(1.25e7), bit_rate(3e11)
     ('100 Mbit/s', '2.4 Tbit/s')
@@ -183,7 +180,7 @@ def bit_rate(bytes_per_s: float) -> str:
 
 
 def front(rows: Sequence[Row], x: Callable[[Row], float], y: Callable[[Row], float]) -> list[Row]:
-    """Return the rows than which no other is as good in both and better in one, by ascending x; of equals the first.
+    """Return the Pareto front (both axes: less is better), by ascending x; of equal rows the first.
 
     >>> [row["n"] for row in front([{"n": 1}, {"n": 2}], lambda row: row["n"], lambda row: row["n"])]
     [1]
@@ -202,26 +199,26 @@ def fastest(rows: Iterable[Row]) -> Row | None:
 
 @dataclass(frozen=True)
 class Winner:
-    """Who is faster at one threshold: the fastest thresholded plan, or the fastest dense one."""
+    """The fastest thresholded plan and the fastest dense plan of one setting."""
 
     thresholded: Row
     dense: Row
 
     @property
     def speed_up_ratio(self) -> float:
-        """Of the thresholded plan over the dense one: above 1, the threshold wins."""
+        """Speed of the thresholded plan relative to the dense one; above 1 the thresholded one is faster."""
         return float(self.dense["step_time_s"] / self.thresholded["step_time_s"])
 
 
 def winner(rows: Sequence[Row], threshold: float) -> Winner | None:
-    """Return who wins among rows of one setting that fit; None where one side is missing."""
+    """Return the fastest plans with this threshold and without any, of one setting; None where one is missing."""
     sparse = fastest(row for row in rows if not is_dense(row) and row.get(THRESHOLD) == threshold)
     dense = fastest(row for row in rows if is_dense(row))
     return Winner(sparse, dense) if sparse is not None and dense is not None else None
 
 
 def best_gain(rows: Sequence[Row]) -> Winner | None:
-    """Return the thresholded plan of one setting that is fastest beside the fastest dense one, controls left out."""
+    """Return the fastest thresholded plan (controls left out) and the fastest dense plan of one setting."""
     sparse = fastest(row for row in rows if not is_dense(row) and not is_control(row))
     dense = fastest(row for row in rows if is_dense(row))
     return Winner(sparse, dense) if sparse is not None and dense is not None else None
@@ -234,13 +231,13 @@ def thresholds(rows: Iterable[Row]) -> list[float]:
 
 T = TypeVar("T")
 FAR = 8.0
-"""How far apart the ends of a column of numbers are, where values 1 apart are hardly alike."""
+"""Distance of the ends of a column of numbers; similarity falls to 1/e at distance 1."""
 
 
-def evenly(values: Sequence[T], most: int) -> list[T]:
-    """Return so many of the values, evenly apart and both ends among them; all, where there are no more.
+def evenly_spaced(values: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` of the values, evenly spaced and with both ends.
 
-    >>> evenly([0, 1, 2, 3, 4, 5, 6], 3), evenly("ab", 3)
+    >>> evenly_spaced([0, 1, 2, 3, 4, 5, 6], 3), evenly_spaced("ab", 3)
     ([0, 3, 6], ['a', 'b'])
     """
     if len(values) <= most:
@@ -249,14 +246,14 @@ def evenly(values: Sequence[T], most: int) -> list[T]:
     return [values[round(i * step)] for i in range(most)]
 
 
-def spread(places: Sequence[Place], most: int) -> list[Place]:
-    """Return so many places, in their order, that are spread over the values of every column.
+def representative(places: Sequence[Place], most: int) -> list[Place]:
+    """Return at most `most` places, in their order, which cover the values of every column.
 
-    Places are of one kind where they have the same names and the same keys (None: a key that a place does not have).
-    Beginning with the first place, the next is of a kind that was taken least, and of these the one whose values are
-    the least like those that were taken: numbers by their rank, so that ends and middle of a column appear.
+    Places are of one kind where they have equal names and the same keys (None: a missing key). Starting with the first
+    place, the next is of the kind that was taken least, and among these the one least similar to those taken: numbers
+    are compared by their rank, so that ends and middle of a column appear.
 
-    >>> spread([("ring", 1), ("ring", 2), ("ring", 4), ("star", 1), ("star", 4)], 2)
+    >>> representative([("ring", 1), ("ring", 2), ("ring", 4), ("star", 1), ("star", 4)], 2)
     [('ring', 1), ('star', 4)]
     """
     if len(places) <= most:
@@ -279,7 +276,7 @@ Coordinate = float | str | None
 
 
 def _coordinates(values: Sequence[object]) -> list[Coordinate]:
-    """Return where each value stands: numbers by their rank, from 0 to `FAR`; other values are unlike one another."""
+    """Return a coordinate for each value: numbers by their rank, from 0 to `FAR`; other values as text."""
     numbers = sorted({value for value in values if isinstance(value, (int, float))})
     rank = {number: FAR * i / max(1, len(numbers) - 1) for i, number in enumerate(numbers)}
     return [
@@ -288,7 +285,7 @@ def _coordinates(values: Sequence[object]) -> list[Coordinate]:
 
 
 def _likeness(one: Coordinate, other: Coordinate) -> float:
-    """Return how alike two values are, from 0 to 1."""
+    """Return the similarity of two values, from 0 to 1."""
     if isinstance(one, float) and isinstance(other, float):
         return exp(-abs(one - other))
     return float(one is not None and one == other)

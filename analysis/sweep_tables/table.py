@@ -1,4 +1,4 @@
-"""A sweep's table as it is read: its question, the keys that its points differ in, a row for each point."""
+"""Reader of a sweep's table (Parquet or CSV): its question, the keys that vary, and a row for each point."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from gssim.sweeps import POINT_COLUMNS, RESULT_COLUMNS, columns_of, files_of, ki
 THRESHOLD = "plan.push.threshold"
 METHOD = "plan.method"
 BANDWIDTH = "bandwidth_bytes_per_s"
-"""What an axis of bandwidths ends in."""
+"""Suffix of the axes that are bandwidths."""
 FITS = "fits"
 NOT_FITTING = "does not fit"
 
@@ -30,17 +30,17 @@ class SweepTable:
     """All points of a sweep."""
 
     name: str
-    """Of the file, without its suffix."""
+    """Name of the file, without its suffix."""
     question: str
     axes: tuple[str, ...]
-    """Whole keys, in the order of the columns."""
+    """Full key paths that vary, in the order of the columns."""
     rows: tuple[Row, ...]
     sweep: str = ""
-    """The sweep's file, where the table says so."""
+    """Name of the sweep's file; empty where the table does not state it."""
 
     @property
     def answered(self) -> list[Row]:
-        """The rows that have a prediction: neither invalid nor failed."""
+        """The rows with a prediction, which are neither invalid nor failed."""
         return [row for row in self.rows if row["status"] in (FITS, NOT_FITTING)]
 
     @property
@@ -59,9 +59,9 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(path: Path) -> SweepTable:
-    """Return the sweep's table in a Parquet or CSV file; raise UserError where it is none.
+    """Return the sweep's table in a Parquet or CSV file; raise UserError for any other file.
 
-    CSV does not say what question the sweep asks: that is taken from the Parquet file beside it, if there is one.
+    The question of a CSV table is taken from the Parquet file beside it, if there is one.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -80,12 +80,15 @@ def read_table(path: Path) -> SweepTable:
     rows = tuple(_checked(row, path) for row in frame.iter_rows(named=True))
     if not rows:
         raise UserError(f"{path}: a table without points")
-    about = _metadata(path)
-    return SweepTable(path.stem, about.get("question", ""), axes, rows, about.get("sweep", ""))
+    try:
+        metadata = dict(pl.read_parquet_metadata(files_of(path)[0]))
+    except (OSError, pl.exceptions.PolarsError):  # only a CSV file
+        metadata = {}
+    return SweepTable(path.stem, metadata.get("question", ""), axes, rows, metadata.get("sweep", ""))
 
 
 def table_from(files: Sequence[ResultFile], *, name: str) -> SweepTable:
-    """Return predictions as a table; they differ in the threshold, as far as is known, and in their names."""
+    """Return predictions as a table, whose only axis is the threshold (where any prediction has one)."""
     results = [file.result for file in files]
     rows = [_row(result) for result in results]
     thresholds = [row[THRESHOLD] for row in rows]
@@ -121,7 +124,7 @@ NEEDED = ("status", "method", "cluster", "model", "ranks", "step_time_s", "peak_
 
 
 def _read_csv(path: Path) -> pl.DataFrame:
-    """Return a CSV file's columns in the types that the table has; the axes' as they look."""
+    """Return the columns of a CSV file in the types of the table; types of the axes are inferred."""
     types: dict[Any, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
     known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items()}
     columns = _columns(path)
@@ -131,7 +134,7 @@ def _read_csv(path: Path) -> pl.DataFrame:
 
 
 def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return a table with its known columns in the types that they have; raise PolarsError where they cannot be."""
+    """Return a table with its known columns cast to their types; raise PolarsError where a value does not fit."""
     types: dict[Any, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
     known = {name: types[kind] for name, kind in (POINT_COLUMNS | RESULT_COLUMNS).items() if name in frame.columns}
     texts = [name for name, kind in frame.schema.items() if kind == pl.String and name not in known]
@@ -142,16 +145,8 @@ def _in_types(frame: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _metadata(path: Path) -> dict[str, str]:
-    parquet, _ = files_of(path)
-    try:
-        return dict(pl.read_parquet_metadata(parquet))
-    except (OSError, pl.exceptions.PolarsError):
-        return {}
-
-
 def _checked(row: Row, path: Path) -> Row:
-    """Return a row that charts can rely on: with a time and a peak where it is answered."""
+    """Return the row; raise UserError where it lacks values that charts need, or has invalid ones."""
     for column, value in row.items():
         if isinstance(value, float) and column in RESULT_COLUMNS and not isfinite(value):
             raise UserError(f"{path}: {row['point']}: {column} = {value}: must be finite")
@@ -170,16 +165,16 @@ def _checked(row: Row, path: Path) -> Row:
 
 
 def is_dense(row: Row) -> bool:
-    """Return whether no threshold decides what is sent."""
+    """Return whether the point has no threshold, neither of push nor of publish."""
     return row["push_density_ratio"] is None and row.get("publish_density_ratio") is None
 
 
 def is_control(row: Row) -> bool:
-    """Return whether nothing is pushed: what shows whether the push of others is of any use."""
+    """Return whether the point is a control, in which nothing is pushed."""
     return row.get(THRESHOLD) == inf or row["push_density_ratio"] == 0
 
 
 def peak_bytes(row: Row) -> float:
-    """Return what the rank that needs most takes from its device's allocator."""
+    """Return the largest peak of a rank: reserved bytes or, where unknown, allocated bytes."""
     reserved = row.get("peak_reserved_bytes")
     return float(row["peak_allocated_bytes"] if reserved is None else reserved)

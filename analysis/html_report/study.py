@@ -1,7 +1,7 @@
-"""What a study of thresholds says: findings, its table, its pictures."""
+"""The report's parts on a study of thresholds: findings, table of variants, pictures."""
 
-from analysis.page.contents import Training
-from analysis.page.markup import Cell, Column, Part, bullets, density, picture, png_size, seconds, table
+from analysis.html_report.contents import Training
+from analysis.html_report.markup import Cell, Column, Part, bullets, density, picture, png_size, seconds, table
 
 TITLES = {
     "loss_against_threshold": "What does a threshold cost in quality?",
@@ -12,7 +12,7 @@ TITLES = {
 
 
 def study_parts(found: Training) -> list[Part]:
-    """Return the parts of the page for a study: what was found, variant by variant, and its pictures as they are."""
+    """Return the parts of the report for a study: findings, a table of its variants, and its pictures."""
     charts = []
     for path in found.pictures:
         content = path.read_bytes()
@@ -25,9 +25,9 @@ def study_parts(found: Training) -> list[Part]:
     ]
 
 
-def _table(found: Training) -> str:
+def _table(study: Training) -> str:
     lines: list[list[Cell]] = []
-    for row in found.rows:
+    for row in study.rows:
         control = row.get("control") == "True"
         lines.append(
             [
@@ -39,7 +39,7 @@ def _table(found: Training) -> str:
                 _interval(row, "speed_up", "{:.2f}") or "1",
             ]
         )
-    seeds = found.rows[0].get("seeds", "")
+    seeds = study.rows[0].get("seeds", "")
     heads = (
         "pushed",
         "change of held-out loss from dense (nats)",

@@ -1,8 +1,6 @@
-"""Elements of the page as strings of HTML; what is given as text is escaped here and nowhere else.
+"""HTML elements of the report, its style sheet, and the formatting of numbers.
 
-The page's style: readable on a phone, in the dark, on paper, and by keyboard.
-
-Figures of the report for people.
+Text is escaped here and nowhere else. The style sheet supports narrow screens, dark mode, print and the keyboard.
 """
 
 import base64
@@ -56,7 +54,7 @@ dt { font-weight: 600; } dd { margin: 0; min-width: 0; }
 
 
 def percent(ratio: float | None, *, signed: bool = True) -> str:
-    """Return a ratio in percent; empty where it is not known.
+    """Return a ratio in percent; empty for None.
 
     >>> percent(0.042), percent(0.042, signed=False), percent(None)
     ('+4.2 %', '4.2 %', '')
@@ -67,17 +65,17 @@ def percent(ratio: float | None, *, signed: bool = True) -> str:
 
 
 def seconds(time_s: float | None) -> str:
-    """Return a time; empty where it is not known."""
+    """Return a time with its unit; empty for None."""
     return "" if time_s is None else human_seconds(time_s)
 
 
 def size(size_bytes: float | None) -> str:
-    """Return a size; empty where it is not known."""
+    """Return a size with its unit; empty for None."""
     return "" if size_bytes is None else human_bytes(size_bytes)
 
 
 def counted(n: int, noun: str) -> str:
-    """Return a number of things.
+    """Return a number with its noun in singular or plural.
 
     >>> counted(1, "point"), counted(1200, "point")
     ('1 point', '1,200 points')
@@ -86,7 +84,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def density(ratio: float | None) -> str:
-    """Return a density; all, where no threshold decides.
+    """Return a density in percent; `all` without a threshold (None).
 
     >>> density(None), density(0.0123)
     ('all', '1.2 %')
@@ -95,17 +93,17 @@ def density(ratio: float | None) -> str:
 
 
 PIXELS_PER_IN = 96
-"""Of CSS."""
+"""CSS pixels per inch."""
 LEAST_WIDTH = "44rem"
-"""A narrower picture could not be read: it scrolls within its frame."""
+"""Least width of a picture, below which it scrolls within its frame instead of shrinking."""
 ALT_LENGTH = 180
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""The browser itself refuses to load anything else."""
+"""Content-Security-Policy that makes the browser refuse to load anything else."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the page under a heading, with parts of its own below."""
+    """A section of the page with a heading, and its subsections."""
 
     title: str
     body: str = ""
@@ -130,13 +128,13 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def terms(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of terms with what each is."""
+    """Return a description list of (term, description) pairs."""
     items = "".join(f"<dt>{text(term)}</dt><dd>{text(what)}</dd>\n" for term, what in pairs)
     return f"<dl>\n{items}</dl>\n" if items else ""
 
 
 def folded(summary: str, body: str) -> str:
-    """Return what is opened by a click or the Enter key."""
+    """Return a folded element that is opened by a click or the Enter key."""
     return f"<details><summary>{text(summary)}</summary>\n{body}</details>\n"
 
 
@@ -146,11 +144,11 @@ class Column:
 
     head: str
     number: bool = True
-    """Whether its cells are numbers, which stand right."""
+    """Whether its cells are numbers, which are aligned right."""
 
 
 Cell = str | tuple[str, bool]
-"""What a cell says, and whether it is bad news."""
+"""Text of a cell, or the text and whether it is marked as bad."""
 
 
 def table(caption: str, columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> str:
@@ -174,14 +172,14 @@ def _kind(column: Column) -> str:
 
 
 def figure(chart: Chart) -> str:
-    """Return a chart as a picture in the page, which stays sharp when it is enlarged, with its words."""
+    """Return a chart as an embedded SVG picture with its description."""
     wide_in, high_in = chart.figure.get_size_inches()
     size = (round(float(wide_in) * PIXELS_PER_IN), round(float(high_in) * PIXELS_PER_IN))
     return picture(svg(chart.figure), "svg+xml", chart.words, title=chart.title, size=size)
 
 
 def picture(content: bytes, kind: str, words: str, *, title: str, size: tuple[int, int]) -> str:
-    """Return a picture with a short description, and all that it shows in words below."""
+    """Return a picture with a short alternative text, and its full description folded below."""
     wide, high = size
     first = re.split(r"(?<=\.)\s", words, maxsplit=1)[0]
     alt = first if len(first) <= ALT_LENGTH else f"{first[: ALT_LENGTH - 1]}\u2026"
@@ -195,7 +193,7 @@ def picture(content: bytes, kind: str, words: str, *, title: str, size: tuple[in
 
 
 def png_size(content: bytes) -> tuple[int, int]:
-    """Return the size of a PNG in CSS pixels, as it was drawn at `DPI`."""
+    """Return the size in CSS pixels of a PNG that was drawn at `DPI`."""
     wide, high = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
     return round(wide * PIXELS_PER_IN / DPI), round(high * PIXELS_PER_IN / DPI)
 

@@ -1,0 +1,1 @@
+"""Tables of sweeps: reading them, and grouping their points into plans by setting."""
