@@ -1,4 +1,4 @@
-"""The plan: how work is divided, and what each rank holds and does under it."""
+"""Parallelization plans: the methods and policies, and how batch, parameters, buckets and layers are split by them."""
 
 from gssim.plan.bucket_partition import Division, divide
 from gssim.plan.buckets import assign_buckets, bucket_limits

@@ -1,4 +1,4 @@
-"""The scenario: cluster, workload, plan and run length, loaded from one TOML file and validated as a whole."""
+"""Scenarios (cluster, workload, plan and run length): loaded from a TOML file, overridden, validated and identified."""
 
 from gssim.scenario.checks import check
 from gssim.scenario.device_rates import (

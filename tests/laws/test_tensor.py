@@ -434,8 +434,8 @@ def test_shards_of_gs_are_among_the_ranks_that_hold_the_same_part():
     ("plan", "ranks", "message"),
     [
         ({"method": "tensor"}, 3, "plan.tp = 3: does not divide the 4 units of h "),
-        ({"method": "tensor"}, 5, "plan.tp = 5: h has but 4 units"),
-        ({"method": "gs_tp"}, 5, "plan.tp = 5: h has but 4 units"),
+        ({"method": "tensor"}, 5, "plan.tp = 5: h has only 4 units"),
+        ({"method": "gs_tp"}, 5, "plan.tp = 5: h has only 4 units"),
         ({"method": "gs_tp", "shares": {"shards": (0.95, 0.05)}}, 2, "leaves a rank none of the 4 units"),
         ({"method": "gs_tp", "shares": {"shards": (0.5, 0.25, 0.25)}}, 2, "3 shares for 2 ranks"),
         ({"method": "tensor", "shares": {"shards": (0.75, 0.25)}}, 2, "cannot shard unevenly"),
