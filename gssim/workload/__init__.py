@@ -1,4 +1,4 @@
-"""The workload: a model's layers as traced, and how the model is trained."""
+"""The workload: a model's layers as traced, the batch, the optimizer and the data of a training."""
 
 from gssim.workload.layer import (
     Buffer,
