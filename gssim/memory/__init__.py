@@ -1,4 +1,4 @@
-"""Memory: lifetimes of buffers, recomputation, and PyTorch's caching allocator."""
+"""Memory: lifetimes of buffers, activation recomputation, and PyTorch's caching allocator."""
 
 from gssim.memory.allocator import Block, CachingAllocator, NoMemoryLeftError, Request, rounded_bytes, segment_bytes
 from gssim.memory.lifetimes import (
