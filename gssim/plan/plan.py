@@ -1,28 +1,13 @@
-"""The plan as the user writes it, and its options; `gssim.plan.methods` resolves it to policies on a cluster."""
+"""The plan as the user writes it, and its options; `gssim.plan.policies` resolves it to policies on a cluster."""
 
 from dataclasses import field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gssim.plan.methods import MethodName
 from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, PositiveInt, Threshold, spec
 
-Method = Literal[
-    "single",
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "fsdp",
-    "hsdp",
-    "pipeline",
-    "tensor",
-    "gs",
-    "gs_z3",
-    "gs_wgrad",
-    "gs_tp",
-    "gs_hier",
-]
 Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
 GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push"]
@@ -153,7 +138,7 @@ class ShareRules:
 class Plan:
     """The parallelization of a training: a method, and any policy that overrides the method's."""
 
-    method: Method
+    method: MethodName
     """A preset of the policies below, each of which overrides it."""
     ranks: PositiveInt | None = None
     """Number of the cluster's devices that take part: its first ones. Absent: all of them (`single`: one). The Result

@@ -1,8 +1,9 @@
 """The scenario: cluster, workload, plan and run length, with everything that follows from them before a simulation."""
 
-from collections.abc import Sequence
-from dataclasses import field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -11,7 +12,7 @@ from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, DeviceType
 from gssim.gradient_statistics import GradientStatistics
 from gssim.limits import excess
-from gssim.plan import DATA_AXES, TWO_LEVELS, Plan, Policies, Push, resolve, resolved_push, splitting
+from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
@@ -87,6 +88,14 @@ def _valid_name(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class Source:
+    """The file that a scenario was loaded from, and what overrode its keys."""
+
+    path: Path
+    overrides: tuple[str, ...]
+
+
 @spec_with_memory
 class Scenario:
     """A workload, parallelized by a plan, on a cluster, for a run of some steps."""
@@ -109,10 +118,24 @@ class Scenario:
     """The plans that `gssim search` explores; not part of the scenario's identity."""
 
     @cached_property
+    def source(self) -> Source | None:
+        """The file that it was loaded from; None where it was made in code. (Loading fills it in.)"""
+        return None
+
+    def with_(self, changes: Mapping[str, Any] | Sequence[str]) -> "Scenario":
+        """Return the scenario with changes to its keys, such as `{"plan.method": "zero2"}`, validated like a file.
+
+        Raises UserError for an unknown key or a bad value, and for a scenario that was not loaded from a file.
+        """
+        from gssim.scenario.loading import changed
+
+        return changed(self, changes)
+
+    @cached_property
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
         devices, backend = self.cluster.devices, self.cluster.backend
-        hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
+        hosts = [device.host for device in devices] if METHODS[self.plan.method].two_levels else ()
         return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
 
     @cached_property
