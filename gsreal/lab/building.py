@@ -88,7 +88,7 @@ def route_commands(network: Network) -> list[Command]:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltTopology:
     """A network that is there."""
 
     netem: bool
@@ -103,7 +103,7 @@ class Built:
 
 
 @contextmanager
-def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
+def built(network: Network, *, shaped: bool = True) -> Iterator[BuiltTopology]:
     """Build the network for as long as the context lasts; raise RunFailedError where a command fails.
 
     Not `shaped`: links are as fast as this machine makes them.
@@ -126,7 +126,7 @@ def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
         ends = [end for wire in network.wires for end in wire.ends]
         if shaped:
             execute([command for end in ends for command in shape(end, netem=netem)])
-        yield Built(netem, line)
+        yield BuiltTopology(netem, line)
 
 
 def _taken_down(run_id: str) -> None:

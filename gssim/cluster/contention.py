@@ -20,7 +20,7 @@ def dealt(shares: Sequence[float], cores: int) -> tuple[int, ...]:
     return tuple(core_of[i] for i in range(len(shares)))
 
 
-def neighbourhoods(cluster: Cluster) -> tuple[str, ...]:
+def contention_groups(cluster: Cluster) -> tuple[str, ...]:
     """Return the resource that each device shares with others: the name of its host; in the lab, of its core."""
     shares, cores = core_shares(cluster), _cores(cluster)
     if shares is None or cores is None:
@@ -41,7 +41,7 @@ def _cores(cluster: Cluster) -> int | None:
     return min(counts, default=None)
 
 
-def is_coupled(device: DeviceType) -> bool:
+def has_contention(device: DeviceType) -> bool:
     """Return whether a device's speed depends on other devices of its host or core, or on its own communication."""
     alone = device.communicating_excess_ratio is None and device.communicating_slowdown_ratio == 1
     return device.neighbour_slowdown_ratio != 1 or not alone

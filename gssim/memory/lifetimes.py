@@ -109,10 +109,10 @@ def footprint(events: Iterable[Event]) -> Footprint:
     return Footprint(bytes_of(at_worst), bytes_of(allocated), tuple(ordered))
 
 
-def let_go(size_bytes: float, category: str) -> Footprint:
+def release_of(size_bytes: float, category: str) -> Footprint:
     """Return the footprint of the release of a tensor.
 
-    >>> let_go(8.0, "activations")
+    >>> release_of(8.0, "activations")
     Footprint(peak=(), kept=(('activations', -8.0),))
     """
     return footprint([Event(0, -size_bytes, category)])

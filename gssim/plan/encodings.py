@@ -47,14 +47,14 @@ def chosen(encoding: str, *, entries: float, elements: float, value_bytes: int) 
     ['coo', 'bitmap', 'dense']
     """
     if encoding == "coo" and elements > MOST_INDEXED:
-        raise UserError(too_long(elements))
+        raise UserError(coo_range_error(elements))
     if encoding != "auto":
         return encoding
     usable = ENCODINGS if elements <= MOST_INDEXED else ("dense", "bitmap")
     return min(usable, key=lambda e: message_bytes(e, entries=entries, elements=elements, value_bytes=value_bytes))
 
 
-def too_long(elements: float) -> str:
+def coo_range_error(elements: float) -> str:
     """Return the error message for a range of too many elements for COO."""
     return (
         f"encoding = 'coo': has int32 indices, for at most {MOST_INDEXED:,} elements of an owner's range, which has "

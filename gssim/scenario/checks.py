@@ -3,10 +3,10 @@
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
 from gssim.limits import excess
-from gssim.plan import MOST_INDEXED, Plan, Policies, Push, refuse, refuse_what_cannot_run, too_long
+from gssim.plan import MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
 from gssim.scenario.scenario import Scenario
-from gssim.scenario.stages import schedule_of, why_no_chain
-from gssim.scenario.tensor_slices import units_held
+from gssim.scenario.stages import schedule_of, stage_cut_error
+from gssim.scenario.tensor_slices import units_of_ranks
 from gssim.units import PRECISION_BYTES
 
 
@@ -177,7 +177,7 @@ def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
         refuse(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
     except ValueError as error:
         raise UserError(f"{file}: plan.schedule: {error}") from None
-    reason = why_no_chain(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
+    reason = stage_cut_error(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
     if reason:
         raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
 
@@ -207,7 +207,7 @@ def _check_indices(scenario: Scenario, file: str) -> None:
         if table.selects and table.encoding == "coo" and largest > MOST_INDEXED:
             elements = largest * max(scenario.shard_shares)
             if elements > MOST_INDEXED:
-                raise UserError(f"{file}: plan.{name}.{too_long(elements)}")
+                raise UserError(f"{file}: plan.{name}.{coo_range_error(elements)}")
 
 
 def _check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
@@ -361,7 +361,7 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
                 f"{file}: plan.tp = {ranks}: does not divide the {layer.units} units of {layer.name} "
                 "(heads or norm groups); allowed: a divisor, or method 'gs_tp'"
             )
-        if min(units_held(layer.units, scenario.slice_shares)) < 1:
+        if min(units_of_ranks(layer.units, scenario.slice_shares)) < 1:
             shares = [round(share, 4) for share in scenario.slice_shares]
             raise UserError(
                 f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "

@@ -63,7 +63,7 @@ def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
     return found.pause_excess_s if found else None
 
 
-def as_it_runs(cluster: Cluster, workload: Workload) -> Cluster:
+def with_profile_slowdowns(cluster: Cluster, workload: Workload) -> Cluster:
     """Return the cluster with the contention slowdowns of its devices replaced by those of this workload's profiles."""
     types = {name: _as_it_runs(device, workload) for name, device in cluster.device_types.items()}
     changed = any(types[name] is not device for name, device in cluster.device_types.items())

@@ -13,7 +13,7 @@ from gssim.scenario.scenario import Scenario
 
 
 @dataclass(frozen=True)
-class Following:
+class RebalancingState:
     """State of rebalancing: the controller, and the shares of the next step."""
 
     scenario: Scenario
@@ -31,13 +31,15 @@ class Following:
         return self.watch.batch
 
 
-def begin(scenario: Scenario) -> Following:
+def begin(scenario: Scenario) -> RebalancingState:
     """Return the state before the first step."""
     watch = rebalancing.Watch(scenario.batch_sizes)
-    return Following(scenario, watch, scenario.shard_shares, scenario.most_samples)
+    return RebalancingState(scenario, watch, scenario.shard_shares, scenario.most_samples)
 
 
-def after_step(following: Following, *, step: int, compute_s: Sequence[float], update_s: Sequence[float]) -> Following:
+def after_step(
+    following: RebalancingState, *, step: int, compute_s: Sequence[float], update_s: Sequence[float]
+) -> RebalancingState:
     """Return the state after a counted step (negative in the warm-up), with the shares of the next step.
 
     `compute_s`, `update_s`: of every rank, in that step.

@@ -26,9 +26,9 @@ from gssim.workload import (
     ImageInput,
     Layer,
     Workload,
-    handed_back,
-    handed_on,
     implementation_on,
+    layer_input_gradient,
+    layer_output,
     optimizer_moved_values,
 )
 
@@ -111,7 +111,7 @@ def sample_room(
     return tuple(most_samples[kind] for kind in kinds)
 
 
-def shares_worth_moving_to(
+def better_shard_shares(
     cluster: Cluster,
     workload: Workload,
     plan: Plan,
@@ -199,7 +199,7 @@ def activation_bytes(workload: Workload, plan: Plan, *, samples: int) -> float:
         kept = sum(each.size_bytes.at(**shape) for each in layer.buffers if _is_kept(each))
         stays = kept
         if layer.block and plan.recompute == "full":
-            output = handed_on(layer.buffers)
+            output = layer_output(layer.buffers)
             stays = output.size_bytes.at(**shape) if output is not None and _is_kept(output) else 0
         following = layer if layer.repeats > 1 else after  # all repetitions but the last precede another one
         made = max(_made_bytes(layer, each, shape) for each in (following, after))
@@ -214,7 +214,7 @@ def _is_kept(buffer: Buffer) -> bool:
 
 def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, int]) -> float:
     """Return the peak of the buffers that a layer's backward allocates, beside the gradient of its output."""
-    given = handed_back(following.buffers) if following is not None else None
+    given = layer_input_gradient(following.buffers) if following is not None else None
     own = [each for each in layer.buffers if each.born.phase == "b"]
     sizes = {id(each): each.size_bytes.at(**shape) for each in own}
     events = [(each.born.position, sizes[id(each)]) for each in own]

@@ -15,7 +15,7 @@ from gssim.limits import excess
 from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
-from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
+from gssim.scenario.ownership import better_shard_shares, owned_shares, sample_room
 from gssim.scenario.search_space import SearchSpace
 from gssim.scenario.stages import cut_layers
 from gssim.units import RANGES, Count, PositiveInt, TimeRatio, spec, spec_with_memory
@@ -187,13 +187,13 @@ class Scenario:
     def moved_shards(
         self, *, samples: Sequence[int], owned: Sequence[float], update_s: Sequence[float | None], steps: int
     ) -> tuple[float, ...] | None:
-        """Return better shard shares for the rest of a run, or None; see `shares_worth_moving_to`.
+        """Return better shard shares for the rest of a run, or None; see `better_shard_shares`.
 
         Parameters that are sharded at rest stay with their owners: with replicated ones only optimizer state moves.
         """
         if self.plan.shares.shards != "cost" or self.policies.parameters != "replicated":
             return None
-        return shares_worth_moving_to(
+        return better_shard_shares(
             self.cluster,
             self.workload,
             self.plan,

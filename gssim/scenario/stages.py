@@ -67,7 +67,7 @@ def _slowest_layer_times_s(
     return [max(times) for times in zip(*(layer_costs_s(t, workload, layers, samples) for t in distinct), strict=True)]
 
 
-def why_no_chain(stages: Sequence[Sequence[LayerInstance]], *, value_bytes: int) -> str | None:
+def stage_cut_error(stages: Sequence[Sequence[LayerInstance]], *, value_bytes: int) -> str | None:
     """Return the reason why a model cannot be cut there, or None: a stage may pass one tensor on, and share nothing.
 
     `value_bytes`: of an element as traced. Tensors that several layers use show in the trace: the gradient of a shared

@@ -12,10 +12,10 @@ from gssim.plan import splitting
 from gssim.workload import Layer, Model, Parameter, Polynomial
 
 
-def units_held(units: int, parts: Sequence[float]) -> tuple[int, ...]:
+def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
     """Return the number of a block's units on each rank: largest remainders, as `splitting.split`.
 
-    >>> units_held(8, [0.7, 0.2, 0.1])
+    >>> units_of_ranks(8, [0.7, 0.2, 0.1])
     (6, 1, 1)
     """
     return splitting.split(units, parts)
@@ -54,10 +54,10 @@ def _map_of(parameter: Parameter) -> str:
     return parameter.name.rpartition(".")[0]
 
 
-def held_model(model: Model, parts: Sequence[float], position: int) -> Model:
+def model_slice(model: Model, parts: Sequence[float], position: int) -> Model:
     """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share."""
     layers = []
     for layer in model.sliced_layers:
-        units = units_held(layer.units, parts)[position] if layer.units else 0
+        units = units_of_ranks(layer.units, parts)[position] if layer.units else 0
         layers.append(_sliced_layer(layer, units) if layer.units else layer)
     return replace(model, layers=tuple(layers), sliced_layers=())

@@ -160,13 +160,13 @@ class Buffer:
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
 
 
-def handed_on(buffers: Sequence[Buffer]) -> Buffer | None:
+def layer_output(buffers: Sequence[Buffer]) -> Buffer | None:
     """Return a layer's output: the last allocated of its buffers that outlive it."""
     crossing = [b for b in buffers if b.born.phase == "f" and b.freed.layer_offset > 0]
     return max(crossing, key=lambda buffer: buffer.born.position, default=None)
 
 
-def handed_back(buffers: Sequence[Buffer]) -> Buffer | None:
+def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:
     """Return the gradient of a layer's input, which the backward of the layer before uses."""
     crossing = [b for b in buffers if b.born.phase == b.freed.phase == "b" and b.freed.layer_offset == -1]
     return max(crossing, key=lambda buffer: buffer.born.position, default=None)

@@ -25,7 +25,7 @@ from gssim.cluster.topology.kinds import (
     Topology,
     Torus,
 )
-from gssim.cluster.topology.wiring import Built, Links, Wiring, wired
+from gssim.cluster.topology.wiring import BuiltTopology, Links, Wiring, wired
 from gssim.units import Ints, distinct
 
 Ends = tuple[Ints, Ints]
@@ -43,7 +43,7 @@ Source: NVIDIA 2017, "DGX-1 with Tesla V100 system architecture", and the output
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def build(topology: Topology) -> Built:
+def build(topology: Topology) -> BuiltTopology:
     """Return the devices, switches and links of a topology; equal topologies share one result.
 
     >>> link = {"bandwidth_bytes_per_s": "10 GB/s", "latency_s": "2 us", "source": "example"}
@@ -64,7 +64,7 @@ def build(topology: Topology) -> Built:
             return _sites(topology)
 
 
-def _direct(topology: Ring | FullyConnected) -> Built:
+def _direct(topology: Ring | FullyConnected) -> BuiltTopology:
     """Build a ring, or a complete graph.
 
     Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", for the sufficiency of a ring.
@@ -77,18 +77,18 @@ def _direct(topology: Ring | FullyConnected) -> Built:
         part = Links(a.astype(np.int64), b.astype(np.int64), link.bandwidth_bytes_per_s, link.latency_s)
         return wired(_names(devices), [part])
 
-    return Built(devices, (), wire)
+    return BuiltTopology(devices, (), wire)
 
 
-def _switched(topology: Switch) -> Built:
+def _switched(topology: Switch) -> BuiltTopology:
     """Build a star: one crossbar in the middle, as a single NVSwitch or Ethernet switch."""
     devices = _grouped(topology.devices, topology.devices_per_host)
     count, link = len(devices), topology.link
     part = Links(np.arange(count), np.full(count, count), link.bandwidth_bytes_per_s, link.latency_s / 2)
-    return Built(devices, ("switch",), lambda: wired((*_names(devices), "switch"), [part]), ("switch",))
+    return BuiltTopology(devices, ("switch",), lambda: wired((*_names(devices), "switch"), [part]), ("switch",))
 
 
-def _torus(topology: Torus) -> Built:
+def _torus(topology: Torus) -> BuiltTopology:
     """Build a torus of any dimension, ranks in row-major order.
 
     Source: Jouppi et al. 2020, "A domain-specific supercomputer for training deep neural networks" (TPU v2 and v3:
@@ -106,7 +106,7 @@ def _torus(topology: Torus) -> Built:
         Links(*_adjacent(shape, axis), link.bandwidth_bytes_per_s, link.latency_s)
         for axis, link in enumerate(topology.links)
     ]
-    return Built(devices, (), lambda: wired(_names(devices), parts))
+    return BuiltTopology(devices, (), lambda: wired(_names(devices), parts))
 
 
 def _adjacent(shape: tuple[int, ...], axis: int) -> Ends:
@@ -130,7 +130,7 @@ def _names(devices: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
     return tuple(name for name, _, _ in devices)
 
 
-def _servers(topology: Servers) -> Built:
+def _servers(topology: Servers) -> BuiltTopology:
     """Build servers one after another, then the fabric that joins their network cards."""
     devices: list[tuple[str, str, str]] = []
     inner: list[str] = []
@@ -154,7 +154,7 @@ def _servers(topology: Servers) -> Built:
     fabric, links = _fabric(topology, nics, ranks + len(inner))
     switches = (*inner, *fabric)
     tops = tuple(name for name in fabric if name.startswith("spine")) or tuple(fabric)
-    return Built(tuple(devices), switches, lambda: wired((*_names(devices), *switches), [*parts, *links]), tops)
+    return BuiltTopology(tuple(devices), switches, lambda: wired((*_names(devices), *switches), [*parts, *links]), tops)
 
 
 def _inner_nodes(group: ServerGroup) -> list[str]:
@@ -242,7 +242,7 @@ def _leaf_spine(
     return [*(f"leaf{i}" for i in range(leafs)), *(f"spine{i}" for i in range(fabric.spines))], links
 
 
-def _sites(topology: Sites) -> Built:
+def _sites(topology: Sites) -> BuiltTopology:
     """Build sites: their devices and switches, prefixed with the site's name, and a gateway each.
 
     Source: for rates and delays of such links, Yuan et al. 2022, "Decentralized training of foundation models in
@@ -256,10 +256,10 @@ def _sites(topology: Sites) -> Built:
     def wire() -> Wiring:
         return wired(names, _links_of_sites(topology, {name: i for i, name in enumerate(names)}, built))
 
-    return Built(devices, tuple(switches), wire)
+    return BuiltTopology(devices, tuple(switches), wire)
 
 
-def _links_of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str, Built]]) -> list[Links]:
+def _links_of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str, BuiltTopology]]) -> list[Links]:
     """Return the links inside and between sites; `place`: index of a node by its name."""
     parts = []
     for s, part in built:

@@ -35,7 +35,7 @@ class Wiring:
 
 
 @dataclass(frozen=True, eq=False)
-class Built:
+class BuiltTopology:
     """A topology as devices, switches and links."""
 
     devices: tuple[tuple[str, str, str], ...]

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from gssim.cache import Same
-from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
 from gssim.collectives.pairs import Exchange, Pairs
 from gssim.collectives.stage import Hops, Stage
@@ -16,7 +16,7 @@ SINGLE_FLOWS = 2**14
 bottleneck of all, as in exchanges among equals; else a lower bound, because every link is then busy until the end."""
 
 
-@made_once
+@cached_hops
 def _pairs(members: Members) -> Hops:
     """Return a hop for every ordered pair of members."""
     source, target = np.nonzero(~np.eye(members.count, dtype=bool))
@@ -75,7 +75,7 @@ def send(members: Members, communication: Communication) -> tuple[Stage, ...]:
     return (Stage(_first_pair(members), communication.size_bytes),)
 
 
-_first_pair = made_once(lambda members: Hops.of([(int(members.ranks[0]), int(members.ranks[1]), 1.0)]))
+_first_pair = cached_hops(lambda members: Hops.of([(int(members.ranks[0]), int(members.ranks[1]), 1.0)]))
 
 
 def halving_doubling(members: Members, communication: Communication) -> tuple[Stage, ...]:
@@ -104,7 +104,7 @@ def halving_doubling(members: Members, communication: Communication) -> tuple[St
     return tuple(chosen)
 
 
-@made_once
+@cached_hops
 def _exchange_hops(members: Members, power: int) -> tuple[Hops, ...]:
     """Return the pairwise exchanges of halving-doubling, at halving distances."""
     positions = np.arange(power)
@@ -116,7 +116,7 @@ def _exchange_hops(members: Members, power: int) -> tuple[Hops, ...]:
     return tuple(exchanges)
 
 
-@made_once
+@cached_hops
 def _fold_hops(members: Members, power: int) -> tuple[Hops, Hops]:
     """Return the hops from the members beyond a power of two to their partners, and back."""
     extra, partner = members.ranks[power:], members.ranks[: members.count - power]
@@ -142,7 +142,7 @@ def hierarchical(members: Members, communication: Communication) -> tuple[Stage,
     return tuple(stage for stage in stages[communication.kind] if len(stage.hops.source) and stage.size_bytes)
 
 
-@made_once
+@cached_hops
 def _levels(members: Members) -> tuple[Hops, Hops]:
     """Return a ring inside every host, and a ring over the hosts for each local rank."""
     starts, sizes = members.blocks
@@ -179,7 +179,7 @@ def _by_dimension(members: Members, communication: Communication, *, both: bool)
     return tuple(stages[communication.kind])
 
 
-@made_once
+@cached_hops
 def _dimension_hops(members: Members, both: bool) -> tuple[tuple[int, Hops], ...]:
     if math.prod(members.shape) != members.count:
         raise ValueError("a torus algorithm needs a group that fills a torus")

@@ -9,7 +9,7 @@ from gssim.cache import MOST_LARGE, Recent
 from gssim.collectives.stage import Hops
 from gssim.units import Ints, distinct
 
-made_once = lru_cache(maxsize=512)
+cached_hops = lru_cache(maxsize=512)
 """Cache of the hops of recent simulations' groups."""
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 
 from gssim.cache import Same
-from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage
 from gssim.units import Ints
 
 
-@made_once
+@cached_hops
 def ring_hops(members: Members, direction: int) -> Hops:
     """Return a ring over all members, in rank order; with several rails, as many rings, each with its part.
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage
 
@@ -21,7 +21,7 @@ def binomial(members: Members, communication: Communication) -> tuple[Stage, ...
     return tuple(Stage(hops, size, reduced_bytes=size) for hops in _reversed_binomial_hops(members))
 
 
-@made_once
+@cached_hops
 def _binomial_hops(members: Members) -> tuple[Hops, ...]:
     steps, reach = [], 1
     while reach < members.count:
@@ -41,7 +41,7 @@ def binomial_at_once(members: Members, communication: Communication) -> tuple[St
     return (Stage(first, size, coupled=False), *(Stage(hops, size, notices=0, coupled=False) for hops in later))
 
 
-@made_once
+@cached_hops
 def _levels(members: Members) -> tuple[Hops, ...]:
     """Return the tree's hops by the depth of their senders: the number of ones in a sender's position."""
     steps = _binomial_hops(members)
@@ -52,7 +52,7 @@ def _levels(members: Members) -> tuple[Hops, ...]:
     return tuple(Hops(source[hops], target[hops], np.ones(len(hops))) for hops in by_level)
 
 
-@made_once
+@cached_hops
 def _reversed_binomial_hops(members: Members) -> tuple[Hops, ...]:
     return tuple(Hops(hops.target, hops.source, hops.weight) for hops in reversed(_binomial_hops(members)))
 
@@ -71,7 +71,7 @@ def chain(members: Members, communication: Communication) -> tuple[Stage, ...]:
     return (Stage(_chain_hops(members, backwards), size, steps=steps, stretch_ratio=stretch, reduced_bytes=reduced),)
 
 
-@made_once
+@cached_hops
 def _chain_hops(members: Members, backwards: bool) -> Hops:
     first, second = members.ranks[:-1], members.ranks[1:]
     source, target = (second, first) if backwards else (first, second)
@@ -108,7 +108,7 @@ def tree_depth(n: int) -> int:
     return math.ceil(math.log2(n)) if n > 1 else 0
 
 
-@made_once
+@cached_hops
 def _tree_hops(members: Members) -> tuple[Hops, int]:
     starts, sizes = members.blocks
     hosts = len(starts)
