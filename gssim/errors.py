@@ -1,13 +1,13 @@
-"""Errors that users see: mistakes in their input, and runs that failed."""
+"""Exceptions that are shown to users: invalid input, and failed runs."""
 
 
 class UserError(ValueError):
-    """Something the user can mend: one line that names the file, the key, the value and what is allowed."""
+    """An error that the user can fix: one line that names the file, the key, the value and what is allowed."""
 
 
 class MistakenNameError(UserError):
-    """A key or file that there is not: a slip of the pen, whatever else it is combined with."""
+    """An unknown key or a missing file: probably a typing error."""
 
 
 class RunFailedError(RuntimeError):
-    """A run that cannot end well through no fault of the user's: one line that names the rank or command, and why."""
+    """A run that failed through no fault of the user: one line that names the rank or command, and the reason."""

@@ -1,15 +1,15 @@
-"""Writes files whole or not at all, locks outputs against a second writer, and keeps temporary folders.
+"""File input and output: atomic writes, locks of outputs, temporary folders, and reading of text, JSON and CSV.
 
-[Note: what is ours] A file is written under another name in its own folder, synced, and renamed. That name follows
-from the file's, so that the next writer of the same file finds and replaces what a killed one has left. Nothing else is
-removed: an existing device or pipe is written to, a symbolic link is followed, and a lock, a partial file or a
-temporary folder is taken away only where it bears our mark and nobody holds its lock, which the kernel releases with
-its process.
+Invalid files are reported as UserError.
 
-Files that are read whole: their text, what JSON says, the rows of CSV; what is wrong with them is a UserError.
+[Note: what is ours] A file is written under another name in its own folder, synced, and renamed. The partial file's
+name is derived from the file's, so that the next writer of the same file replaces the one of a killed writer. Nothing
+else is removed: an existing device or pipe is written to, a symbolic link is followed, and a lock, a partial file or a
+temporary folder is removed only if it has our mark and no process holds its lock, which the kernel releases with the
+process.
 
-[Note: formulas] Spreadsheets take a cell that begins with one of `=+-@` for a formula, and may run what it says. So
-texts that do are written with an apostrophe before them, as spreadsheets themselves mark text, and read without.
+[Note: formulas] Spreadsheets treat a cell that begins with one of `=+-@` as a formula, and may execute it. So such
+texts are written with a leading apostrophe, as spreadsheets themselves mark text, and read without it.
 """
 
 import csv
@@ -36,24 +36,24 @@ from gssim.limits import excess
 
 try:
     import fcntl
-except ImportError:  # Windows has none: there nothing is locked
+except ImportError:  # on Windows there is no locking
     fcntl = None  # type: ignore[assignment]
 
 FOLDER_MARK = ".gssim-scratch"
-"""File that marks a temporary folder of ours."""
+"""File that marks a temporary folder as ours."""
 PREFIXES = ("gssim-run-", "gsreal-run-")
-"""Of the names of temporary folders; nothing else makes folders so named."""
+"""Prefixes of temporary folders' names, used by nothing else."""
 MOST_LINKS = 40
-"""Symbolic links that lead from one to the next, as in the kernel."""
+"""Longest chain of symbolic links, as in the kernel."""
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
 def check_place(path: Path) -> None:
-    """Raise UserError where no file can be written at `path`: said before the work whose outcome would have no place.
+    """Raise UserError where no file can be written at `path`, before the work whose result would be lost.
 
-    A folder that is not there yet is made by whoever writes.
+    A missing folder is created by the writer.
     """
     with _reported(path):
         if path.is_dir():
@@ -75,7 +75,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write files that belong together: all are on the disk under other names before the first gets its own.
+    """Write files that belong together: all are on disk under other names before the first is renamed.
 
     Raises UserError where one of them cannot be written; then none is.
     """
@@ -98,24 +98,24 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[IO[bytes]]:
-    """Give a stream to write a file with, which is there once the context ends without an error.
+    """Provide a stream to write a file, which appears when the context ends without an error.
 
-    Another process that writes the same file meanwhile is waited for. Raises UserError where it cannot be written.
+    Waits for another process that is writing the same file. Raises UserError where it cannot be written.
     """
     with _reported(path):
-        begun = _Writing(path)
+        partial = _Writing(path)
     try:
-        yield begun.stream
+        yield partial.stream
         with _reported(path):
-            begun.sync()
-            begun.commit()
+            partial.sync()
+            partial.commit()
     finally:
-        begun.discard()
+        partial.discard()
 
 
 @contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """Raise what the operating system refuses as a UserError that names the file."""
+    """Convert an OSError to a UserError that names the file."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def _reported(path: Path) -> Iterator[None]:
 
 
 class _Writing:
-    """A file that is being written: under another name until it is committed, unless it is a device or a pipe."""
+    """A file being written: under another name until it is committed, unless it is a device or a pipe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,13 +139,13 @@ class _Writing:
         self.stream: IO[bytes] = os.fdopen(handle, "wb")
         if self._partial is not None:
             try:
-                self._take_over()
+                self._copy_owner_and_mode()
             except BaseException:
                 self.discard()
                 raise
 
-    def _take_over(self) -> None:
-        """Give the new file the mode and the owner of the one that it replaces."""
+    def _copy_owner_and_mode(self) -> None:
+        """Give the new file the owner and the mode of the one that it replaces."""
         try:
             before = self.target.stat()
         except FileNotFoundError:
@@ -158,29 +158,29 @@ class _Writing:
             os.fchmod(self.stream.fileno(), stat.S_IMODE(before.st_mode))
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush the content to disk."""
         self.stream.flush()
         if not self._is_direct:
             os.fsync(self.stream.fileno())
 
     def commit(self) -> None:
-        """Give the file its name."""
+        """Rename the partial file to its target."""
         if self._partial is not None:
             self._partial.replace(self.target)
             self._partial = None
             sync_folder(self.target.parent)
 
     def discard(self) -> None:
-        """Close the file; one that is not committed is gone."""
+        """Close the file, and remove it if it is not committed."""
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
             self._partial = None
-        with suppress(OSError):  # of what could not be written, which is known already
+        with suppress(OSError):  # a failed write has been reported already
             self.stream.close()
 
 
 def partial_path(target: Path) -> Path:
-    """Return where a file stands while it is written.
+    """Return the path of a partial file.
 
     >>> partial_path(Path("out/table.csv")).name
     '.gssim-bf5b449ed8c18503.partial'
@@ -189,7 +189,7 @@ def partial_path(target: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system does that."""
+    """Sync a folder's entries to disk, if the file system supports it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -199,10 +199,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _target_of(path: Path) -> tuple[Path, bool]:
-    """Return the file that is replaced, or (path, True) where it is written to: a device, pipe or open descriptor."""
+    """Return (file to replace, False), or (path, True) for direct writing: to a device, pipe or open descriptor."""
     try:
         mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):  # also of a link that leads nowhere yet
+    except (FileNotFoundError, NotADirectoryError):  # also for a dangling link
         mode = stat.S_IFREG
     if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or _is_descriptor(path):
         return path, True
@@ -212,7 +212,7 @@ def _target_of(path: Path) -> tuple[Path, bool]:
 
 
 def _is_descriptor(path: Path) -> bool:
-    """Return whether a path names what a process has open, as /dev/stdout does: that is not to be replaced."""
+    """Return whether a path names a process's open descriptor, as /dev/stdout does, which must not be replaced."""
     for _ in range(MOST_LINKS):
         if re.fullmatch(r"/proc/[^/]+(/task/[^/]+)?/fd", os.path.realpath(path.parent)):
             return True
@@ -223,35 +223,35 @@ def _is_descriptor(path: Path) -> bool:
 
 
 def _claimed_partial(partial: Path) -> int:
-    """Return the open partial file, new and locked; what a killed writer has left is taken away."""
+    """Return the handle of a new, locked partial file; one left by a killed writer is removed."""
     flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
     while True:
         try:
             handle = os.open(partial, flags | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            _take_away(partial)
+            _remove_stale(partial)
             continue
         _lock(handle)
         if _is_at(handle, partial):
             return handle
-        os.close(handle)  # another writer held it for a dead one's
+        os.close(handle)  # another writer has removed it as stale
 
 
 def remove_partial(path: Path) -> None:
-    """Remove what a killed writer of a file has left, if anything; raise UserError where that cannot be."""
+    """Remove the partial file of a killed writer, if any; raise UserError where that is impossible."""
     with _reported(path):
-        _take_away(partial_path(Path(os.path.realpath(path))))
+        _remove_stale(partial_path(Path(os.path.realpath(path))))
 
 
-def _take_away(partial: Path) -> None:
-    """Wait for who writes a partial file, and remove it where he is dead."""
+def _remove_stale(partial: Path) -> None:
+    """Wait for the lock of a partial file, and remove the file if its writer has died."""
     try:
         handle = os.open(partial, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         return
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise UserError(f"{partial}: is in the way, and none of gssim's: remove it")
         _lock(handle)
         if _is_at(handle, partial):
@@ -264,7 +264,7 @@ def _take_away(partial: Path) -> None:
 
 
 def _lock(handle: int, *, wait: bool = True) -> bool:
-    """Lock an open file; return whether nobody else has it. Where nothing can be locked, nobody has it."""
+    """Lock an open file; return whether no other process has locked it (always true without locking)."""
     if fcntl is None:
         return True
     try:
@@ -278,7 +278,7 @@ def _lock(handle: int, *, wait: bool = True) -> bool:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether an open file is the one of this name."""
+    """Return whether an open file is the one at this path."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
@@ -286,10 +286,10 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def held_lock(lock: Path, said: str = "") -> int | None:
-    """Return the handle of a lock file that this process holds from now on; None where another process does.
+    """Acquire a lock file and return its handle; None where another process holds it.
 
-    `said`: what the file is to tell others. To be given back by `release_lock`; a process that inherits the handle
-    holds the lock too.
+    `said`: content of the file, for others. To be released by `release_lock`; a process that inherits the handle holds
+    the lock too.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     while True:
@@ -301,11 +301,11 @@ def held_lock(lock: Path, said: str = "") -> int | None:
             os.truncate(handle, 0)
             os.pwrite(handle, said.encode(), 0)
             return handle
-        os.close(handle)  # who had it took it away meanwhile
+        os.close(handle)  # the former holder has removed it meanwhile
 
 
 def release_lock(lock: Path, handle: int) -> None:
-    """Take a lock file away that this process holds."""
+    """Remove a lock file that this process holds."""
     lock.unlink(missing_ok=True)
     os.close(handle)
 
@@ -314,20 +314,23 @@ def release_lock(lock: Path, handle: int) -> None:
 def locked(lock: Path, *, place: str) -> Iterator[int]:
     """Hold the lock of an output, `place`, as long as the context lasts; raise UserError where another process does.
 
-    The message names that process. Nothing is left afterwards, no folder either that was made for the lock alone; of a
-    killed process, a file that no longer locks anything. Gives the lock's handle, for processes that shall hold it too.
+    The message names that process. The lock file, and folders created for it, are removed afterwards; a killed process
+    leaves an unlocked file. Provides the lock's handle, for child processes to hold it too.
     """
     made = [folder for folder in lock.parents if not folder.exists()]
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         if lock.exists() and (not lock.is_file() or _holder(lock) is None):
             raise UserError(f"{lock}: is in the way, and no lock of gssim's: remove it")
-        handle = held_lock(lock, _said_of_this_process())
+        command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": command[:200]}
+        handle = held_lock(lock, json.dumps({"gssim_lock": holder}))
     except OSError as error:
         raise UserError(f"{place}: cannot be written: {error.strerror or error}") from None
     if handle is None:
-        holder = _holder(lock) or "another process"
-        raise UserError(f"{place}: is in use by {holder}; wait for it, or name another place")
+        raise UserError(
+            f"{place}: is in use by {_holder(lock) or 'another process'}; wait for it, or name another place"
+        )
     try:
         yield handle
     finally:
@@ -337,17 +340,12 @@ def locked(lock: Path, *, place: str) -> Iterator[int]:
                 folder.rmdir()
 
 
-def _said_of_this_process() -> str:
-    command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    return json.dumps({"gssim_lock": {"pid": os.getpid(), "host": socket.gethostname(), "command": command[:200]}})
-
-
 def _holder(lock: Path) -> str | None:
-    """Return who wrote a lock file, in words; empty where nobody has yet; None where it is none of ours."""
+    """Return the description of a lock file's holder; empty if not written yet; None if the file is none of ours."""
     try:
-        said = lock.read_text(encoding="utf-8")
-        held = json.loads(said)["gssim_lock"] if said else None
-        return f"process {held['pid']} on {held['host']} ({held['command']})" if held else ""
+        content = lock.read_text(encoding="utf-8")
+        holder = json.loads(content)["gssim_lock"] if content else None
+        return f"process {holder['pid']} on {holder['host']} ({holder['command']})" if holder else ""
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -359,37 +357,32 @@ def _holder(lock: Path) -> str | None:
 
 @contextmanager
 def scratch_folder(prefix: str = PREFIXES[0], *, inside: Path | None = None) -> Iterator[Path]:
-    """Give a temporary folder, which is gone when the context ends; what killed processes have left goes before.
+    """Provide a temporary folder, which is removed when the context ends; those of killed processes are removed first.
 
-    `inside`: where it is made, if not where temporary folders are.
+    `inside`: parent folder, if not the default one for temporary folders.
     """
     remove_abandoned(inside)
-    made, handle = _made_scratch(prefix, inside)
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        os.close(handle)
-
-
-def _made_scratch(prefix: str, inside: Path | None) -> tuple[Path, int]:
-    """Return a new, marked folder and the handle that holds its lock."""
     while True:
-        made = Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
         try:
-            handle = os.open(made, os.O_RDONLY)
+            handle = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # taken for an abandoned one before it was locked
-        if _lock(handle, wait=False) and _is_at(handle, made):
-            (made / FOLDER_MARK).touch()
-            return made, handle
+            continue  # removed as an abandoned one before it was locked
+        if _lock(handle, wait=False) and _is_at(handle, folder):
+            (folder / FOLDER_MARK).touch()
+            break
+        os.close(handle)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
 
 
 def remove_abandoned(inside: Path | None = None) -> list[Path]:
-    """Remove temporary folders of ours whose process is dead; return which.
+    """Remove and return our temporary folders whose process has died.
 
-    A folder bears our mark, or it is empty, as a process leaves it that dies before it has marked it.
+    A folder is ours if it has our mark, or if it is empty, because its process has died before marking it.
     """
     removed = []
     above = inside or Path(tempfile.gettempdir())
@@ -409,10 +402,10 @@ def remove_abandoned(inside: Path | None = None) -> list[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a folder is a temporary one of this user's that we have made."""
+    """Return whether a folder is a temporary one of this user and of ours."""
     try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return False
         names = os.listdir(folder)
     except OSError:
@@ -422,7 +415,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8, without a byte-order mark; raise UserError where there is none."""
+    """Return the text of a file in UTF-8, without a byte-order mark; raise UserError where it cannot be read."""
     try:
         if (why := excess("file_bytes", path.stat().st_size)) is not None:
             raise UserError(f"{path}: {why}")
@@ -433,22 +426,22 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: it is no text in UTF-8: {error.reason}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a name with a character that no file system takes
+    except ValueError as error:  # a name with a character that no file system allows
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 
 def read_json(path: Path) -> Any:
-    """Return what is in the JSON file `path`; raise UserError where there is none or it is broken."""
+    """Return the content of the JSON file `path`; raise UserError where it is missing or invalid."""
     return parsed_json(read_text(path), file=str(path))
 
 
 def parsed_json(content: str | bytes, *, file: str) -> Any:
-    """Return what the content of a JSON file says; raise UserError where it is broken."""
+    """Return the parsed content of a JSON file; raise UserError where it is invalid."""
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, brackets without end
+    except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, brackets nested too deep
         raise UserError(f"{file}: not a JSON file: {error}") from None
 
 
@@ -457,7 +450,7 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def as_text_cell(text: str) -> str:
-    """Return a text as a cell of CSV that no spreadsheet takes for a formula; see [Note: formulas].
+    """Return a text as a cell of CSV that no spreadsheet treats as a formula; see [Note: formulas].
 
     >>> as_text_cell("=1+1"), as_text_cell("gs"), of_text_cell("'=1+1"), of_text_cell("it's")
     ("'=1+1", 'gs', '=1+1', "it's")
@@ -466,16 +459,16 @@ def as_text_cell(text: str) -> str:
 
 
 def of_text_cell(cell: str) -> str:
-    """Return the text that `as_text_cell` was given."""
+    """Return the text of a cell: the inverse of `as_text_cell`."""
     return cell[1:] if cell.startswith("'") and cell[1:].startswith((*FORMULA_STARTS, "'")) else cell
 
 
 def read_rows(
     path: Path, needed: Sequence[str] = (), what: str = "a table"
 ) -> tuple[tuple[str, ...], list[dict[str, str]]]:
-    """Return the columns of a CSV file, and its rows by these; what a row lacks is empty.
+    """Return the columns of a CSV file, and its rows by column; missing cells are empty.
 
-    Raises UserError where there is no such file, or a column of `needed` is missing: then it is not `what`.
+    Raises UserError where the file is missing, or a column of `needed` is: then it is not `what`.
     """
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:

@@ -1,6 +1,6 @@
-"""Statistics of gradients, as measured by `gsreal gradients`: sketches of |g| at some steps of a training run.
+"""Statistics of gradients, measured by `gsreal gradients`: sketches of |g| at some steps of a training run.
 
-Only data lives here; what a threshold makes of it is `density`.
+This module holds the data only; `gssim.sparsity` derives densities from them.
 """
 
 from dataclasses import field
@@ -24,22 +24,22 @@ SKETCH_EDGES: tuple[float, ...] = tuple(
     10.0 ** (k / EDGES_PER_DECADE)
     for k in range(LOWEST_DECADE * EDGES_PER_DECADE, HIGHEST_DECADE * EDGES_PER_DECADE + 1)
 )
-"""Magnitudes at which tails are taken."""
+"""Magnitudes at which tails are recorded."""
 
 
 @spec
 class Sketch:
-    """How the magnitudes of many numbers are distributed."""
+    """Distribution of the magnitudes of many numbers."""
 
     mean: NonNegativeFloat
     rms: NonNegativeFloat
     first_edge: Count = 0
-    """Position in `SKETCH_EDGES` of the first edge that `tail_ratios` tells of; as many reach the lower ones."""
+    """Index in `SKETCH_EDGES` of the first edge of `tail_ratios`; the tail is constant below it."""
     tail_ratios: tuple[Ratio, ...] = (0.0,)
-    """Fraction of the numbers that reach each edge, from that one on; none reach those that come after."""
+    """Fraction of the numbers that reach each edge, from the first one on; none reach those after the last."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no tail."""
+        """Refuse an invalid tail."""
         if not self.tail_ratios or any(b > a for a, b in pairwise(self.tail_ratios)):
             raise ValueError("tail_ratios: at least one is needed, and they must not rise")
         if self.first_edge + len(self.tail_ratios) > len(SKETCH_EDGES):
@@ -47,12 +47,12 @@ class Sketch:
 
 
 HELD_LEVELS = (0.25, 0.5, 2.0)
-"""Parts of a threshold at which the tail is taken of what is held against it."""
+"""Multiples of a threshold at which the tail of gradient plus residual is recorded."""
 
 
 @spec
 class FeedbackDensity:
-    """What error feedback makes of thresholds at one step: each gradient has what was not sent before added to it."""
+    """Density under error feedback at one step, where unsent gradients are added to the next ones."""
 
     sent_ratios: tuple[Ratio, ...]
     """Fraction of elements that are sent, for each of the statistics' `feedback_thresholds`."""
@@ -63,12 +63,12 @@ class FeedbackDensity:
 
 @spec
 class RelativeDensity:
-    """What relative thresholds send at one step."""
+    """Density of relative thresholds at one step."""
 
     sent_ratios: tuple[Ratio, ...]
     """Fraction of elements that reach each of the statistics' `multiples` of the tensor's mean magnitude."""
     feedback_ratios: tuple[Ratio, ...]
-    """The same with error feedback: of what was not sent before with the gradient added, and of the mean of that."""
+    """The same with error feedback: of gradients plus residuals, relative to their mean."""
 
 
 @spec
@@ -76,14 +76,14 @@ class BlockTrace:
     """One of a tensor's blocks of equal numbers of elements, one after another, over the run."""
 
     sketches: tuple[Sketch, ...]
-    """Of |g|, for each of `sampled_steps`."""
+    """Sketch of |g| for each of `sampled_steps`."""
     feedback: tuple[FeedbackDensity, ...] = ()
-    """For each of `sampled_steps`; none where error feedback was not looked at."""
+    """For each of `sampled_steps`; empty where error feedback was not measured."""
     relative: tuple[RelativeDensity, ...] = ()
-    """For each of `sampled_steps`; in dense training alone, for what they send depends little on how large gradients
-    are."""
+    """For each of `sampled_steps`; in dense training only, because these densities depend little on the gradients'
+    scale."""
     first: Sketch | None = None
-    """Of |g| at `first_step`, where it was looked at."""
+    """Sketch of |g| at `first_step`, where measured."""
 
 
 @spec
@@ -92,24 +92,24 @@ class TensorTrace:
 
     blocks: tuple[BlockTrace, ...]
     correlations: tuple[Correlation, ...] = ()
-    """Cosine between the gradients of two ranks, for each of `sampled_steps`; none where no two were seen."""
+    """Cosine between the gradients of two ranks, for each of `sampled_steps`; empty where no two were compared."""
 
 
 @spec
 class RankTrace:
-    """Gradients as a rank with `samples` samples per step sees them (its own mean, before any aggregation)."""
+    """Gradients of a rank with `samples` samples per step (its own mean, before any aggregation)."""
 
     samples: PositiveInt
     threshold: NonNegativeFloat = 0.0
-    """Push threshold under which the model was trained (0: densely): what is dropped changes later gradients."""
+    """Push threshold of the training (0: dense), which influences later gradients."""
     error_feedback: bool = False
-    """Whether it was trained with error feedback."""
+    """Whether the training used error feedback."""
     tensors: dict[str, TensorTrace]
 
 
 @spec
 class ChangeTrace:
-    """One parameter's changes over the run, as they are published: what is not sent stays for the next step."""
+    """One parameter's published changes over the run; unsent ones accumulate."""
 
     blocks: tuple[tuple[tuple[Ratio, ...], ...], ...]
     """For each block, for each of `sampled_steps`: fraction of elements that are sent after the step, for each of the
@@ -118,7 +118,7 @@ class ChangeTrace:
 
 @spec
 class GradientStatistics:
-    """What a training run's gradients looked like."""
+    """Statistics of the gradients of a training run."""
 
     schema: Literal["gssim.gradients/3"] = SCHEMA
     model: str
@@ -132,20 +132,20 @@ class GradientStatistics:
     """Number of steps covered, from the first."""
     sampled_steps: tuple[Count, ...]
     first_step: Count = 0
-    """From which on error feedback was looked at: what is pushed before is pushed densely."""
+    """First step with error feedback; earlier pushes are dense."""
     feedback_thresholds: tuple[PositiveFloat, ...] = ()
-    """Thresholds, rising, at which error feedback was looked at."""
+    """Thresholds, increasing, at which error feedback was measured."""
     multiples: tuple[PositiveFloat, ...] = ()
-    """Multiples of a tensor's mean magnitude, rising, at which relative thresholds were looked at."""
+    """Multiples of a tensor's mean magnitude, increasing, at which relative thresholds were measured."""
     publish_thresholds: tuple[PositiveFloat, ...] = ()
-    """Thresholds, rising, at which publishing was looked at."""
+    """Thresholds, increasing, at which publishing was measured."""
     traces: tuple[RankTrace, ...]
     changes: dict[str, ChangeTrace] = field(default_factory=dict)
-    """By parameter; none where publishing was not looked at."""
+    """By parameter; empty where publishing was not measured."""
     source: str
 
     def __post_init__(self) -> None:
-        """Refuse statistics with holes."""
+        """Refuse incomplete statistics."""
         steps = self.sampled_steps
         if not steps or any(b <= a for a, b in pairwise(steps)) or steps[-1] >= self.steps:
             raise ValueError("sampled_steps: at least one is needed, they must increase, and be less than steps")
@@ -183,7 +183,7 @@ class GradientStatistics:
         self._check_rows(f"relative of {name}", rows, len(self.multiples), needed=needed)
 
     def _check_rows(self, what: str, rows: list[tuple[int, int]], points: int, *, needed: bool) -> None:
-        """Refuse a row too few or too many, and one whose two lists are not of the grid's `points`."""
+        """Refuse missing or surplus rows, and rows whose two lists do not match the grid's `points`."""
         count = len(self.sampled_steps)
         if (rows or needed) and points and rows != [(points, points)] * count:
             raise ValueError(f"{what}: {count} rows (sampled_steps) of {points} are needed")

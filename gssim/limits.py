@@ -20,13 +20,13 @@ LIMITS: dict[str, tuple[int, str]] = {
     "file_bytes": (2**28, "bytes of a file that is read whole"),
     "expanded_bytes": (2**34, "bytes that a compressed file (.gz, .xz) expands to"),
 }
-"""By name: how much is allowed, and of what."""
+"""By name: the largest allowed size, and its meaning."""
 LIFTED = "GSSIM_NO_LIMITS"
-"""Environment variable by which processes know that `--no-limits` was given to the one that started them."""
+"""Environment variable that passes `--no-limits` on to child processes."""
 
 
 def excess(name: str, size: int) -> str | None:
-    """Return what is to be said where `size` is over a limit; None where it is not, or limits are lifted.
+    """Return the error message for a `size` over a limit; None where it is not, or limits are lifted.
 
     >>> excess("devices", 8), excess("devices", 10**7)
     (None, '10,000,000 devices: at most 262,144 are allowed (--no-limits lifts this)')
@@ -46,7 +46,7 @@ def lift() -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Have limits in force again afterwards that are lifted meanwhile."""
+    """Restore the limits afterwards."""
     before = LIFTED in os.environ
     try:
         yield

@@ -1,7 +1,4 @@
-"""How a command line ends: one line on stderr, and the exit code that says whose fault it was.
-
-A Result for people, on the console.
-"""
+"""Terminal output and exit of commands: tables of results, progress, error lines on stderr and exit codes."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,21 +33,21 @@ from gssim.errors import RunFailedError, UserError
 from gssim.limits import lift, restored
 
 PIPE_WIDTH = 140
-"""Columns where the output goes to a file or pipe, which have no width of their own."""
+"""Width of the output to a file or pipe."""
 SHOWN_LINKS = 5
 
 
 class PlainConsole(Console):
-    """A console that prints texts as they are: no markup or emoji of theirs, control characters escaped."""
+    """A console that prints texts literally: without markup or emoji, control characters escaped."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a text as it is shown."""
+        """Return the literal text."""
         options |= {"markup": False, "emoji": False}
         return super().render_str("\n".join(map(one_line, text.split("\n"))), **options)
 
 
 def plain_console(width: int, **options: Any) -> Console:
-    """Return where texts of users are printed: as wide as the terminal, or so many columns."""
+    """Return a console for texts of users, as wide as the terminal, or of `width` columns."""
     return PlainConsole(**options) if sys.stdout.isatty() else PlainConsole(width=width, **options)
 
 
@@ -86,36 +83,40 @@ def print_result(result: Result) -> None:
         )
     if result.idle_devices:
         console.print(f"idle: {idle_list(result.idle_devices)}", highlight=False, markup=False)
-    for each in result.provenance.get("uncounted", ()):
-        console.print(f"counted as nothing: {each}", highlight=False)
+    for cost in result.provenance.get("uncounted", ()):
+        console.print(f"counted as nothing: {cost}", highlight=False)
     if result.divisions:
         console.print(_division_table(result))
     console.print(_rank_table(result))
-    console.print(_collective_table(result))
+    collectives = Table("collective", "ranks", "count", "size", "carried", title="one step")
+    for entry in result.collectives:
+        carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
+        collectives.add_row(entry.kind, rank_list(entry.group), str(entry.count), human_bytes(entry.bytes), carried)
+    console.print(collectives)
     if any(link.bytes for link in result.links):
         console.print(_link_table(result))
 
 
 def _target_density(result: Result) -> list[str]:
-    """Return which density a push with a target density comes to, and why it is another one."""
+    """Return the density of a push with a target density, and the reason where it differs."""
     push, density = result.scenario["plan"]["push"], result.density.push
     if push["kind"] != "target-density" or density is None:
         return []
     word = "predicted" if result.source == "simulated" else "realised"
-    said = f"target density {push['threshold']:.4g}: {density:.4g} {word}"
+    line = f"target density {push['threshold']:.4g}: {density:.4g} {word}"
     if abs(density - push["threshold"]) <= TOLD_RATIO * push["threshold"]:
-        return [said]
+        return [line]
     steps = push["reestimate_steps"]
     if steps == 1:
-        return [f"{said}; thresholds are estimated in each step from the magnitudes of a sample of each tensor"]
+        return [f"{line}; thresholds are estimated in each step from the magnitudes of a sample of each tensor"]
     return [
-        f"{said}; thresholds are estimated from one batch every {steps} steps (plan.push.reestimate_steps) and stay "
+        f"{line}; thresholds are estimated from one batch every {steps} steps (plan.push.reestimate_steps) and stay "
         "while gradients become smaller or larger"
     ]
 
 
 TOLD_RATIO = 0.05
-"""How far a density must be from its target for the difference to be explained."""
+"""Relative difference of a density from its target from which on it is explained."""
 
 
 def print_results(results: Sequence[Result], question: str) -> None:
@@ -141,11 +142,11 @@ def print_results(results: Sequence[Result], question: str) -> None:
 
 
 FASTEST = 12
-"""Rows of a large table that are shown."""
+"""Number of rows shown of a large table."""
 
 
 def print_table(table: "polars.DataFrame", question: str) -> None:
-    """Print for people what a sweep's table says: all of a small one, the fastest points that fit of a large one."""
+    """Print a sweep's table for people: all of a small one, the fastest points that fit of a large one."""
     console = plain_console(PIPE_WIDTH)
     if question:
         console.print(one_line(question), style="bold", highlight=False)
@@ -153,36 +154,32 @@ def print_table(table: "polars.DataFrame", question: str) -> None:
     shown = table
     if table.height > 4 * FASTEST:
         shown = table.filter(table["status"] == "fits").sort("step_time_s", maintain_order=True).head(FASTEST)
-        told = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
-        console.print(f"{table.height:,} points: {told}; the fastest of those that fit:", highlight=False)
+        by_status = ", ".join(f"{count:,} {'fit' if status == 'fits' else status}" for status, count in counts.items())
+        console.print(f"{table.height:,} points: {by_status}; the fastest of those that fit:", highlight=False)
     rows = Table("point", "ranks", "step", "waits", "samples/s", "peak allocated", "push", "status")
     for row in shown.iter_rows(named=True):
-        rows.add_row(row["point"], *_row_words(row), row["status"])
+        cells = [""] * 6
+        if row["step_time_s"] is not None:
+            cells = [
+                _of_all(row["ranks"], row["idle_devices"]),
+                human_seconds(row["step_time_s"]),
+                f"{row['exposed_communication_s'] / row['step_time_s'] if row['step_time_s'] else 0.0:.0%}",
+                f"{row['throughput_samples_per_s']:.4g}",
+                human_bytes(row["peak_allocated_bytes"]),
+                "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
+            ]
+        rows.add_row(row["point"], *cells, row["status"])
     console.print(rows)
 
 
-def _row_words(row: dict[str, Any]) -> list[str]:
-    """Return what a row says in the columns of a table for people; nothing where there is no prediction."""
-    if row["step_time_s"] is None:
-        return [""] * 6
-    return [
-        _of_all(row["ranks"], row["idle_devices"]),
-        human_seconds(row["step_time_s"]),
-        f"{row['exposed_communication_s'] / row['step_time_s'] if row['step_time_s'] else 0.0:.0%}",
-        f"{row['throughput_samples_per_s']:.4g}",
-        human_bytes(row["peak_allocated_bytes"]),
-        "" if row["push_density_ratio"] is None else f"{row['push_density_ratio']:.2%}",
-    ]
-
-
 def _of_all(ranks: int, idle: int) -> str:
-    """Return the number of ranks, and of how many devices where some are idle."""
+    """Return the number of ranks, and that of devices if some are idle."""
     return f"{ranks} of {ranks + idle}" if idle else str(ranks)
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr how far something is; give a function to be told (done, of how many)."""
+    """Show a progress bar on stderr; provide its callback of (done, total)."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
     with Progress(TextColumn(what), *columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=None)
@@ -190,7 +187,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _division_table(result: Result) -> Table:
-    """Return how the batch and the shards were divided in the course of the run, and how long steps then took."""
+    """Return a table of the batch splits and shard shares in the course of the run, with their step times."""
     table = Table("from step", "samples", "shard shares", "median step", title="divided anew")
     counted = [division for division in result.divisions if division.first_step > 0]
     ends = [*(division.first_step for division in counted), len(result.step_times_s)]
@@ -205,12 +202,12 @@ def _division_table(result: Result) -> Table:
 
 
 def _remedy_table(result: Result) -> Table:
-    """Return what would need less, and whether it would fit."""
+    """Return a table of changes that save memory, and whether the plan then fits."""
     table = Table("change", "needs less by", "then", "largest at the peak", title="what to change")
-    for each in result.remedies:
-        left = each.margin.margin_bytes
-        then = f"{human_bytes(left)} to spare" if each.fits else f"{human_bytes(-left)} too much"
-        table.add_row(each.change, human_bytes(each.saved_bytes), then, each.margin.category)
+    for remedy in result.remedies:
+        left = remedy.margin.margin_bytes
+        then = f"{human_bytes(left)} to spare" if remedy.fits else f"{human_bytes(-left)} too much"
+        table.add_row(remedy.change, human_bytes(remedy.saved_bytes), then, remedy.margin.category)
     return table
 
 
@@ -233,16 +230,8 @@ def _rank_table(result: Result) -> Table:
     return table
 
 
-def _collective_table(result: Result) -> Table:
-    table = Table("collective", "ranks", "count", "size", "carried", title="one step")
-    for entry in result.collectives:
-        carried = "all" if entry.payload_bytes is None else human_bytes(entry.payload_bytes)
-        table.add_row(entry.kind, rank_list(entry.group), str(entry.count), human_bytes(entry.bytes), carried)
-    return table
-
-
 def _link_table(result: Result) -> Table:
-    """Return the busiest links; the first is the bottleneck of what is communicated."""
+    """Return a table of the busiest links; the first is the bottleneck of the communication."""
     busiest = sorted(result.links, key=lambda link: (-link.utilisation_ratio, link.name))
     shown = [link for link in busiest[:SHOWN_LINKS] if link.bytes]
     table = Table("link", "equal ones", "bytes", "used", title=f"busiest links; bottleneck: {shown[0].name}")
@@ -252,11 +241,11 @@ def _link_table(result: Result) -> Table:
 
 
 SHOWN_IDLE = 6
-"""Names of idle devices, beside the last one's."""
+"""Number of names of idle devices that are shown, besides the last one."""
 
 
 def idle_list(names: Sequence[str]) -> str:
-    """Return the devices that take no part in short, with their number.
+    """Return a short list of the idle devices, with their number.
 
     >>> idle_list(["c", "d"]), idle_list([str(i) for i in range(2, 100)])
     ('c, d (2 devices take no part)', '2, 3, 4, 5, 6, 7, ..., 99 (98 devices take no part)')
@@ -267,7 +256,7 @@ def idle_list(names: Sequence[str]) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Return sorted ranks in short: runs by their ends, and no more than a few of them.
+    """Return a short list of sorted ranks: runs by their ends, and only the first few of them.
 
     >>> rank_list((0, 1, 2, 5, 7, 8))
     '0-2, 5, 7-8'
@@ -279,15 +268,15 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 INTERRUPTED = 130
-"""Exit code that typer makes of the user's interrupt."""
+"""Exit code of typer for the user's interrupt."""
 USAGE_ERROR: Any = typer.BadParameter.__base__
-"""What typer raises for options and arguments that it does not know, misses, or cannot read."""
+"""Base of typer's errors for unknown, missing or invalid options and arguments."""
 HELP_ERROR = "NoArgsIsHelpError"
-"""Name of what it raises where there is no command: the message is the help itself."""
+"""Name of its error where there is no command: the message is the help itself."""
 STREAM_ERRORS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF, errno.EDQUOT)
 LONGEST_LINE = 300
 SILENT_S = 2.0
-"""What takes longer says what it does."""
+"""Time after which a command reports its activity."""
 
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -299,16 +288,16 @@ class EndedError(SystemExit):
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    for each in ENDING:  # what is cleaned up now is not interrupted by a second one
+    for each in ENDING:  # a second signal must not interrupt the cleanup
         signal.signal(each, signal.SIG_IGN)
     raise EndedError(128 + number)
 
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Let signals that end the process raise EndedError, so that temporary folders and locks are taken away.
+    """Let signals that end the process raise EndedError, so that temporary folders and locks are removed.
 
-    Those that this process was started to ignore, as under `nohup`, stay ignored.
+    Signals that are ignored at the start, as under `nohup`, stay ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -324,9 +313,9 @@ def unwinding() -> Iterator[None]:
 
 
 def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -> None:
-    """Run a typer application: a fault of the user's is exit 2, a failed run exit 1, each with one line.
+    """Run a typer application: exit code 2 for errors of the user, 1 for failed runs, each with one line.
 
-    `interrupted`: what is said after the user's interrupt, if anything. Every command has the option `--no-limits`.
+    `interrupted`: message after the user's interrupt, if any. Every command has the option `--no-limits`.
     """
     try:
         with unwinding(), restored():
@@ -341,12 +330,12 @@ def run_command_line(app: typer.Typer, program: str, *, interrupted: str = "") -
     except KeyboardInterrupt:  # before typer listens, or after
         code = INTERRUPTED
     except MemoryError:
-        _end(program, "needs more memory than there is", 1)
+        _end(program, "out of memory: needs more than there is", 1)
     except OSError as error:
         if error.filename is not None or error.errno not in STREAM_ERRORS:
             raise
         _leave_stdout()
-        if error.errno == errno.EPIPE:  # whoever reads has enough
+        if error.errno == errno.EPIPE:  # the reader has closed the pipe
             raise SystemExit(1) from None
         _end(program, f"output cannot be written: {error.strerror}", 1)
     if interrupted and code == INTERRUPTED:
@@ -361,7 +350,7 @@ def _end(program: str, message: str, code: int) -> None:
 
 
 def _end_with_usage(program: str, error: Any) -> None:
-    """End with what is wrong with a command line, and where the allowed ones are told."""
+    """Exit with the error of a command line, and a hint at the help."""
     if type(error).__name__ == HELP_ERROR:
         print(error.format_message(), file=sys.stderr)
         raise SystemExit(2) from None
@@ -370,14 +359,14 @@ def _end_with_usage(program: str, error: Any) -> None:
 
 
 def _length_of_paths(message: str) -> int:
-    """Return how much of a message are paths that the user named and that are there: a line may be so much longer."""
+    """Return the total length of existing paths from the command line in a message, by which a line may be longer."""
     words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
     paths = [word for word in words if os.sep in word and word in message and os.path.exists(word)]
     return sum(len(path) * message.count(path) for path in paths)
 
 
 def _leave_stdout() -> None:
-    """Let what could not be written go, so that the interpreter does not try again as it ends."""
+    """Discard buffered output that cannot be written, so that the interpreter does not try again at exit."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -386,14 +375,14 @@ def _leave_stdout() -> None:
 
 def _with_limits(app: typer.Typer) -> typer.Typer:
     """Return the application with the option `--no-limits` on each of its commands."""
-    for each in app.registered_commands:
-        if each.callback is not None and not hasattr(each.callback, "lifts_limits"):
-            each.callback = _lifting(each.callback)
+    for command in app.registered_commands:
+        if command.callback is not None and not hasattr(command.callback, "lifts_limits"):
+            command.callback = _lifting(command.callback)
     return app
 
 
 def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command that has one option more."""
+    """Return a command with the option `--no-limits` added."""
 
     @functools.wraps(command)
     def run(*arguments: Any, no_limits: bool = False, **options: Any) -> Any:
@@ -412,11 +401,11 @@ def _lifting(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def activity(command: str) -> Iterator[Callable[[str], None]]:
-    """Give a function to be told what a command is doing: said on stderr after two seconds, or at an interrupt."""
+    """Provide a callback for a command's activity, reported on stderr after two seconds, or at an interrupt."""
     now = ""
     timer: threading.Timer | None = None
 
-    def said(what: str) -> None:
+    def report(what: str) -> None:
         nonlocal now, timer
         if timer is not None:
             timer.cancel()
@@ -426,7 +415,7 @@ def activity(command: str) -> Iterator[Callable[[str], None]]:
         timer.start()
 
     try:
-        yield said
+        yield report
     except KeyboardInterrupt:
         print(f"{command}: interrupted{f' while {now}' if now else ''}", file=sys.stderr)
         raise

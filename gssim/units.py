@@ -1,6 +1,6 @@
-"""Units at the edge: strings with units in files, SI floats inside.
+"""Quantities with units: parsing of strings from files into SI floats, validated dataclasses, and their errors.
 
-A key's name says the unit (`bandwidth_bytes_per_s`); its value may say what the data sheet prints (`"450 GB/s"`).
+A key's name has the unit (`bandwidth_bytes_per_s`); its value may be written as in data sheets (`"450 GB/s"`).
 """
 
 import difflib
@@ -65,9 +65,9 @@ Numbers = TypeVar("Numbers", Ints, Floats)
 
 
 def distinct(numbers: Numbers) -> Numbers:
-    """Return the numbers that there are, each once, sorted.
+    """Return the sorted distinct numbers.
 
-    `np.unique` without more asks for masked arrays, and the import of these takes several milliseconds.
+    Plain `np.unique` imports masked arrays, which takes several milliseconds.
 
     >>> distinct(np.array([3, 1, 3]))
     array([1, 3])
@@ -77,11 +77,11 @@ def distinct(numbers: Numbers) -> Numbers:
 
 _QUANTITY = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]+)\s*$")
 _MOST = 10**15
-"""No count is larger: what is made of counts still fits into 64 bits."""
+"""Largest count: derived numbers still fit into 64 bits."""
 
 
 def parse_quantity(value: object, kind: str) -> float:
-    """Return `value` in the base unit of `kind` (a key of `UNITS`); numbers are taken to be in that unit already.
+    """Return `value` in the base unit of `kind` (a key of `UNITS`); numbers are in that unit already.
 
     Raises ValueError where the unit belongs to another kind or is unknown.
 
@@ -109,16 +109,16 @@ def parse_quantity(value: object, kind: str) -> float:
 
 
 UNIT_SUFFIXES = {"_flop_per_s": "FLOP/s", "_bytes_per_s": "bytes/s", "_bytes": "bytes", "_s": "seconds"}
-"""How keys end whose values are quantities."""
+"""Suffixes of keys whose values are quantities, by unit."""
 
 
 def quantity_of(key: str) -> str | None:
-    """Return the kind of quantity (a key of `UNITS`) that a key's whole path asks for, if any.
+    """Return the kind of quantity (a key of `UNITS`) that a key path's name implies, if any.
 
     >>> quantity_of("cluster.topology.link.bandwidth_bytes_per_s"), quantity_of("run.steps")
     ('bytes/s', None)
     """
-    names = key.rsplit(".", 2)[:0:-1]  # the table's too: `peak_flop_per_s.fp32`
+    names = key.rsplit(".", 2)[:0:-1]  # also the table's: `peak_flop_per_s.fp32`
     return next((kind for name in names for suffix, kind in UNIT_SUFFIXES.items() if name.endswith(suffix)), None)
 
 
@@ -144,18 +144,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "ratio of times": (1, 1e6),
     "variation": (0, 10),
 }
-"""Least and greatest value of each kind of number that a file may state: whatever is in between, all that follows from
-it is finite. Where 0 makes sense, it and what is between are allowed as well."""
+"""Least and greatest value of each kind of number in a file, such that all derived numbers are finite. Where 0 makes
+sense, it and all values between are allowed as well."""
 UNSAID = frozenset({*RANGES["number"], RANGES["ratio of times"][1]})
-"""Ends of ranges so wide that no key's description repeats them."""
+"""Limits so wide that descriptions of keys omit them."""
 
 
 def _at_most(kind: str) -> Any:
     return Field(ge=0, le=RANGES[kind][1], allow_inf_nan=False)
-
-
-def _within(kind: str) -> Any:
-    return Field(ge=RANGES[kind][0], le=RANGES[kind][1], allow_inf_nan=False)
 
 
 def _positive(kind: str) -> Any:
@@ -172,18 +168,18 @@ PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True)]
 Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
 PositiveFloat = Annotated[float, _positive("number")]
 NonNegativeFloat = Annotated[float, _at_most("number")]
-TimeRatio = Annotated[float, _within("ratio of times")]
-"""How much longer something takes than it would."""
+TimeRatio = Annotated[float, Field(ge=RANGES["ratio of times"][0], le=RANGES["ratio of times"][1], allow_inf_nan=False)]
+"""Time over the time without a slowdown."""
 Variation = Annotated[float, _at_most("variation")]
 """Standard deviation over the median."""
 Finite = Annotated[float, Field(ge=-1e60, le=1e60, allow_inf_nan=False)]
-"""A figure that was worked out or measured."""
+"""A computed or measured number."""
 Amount = Annotated[float, Field(ge=0, le=1e60, allow_inf_nan=False)]
-"""The same, of what cannot be negative: a time, bytes, a number of samples."""
+"""A non-negative computed or measured number: a time, bytes, a number of samples."""
 
 
 def limited(name: str) -> AfterValidator:
-    """Return what refuses whole numbers over one of `gssim.limits.LIMITS`."""
+    """Return a validator that refuses integers over one of `gssim.limits.LIMITS`."""
 
     def checked(size: int) -> int:
         if (why := excess(name, size)) is not None:
@@ -193,18 +189,19 @@ def limited(name: str) -> AfterValidator:
     return AfterValidator(checked)
 
 
-def _json_number(value: float) -> float | str:
-    return "inf" if value == math.inf else value
-
-
 def _threshold(value: float) -> float:
     if value != math.inf and not (value == 0 or RANGES["number"][0] <= value <= RANGES["number"][1]):
         raise ValueError(f"must be 0, from {RANGES['number'][0]:g} to {RANGES['number'][1]:g}, or inf")
     return value
 
 
-Threshold = Annotated[float, Field(ge=0), AfterValidator(_threshold), PlainSerializer(_json_number, when_used="json")]
-"""What magnitudes are compared with; `inf`, which JSON has as a text alone: nothing reaches it."""
+Threshold = Annotated[
+    float,
+    Field(ge=0),
+    AfterValidator(_threshold),
+    PlainSerializer(lambda value: "inf" if value == math.inf else value, when_used="json"),
+]
+"""A threshold of magnitudes; `inf`, which is a text in JSON, is reached by none."""
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -212,7 +209,7 @@ PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def spec(cls: type[T]) -> type[T]:
-    """Return `cls` as a frozen, keyword-only, validated dataclass that refuses unknown keys: what a person writes."""
+    """Return `cls` as a frozen, keyword-only, validated dataclass that refuses unknown keys: a table of a file."""
     config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     return typing.cast(
         type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, slots=True, config=config)(cls)
@@ -221,13 +218,13 @@ def spec(cls: type[T]) -> type[T]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def spec_with_memory(cls: type[T]) -> type[T]:
-    """Return `cls` as a `spec` whose cached properties are worked out once; what is kept is no part of the value."""
+    """Return `cls` as a `spec` that caches its cached properties, which are no part of the value."""
     config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     return typing.cast(type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls))
 
 
 def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
-    """Return `data` (as parsed from TOML) as a `cls`; raise UserError with the first fault's file and key path."""
+    """Return `data` (as parsed from TOML) as a `cls`; raise UserError with the first error's file and key path."""
     if not isinstance(data, dict):
         raise UserError(f"{file}: {under or 'the whole file'} must be a table of keys")
     try:
@@ -239,7 +236,7 @@ def validated(cls: type[T], data: object, *, file: str, under: str = "") -> T:
 
 
 def explain(error: ValidationError, cls: type, *, file: str, under: str = "") -> str:
-    """Return one line for the first fault of `error`: file, key path, value, what is allowed."""
+    """Return one line for the first error: file, key path, value, what is allowed."""
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
     fault = faults[0]
     place, table = _walked(cls, fault["loc"])
@@ -260,7 +257,7 @@ NOT_OF_THE_TYPE = {
     "tuple_type": "must be an array",
     "string_type": "must be a text",
 }
-"""What files call the types of which pydantic speaks in Python's words."""
+"""Messages for pydantic's type errors, in the terms of TOML."""
 
 
 def _path(place: tuple[Any, ...]) -> str:
@@ -271,7 +268,7 @@ def _path(place: tuple[Any, ...]) -> str:
 
 
 def _shown(value: object, *, short: bool) -> str:
-    """Return what a fault's place has, or its beginning; `short`: nothing, where it is long."""
+    """Return the value of a faulty key, or its beginning; `short`: nothing if it is long."""
     text = repr(value)
     if len(text) <= 60:
         return f" = {text}"
@@ -279,7 +276,7 @@ def _shown(value: object, *, short: bool) -> str:
 
 
 def _walked(cls: type, location: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Return the key path of a fault, without the tags that pydantic adds for unions, and the last key's table."""
+    """Return the key path of an error, without the tags that pydantic adds for unions, and the last key's table."""
     place: list[Any] = []
     table, kind = cls, cls
     for part in location:
@@ -296,21 +293,21 @@ def _walked(cls: type, location: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]
 
 
 def _options(kind: Any) -> list[Any]:
-    """Return the types that `kind` may be; None left out."""
+    """Return the alternatives of the type `kind`, without None."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return [option for option in typing.get_args(kind) if option is not type(None)]
     return [kind]
 
 
 def _tag(option: Any) -> object:
-    """Return what the key `kind` must be in the table `option`, where that tells it from others."""
+    """Return the value of the key `kind` that identifies the table type `option`, if any."""
     literal = typing.get_type_hints(option).get("kind") if is_dataclass(option) else None
     return next(iter(typing.get_args(literal)), None)
 
 
 def _allowed(table: Any, place: tuple[Any, ...]) -> str:
     if not is_dataclass(table):
-        return "it is not known here"
+        return "unknown here"
     names = [field.name for field in fields(table)]
     close = difflib.get_close_matches(str(place[-1]), names, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
@@ -327,8 +324,7 @@ def _inside(table: Any, part: object) -> Any:
 
 
 def one_line(text: str, longest: int | None = None) -> str:
-    r"""Return a text that fits on one line of a console: what cannot be printed is escaped, the middle of a long one
-    left out.
+    r"""Return a text for one line of a console: unprintable characters escaped, the middle of a long one left out.
 
     >>> one_line("a\nb\x1b[31m"), one_line("from the beginning to the end", 20)
     ('a\\nb\\x1b[31m', 'from the b ... e end')

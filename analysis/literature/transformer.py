@@ -185,8 +185,8 @@ class TransformerBuilder:
         else:
             merged, added = (0.75 * (passes * FLOAT + v) + FLOAT for passes in (9, 2))
             joined = 4 * FLOAT
-        handed, handed_back = 8 * v, 4 * FLOAT  # keys and values: joined, read to be sent, written on arrival
-        forward, backward = merged + handed, 3 * added + joined + handed_back + handed
+        handed, layer_input_gradient = 8 * v, 4 * FLOAT  # keys and values: joined, read to be sent, written on arrival
+        forward, backward = merged + handed, 3 * added + joined + layer_input_gradient + handed
         width = self.shape.hidden * others
         return self.token_bytes(width, value=forward), self.token_bytes(width, value=backward)
 

@@ -88,7 +88,7 @@ def route_commands(network: Network) -> list[Command]:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltNetwork:
     """A network that has been built."""
 
     netem: bool
@@ -103,7 +103,7 @@ class Built:
 
 
 @contextmanager
-def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
+def built(network: Network, *, shaped: bool = True) -> Iterator[BuiltNetwork]:
     """Build the network for the duration of the context; raise RunFailedError if a command fails.
 
     Not `shaped`: links are as fast as this machine.
@@ -126,7 +126,7 @@ def built(network: Network, *, shaped: bool = True) -> Iterator[Built]:
         ends = [end for wire in network.wires for end in wire.ends]
         if shaped:
             execute([command for end in ends for command in shape(end, netem=netem)])
-        yield Built(netem, line)
+        yield BuiltNetwork(netem, line)
 
 
 def _without_signals(call: Callable[..., object], *arguments: object) -> None:

@@ -14,7 +14,7 @@ from gsreal.measure import Timeline
 from gsreal.methods.tensor_slices import AllReduce, Cut, cut_of, is_linear, mark, slice_block, slices_of
 from gsreal.methods.training import blocks_of
 from gssim.errors import UserError
-from gssim.scenario import Scenario, units_held
+from gssim.scenario import Scenario, units_of_ranks
 
 
 def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> None:
@@ -27,7 +27,7 @@ def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh
     for block in blocks_of(scenario.workload.model, module):
         cut = cut_of(block)
         assert cut is not None  # checked
-        sizes = units_held(cut.units(block), scenario.slice_shares)
+        sizes = units_of_ranks(cut.units(block), scenario.slice_shares)
         position = mesh.get_local_rank()
         held = range(sum(sizes[:position]), sum(sizes[: position + 1]))
         if scenario.policies.cuts_natively and is_linear(block, cut):

@@ -16,7 +16,7 @@ from gsreal.model_files.fit import NoPolynomialError, Shape, fit_buffers, fit_po
 from gsreal.model_files.layers import layer_boundaries
 from gsreal.model_files.recorder import Record, Recorder
 from gsreal.model_files.step import fake_module, known_storages, without_values
-from gssim.workload import Layer, Model, Moment, PartialBackward, handed_back, handed_on
+from gssim.workload import Layer, Model, Moment, PartialBackward, layer_input_gradient, layer_output
 
 Records = dict[Shape, Record]
 NOTHING, FIRST = -1, 0
@@ -164,8 +164,8 @@ def _part(records: Records, checked: Shape, layers: Sequence[Layer], index: int)
     flop = {shape: record.flop[place] for shape, record in records.items()}
     moved = {shape: record.bytes_moved[place] for shape, record in records.items()}
     streamed = {shape: record.streamed[place] for shape, record in records.items()}
-    handed = handed_on(fit_buffers(records, checked, index - 1, name))
-    back = handed_back(fit_buffers(records, checked, index + 1, name))
+    handed = layer_output(fit_buffers(records, checked, index - 1, name))
+    back = layer_input_gradient(fit_buffers(records, checked, index + 1, name))
     return PartialBackward(
         backward_flop=fit_polynomial(flop, checked, f"{name}: FLOP"),
         backward_bytes=fit_polynomial(moved, checked, f"{name}: bytes"),

@@ -1,7 +1,7 @@
 """The cluster: devices with measured costs, hosts, directed links, and presets of all of these."""
 
 from gssim.cluster.cluster import BackendCost, Cluster, Device, DeviceType, Emulation, Link
-from gssim.cluster.contention import communicating_excess, core_shares, dealt, is_coupled, neighbourhoods
+from gssim.cluster.contention import communicating_excess, contention_groups, core_shares, dealt, has_contention
 from gssim.cluster.kernel_workspace import Scratch
 from gssim.cluster.lab_links import (
     FRAME_BYTES,
@@ -56,14 +56,14 @@ __all__ = [
     "applied",
     "burst_bytes",
     "communicating_excess",
+    "contention_groups",
     "core_shares",
     "dealt",
     "ends_of",
     "expanded",
     "group_bytes",
+    "has_contention",
     "head_start_s",
-    "is_coupled",
-    "neighbourhoods",
     "presets",
     "shaped_group_bytes",
 ]

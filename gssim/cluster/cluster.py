@@ -1,6 +1,6 @@
-"""What there is: device types with their costs, devices on hosts, directed links, and the backend's habits.
+"""The cluster: device types with their costs, devices on hosts, directed links, and costs of the communication library.
 
-Every number in a cluster file has a `source`, beside it or on the table that holds it.
+Every number in a cluster file has a `source`, beside it or on its table.
 """
 
 from collections import Counter
@@ -42,86 +42,86 @@ from gssim.units import (
 
 @spec
 class Emulation:
-    """How the lab makes a core of its machine into such a device. All costs are those of the device at this share."""
+    """Emulation of a device on a core of the lab's machine. All costs are those of the device at this CPU share."""
 
     cpu_share_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of a core's time in which the device computes; the lab makes devices of 0.01 at least."""
+    """Fraction of a core's time in which the device computes; the lab makes devices of at least 0.01."""
     processor: str | None = None
-    """The machine's processor when the costs were measured; absent: they are not."""
+    """Model of the machine's processor when the costs were measured; absent: they are not measured."""
     cores: PositiveInt | None = None
-    """How many cores the machine has, to which the lab deals its devices; absent: none slows another down there."""
+    """Number of cores among which the lab distributes its devices; absent: devices do not slow each other down."""
 
 
 @spec
 class DeviceType:
-    """A kind of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
+    """A type of device: capacities from a data sheet, or costs measured by `gsreal calibrate`."""
 
     kind: Literal["cpu", "cuda", "tpu"]
-    """What computes there; it decides on the backend that serves it and on how memory is counted. On a `tpu`, XLA
-    compiles the step: operations that stream are fused with the products beside them, and so is an update."""
+    """Kind of hardware; it determines the backend and the memory accounting. On a `tpu`, XLA compiles the step:
+    memory-bound operations are fused with the matrix products beside them, and so is an update."""
     memory_bytes: PositiveBytes
-    """Capacity: what needs more does not fit."""
+    """Memory capacity; a plan that needs more does not fit."""
     peak_flop_per_s: dict[Precision, FlopPerSecond]
     """Dense matrix rate by precision."""
     efficiency_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the peak that a training's matrix products reach."""
+    """Fraction of the peak that the matrix products of a training achieve."""
     fp32_efficiency_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The same of products in fp32, which no tensor cores do; absent: `efficiency_ratio`."""
+    """The same for products in fp32, which do not use tensor cores; absent: `efficiency_ratio`."""
     memory_bandwidth_bytes_per_s: BytesPerSecond
-    """Rate at which operations without much arithmetic read and write, usually less than a data sheet's."""
+    """Achieved memory bandwidth of memory-bound operations, usually less than a data sheet's."""
     operation_overhead_s: Seconds = 0.0
-    """Host time to issue one operation; a step is never faster than its operations are issued."""
+    """Host time to launch one operation; a step is never faster than its launches."""
     workspace_bytes: Bytes = 0.0
-    """Memory that libraries take from the allocator and keep (cuBLAS workspaces): part of what is allocated."""
+    """Memory that libraries allocate and keep (cuBLAS workspaces); it counts as allocated."""
     resident_threads: PositiveInt | None = None
-    """Threads that all its multiprocessors run at once, to which torch shares out large sums (kind `cuda`); absent: as
-    many as there are to share."""
+    """Threads that all multiprocessors run at once, among which torch splits large sums (kind `cuda`); absent:
+    unlimited."""
     context_bytes: Bytes = 0.0
-    """Memory outside the allocator: context and libraries; communicators too, where these are 0."""
+    """Memory outside the allocator: context and libraries; also communicators, where `communicator_bytes` is 0."""
     communicator_bytes: Bytes = 0.0
-    """Memory outside the allocator for each group that a rank communicates in (NCCL)."""
+    """Memory outside the allocator for each process group of a rank (NCCL)."""
     expandable_segments: bool = False
-    """Whether the segments of PyTorch's allocator expand (`PYTORCH_ALLOC_CONF`); kind `cuda` alone has it."""
+    """Whether PyTorch's allocator uses expandable segments (`PYTORCH_ALLOC_CONF`); only for kind `cuda`."""
     communicating_slowdown_ratio: Slowdown = 1.0
-    """Compute time while this device communicates, over compute time alone: with a processor all busy with the bytes;
-    where the links leave it idle for part of the time, that much less."""
+    """Compute time during communication, over compute time alone, with a processor that is fully busy with the bytes;
+    proportionally less where the links leave it idle for part of the time."""
     communicating_excess_ratio: Curve | None = None
-    """Measured rate by rate (see the profiles' own), instead of `communicating_slowdown_ratio`."""
+    """Measured by rate (as the profiles' key of this name), instead of `communicating_slowdown_ratio`."""
     neighbour_slowdown_ratio: Slowdown = 1.0
-    """Compute time while every other device of the host computes, over compute time alone. In the lab, where each
-    device is a host: while one as fast computes on the same core."""
+    """Compute time while all other devices of the host compute, over compute time alone. In the lab, where each device
+    is a host: while an equally fast one computes on the same core."""
     step_jitter_ratio: Variation = 0.0
-    """Random variation of a whole step's compute (standard deviation over median): what makes peers late."""
+    """Random variation of a step's compute time (standard deviation over median), which makes ranks stragglers."""
     task_jitter_ratio: Variation = 0.0
-    """Random variation of a single layer's compute, on top of the step's."""
+    """Random variation of a layer's compute time, in addition to the step's."""
     optimizers: dict[str, OptimizerCost] = field(default_factory=dict)
-    """Measured, by optimizer; without, an update goes by memory bandwidth."""
+    """Measured update times, by optimizer; absent: derived from memory bandwidth."""
     compression: CompressionCost | None = None
-    """Measured; absent: by memory bandwidth."""
+    """Measured; absent: derived from memory bandwidth."""
     posting: PostingCost | None = None
-    """Measured on this device; absent: as the backend's costs say."""
+    """Measured on this device; absent: the backend's costs."""
     sharded_unit: ShardedUnitCost | None = None
-    """Measured; absent: nothing is added."""
+    """Measured; absent: no extra time."""
     cut_block: CutBlockCost | None = None
-    """Measured; absent: nothing is added."""
+    """Measured; absent: no extra time."""
     gradient_hook_s: Seconds = 0.0
     """Host time of one gradient hook (per parameter and backward) in the methods that communicate gradients."""
     profiles: tuple[Profile, ...] = ()
-    """Measured layers, by model; without, a roofline of the rates above stands in."""
+    """Measured layers, by model; without them, a roofline of the rates above is used."""
     price_usd_per_h: NonNegativeFloat | None = None
-    """What an hour costs; absent: no costs are stated."""
+    """Price of an hour; absent: results have no costs."""
     busy_power_w: Watts | None = None
-    """What the device takes while it computes. A data sheet's is the most that it takes."""
+    """Power during compute. A data sheet's is the maximum."""
     idle_power_w: Watts | None = None
-    """The same while it waits, for others or in a collective, which busies few of its units."""
+    """Power while waiting, for other ranks or in a collective, which uses few units."""
     lab: Emulation | None = None
-    """In the lab (`gsreal lab`); absent: a whole core."""
+    """Emulation in the lab (`gsreal lab`); absent: a whole core."""
     source: str
-    """Where the numbers are from: a data sheet, or a calibration."""
+    """Source of the numbers: a data sheet, or a calibration."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data: what is absent makes no other calibration."""
+        """Return plain data without absent fields, which leaves the identity of earlier calibrations unchanged."""
         data: dict[str, Any] = inner(self)
         for key in [key for key in ("lab", "communicator_bytes", "expandable_segments") if not data[key]]:
             del data[key]
@@ -140,30 +140,30 @@ class DeviceType:
 
 @spec
 class Device:
-    """One device: a rank runs on it. Devices of the same host share it."""
+    """One device, which runs a rank."""
 
     name: str
-    """By which links know it."""
+    """Name, which links refer to."""
     type: str
     """A key of `device_types`."""
     host: str
-    """Devices of one host share its name."""
+    """Name of the host; devices with the same name share a host."""
 
 
 @spec
 class Link:
-    """A connection. Its bandwidth is of one direction; both directions exist unless `directed`."""
+    """A connection, in both directions unless `directed`."""
 
     between: tuple[str, str]
     """Names of devices or switches, sender first."""
     bandwidth_bytes_per_s: BytesPerSecond
-    """Of one direction."""
+    """Bandwidth of one direction."""
     latency_s: Seconds
-    """Of an empty message."""
+    """Latency of an empty message."""
     directed: bool = False
-    """Whether there is only the way from the first to the second."""
+    """Whether the link leads from the first to the second only."""
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
 
 @spec
@@ -171,35 +171,36 @@ class BackendCost:
     """Fixed costs of the communication library, measured or published."""
 
     overhead_s: dict[str, Seconds] = field(default_factory=dict)
-    """Per call, by collective kind, on top of link latencies; `default` for all others. What is made of point-to-point
-    messages has the costs of the uneven kind: an all-gather those of all-gather-v."""
+    """Per call, by collective kind, in addition to link latencies; `default` for all others. Collectives made of
+    point-to-point messages have the costs of the uneven kind: an all-gather those of all-gather-v."""
     message_s: Seconds = 0.0
-    """What a message takes beside the latency of its path, whatever its size, and what a receiver's notice does: the
-    threads that it wakes. Where a link's latency was measured from rank to rank, that is part of it."""
+    """Fixed time of a message in addition to the latency of its path, and of a receiver's notice: the threads that it
+    wakes. Where a link's latency was measured from rank to rank, it includes this."""
     reduction_bytes_per_s: BytesPerSecond | None = None
     """Rate at which received bytes are added to local ones; absent: free."""
     posting_s: Seconds = 0.0
-    """Host time to hand over an exchange of one point-to-point message, whatever its size."""
+    """Host time to post an exchange of one point-to-point message, whatever its size."""
     posting_message_s: Seconds = 0.0
-    """The same for each message more."""
+    """The same for each further message."""
     posting_byte_s: Seconds = 0.0
-    """Host time per byte to copy a point-to-point message into the socket; the transfer begins with the first."""
+    """Host time per byte to copy a point-to-point message into the socket; the transfer begins with the first byte."""
     posting_limit_bytes: PositiveBytes | None = None
-    """What sockets take at once: the backend's thread hands over the rest while the caller goes on. Absent: all."""
+    """Bytes that the sockets buffer at once; the backend's thread posts the rest while the caller continues. Absent:
+    all."""
     measured_s: dict[str, Curve] = field(default_factory=dict)
-    """By kind: the time of a collective of all ranks by its size in bytes, in place of any formula. It is read between
-    points on logarithmic scales; smaller sizes take what the smallest does, larger ones in proportion to the largest.
+    """By kind: the time of a collective of all ranks by its size in bytes, used instead of any formula, with log-log
+    interpolation; smaller sizes take as long as the smallest one, larger ones in proportion to the largest.
     """
     processor_byte_s: dict[str, Seconds] = field(default_factory=dict)
     """Processor time of a rank for each byte that it sends or receives (copies, the kernel's network code, additions),
-    by collective kind; `default` for all others. It goes by while the links carry the bytes: what takes longer counts.
+    by collective kind; `default` for all others. It overlaps with the transfer: the longer of both counts.
     """
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data: what is absent makes no other calibration."""
+        """Return plain data without absent fields, which leaves the identity of earlier calibrations unchanged."""
         data: dict[str, Any] = inner(self)
         for key in ("message_s", "posting_message_s", "posting_limit_bytes", "processor_byte_s"):
             if not data[key]:
@@ -208,7 +209,7 @@ class BackendCost:
 
 
 def _generation(value: Any) -> Any:
-    """Return the constants of a generation that is named, alone or as a table's `generation`; all else as it is."""
+    """Return the constants of a named generation, or of a table with the key `generation`; else the value itself."""
     named = value.get("generation") if isinstance(value, dict) else value
     if not isinstance(named, str):
         return value
@@ -222,48 +223,46 @@ def _generation(value: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def _devices(built: tuple[tuple[str, str, str], ...]) -> tuple[Device, ...]:
-    """Return the devices of a topology; the same where others differ in their links alone."""
+    """Return the devices of a topology, cached, so that topologies that differ only in their links share them."""
     return tuple(Device(name=name, type=kind, host=host) for name, kind, host in built)
 
 
-@lru_cache(maxsize=64)
-def _wiring(names: tuple[str, ...], links: tuple[Link, ...]) -> Wiring:
-    return wiring_of_links(names, links)
+_wiring_of_links = lru_cache(maxsize=64)(wiring_of_links)
 
 
 @spec
 class Cluster:
-    """Devices and how they are wired, in rank order: one by one, or by a topology that stands for them."""
+    """Devices in rank order and their links: listed one by one, or built from a topology."""
 
     name: str
-    """By which tables and charts call it."""
+    """Name of the cluster, in tables and charts."""
     backend: Literal["gloo", "nccl"]
-    """Of torch.distributed: gloo on CPUs, nccl on GPUs."""
+    """Backend of torch.distributed: gloo on CPUs, nccl on GPUs."""
     device_types: dict[str, Annotated[DeviceType, BeforeValidator(partial(expanded, "devices"))]]
-    """Each a table, or the name of a preset; a table with the key `preset` says what differs from it."""
+    """Each a table, or the name of a preset; a table with the key `preset` overrides values of it."""
     devices: tuple[Device, ...] = ()
     """In rank order. With a topology, files leave it out: it is filled in."""
     switches: tuple[str, ...] = ()
-    """The same."""
+    """Names of the switches. With a topology, files leave it out: it is filled in."""
     links: tuple[Annotated[Link, BeforeValidator(partial(expanded, "links"))], ...] = ()
     """Empty with a topology; all links are in `wiring`. A table may name a `preset`."""
     topology: Topology | None = None
-    """In the place of devices, switches and links."""
+    """Replaces devices, switches and links."""
     backend_cost: BackendCost | None = None
-    """Fixed costs of messages and collectives; absent: only what links take. Or the name of a file of this table."""
+    """Fixed costs of messages and collectives; absent: only the links' times. Or the name of a file of this table."""
     nccl: Annotated[NcclTuning, BeforeValidator(_generation)] | None = None
     """NCCL's constants: a generation of GPUs (volta, ampere, hopper, blackwell), a machine that they were fitted to
-    (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table, in which the key `generation` says which of these it starts
-    from; ampere's if absent."""
+    (volta-dgx-1, volta-t4, ampere-dgx-a100), or a table, in which the key `generation` names the one that it overrides;
+    ampere's if absent."""
     algorithms: dict[str, str] = field(default_factory=dict)
-    """Algorithm by kind of collective, where it is not the backend's own; `best`: what is predicted to be fastest."""
+    """Algorithm by kind of collective, where it is not the backend's own; `best`: the one that is predicted fastest."""
     cores_per_rank: Count = 0
     """CPU cores that each rank, with the threads of gloo, is pinned to in a real run; 0: not pinned."""
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
     def __post_init__(self) -> None:
-        """Fill in what a topology stands for; refuse names that lead nowhere."""
+        """Fill in the devices and switches of a topology; refuse unknown names."""
         if self.topology is not None:
             self._fill(self.topology)
         if not self.devices:
@@ -282,12 +281,12 @@ class Cluster:
         check_size(topology)
         found = build(topology)
         devices, switches = _devices(found.devices), found.switches
-        # `dataclasses.replace` hands over what was filled in before
+        # `dataclasses.replace` passes on values that were filled in before
         for key, given, built in (("devices", self.devices, devices), ("switches", self.switches, switches)):
             if given and given != built:
-                raise ValueError(f"{key}: the topology stands for them; leave them out")
+                raise ValueError(f"{key}: given by the topology; leave them out")
         if self.links:
-            raise ValueError("links: the topology stands for them; leave them out")
+            raise ValueError("links: given by the topology; leave them out")
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "switches", switches)
 
@@ -305,16 +304,16 @@ class Cluster:
 
     @model_serializer(mode="wrap")
     def _as_written(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data with either the topology or what it stands for."""
+        """Return plain data with either the topology or the devices, switches and links."""
         bare = copy(self)
-        if self.topology is not None:  # not even made into plain data: there may be many
+        if self.topology is not None:  # not converted at all: there may be many
             object.__setattr__(bare, "devices", ())
             object.__setattr__(bare, "switches", ())
         data: dict[str, Any] = inner(bare)
         for key in ("topology",) if self.topology is None else ("devices", "switches", "links"):
             del data[key]
         for key in [key for key in ("nccl", "algorithms") if not data[key]]:
-            del data[key]  # what is absent makes no other calibration
+            del data[key]  # absent keys leave the calibration's identity unchanged
         return data
 
     @property
@@ -322,7 +321,7 @@ class Cluster:
         """All directed links, as arrays over devices and switches."""
         if self.topology is not None:
             return build(self.topology).wiring
-        return _wiring((*(device.name for device in self.devices), *self.switches), self.links)
+        return _wiring_of_links((*(device.name for device in self.devices), *self.switches), self.links)
 
     def type_of(self, rank: int) -> DeviceType:
         """Return the type of the device on which `rank` runs."""

@@ -1,4 +1,4 @@
-"""What slows a device's compute down: others of its host, in the lab of its core, and its own communication."""
+"""Contention that slows a device's compute: from other devices of its host (in the lab: its core), or communication."""
 
 from collections.abc import Sequence
 
@@ -6,22 +6,22 @@ from gssim.cluster.cluster import Cluster, DeviceType
 
 
 def dealt(shares: Sequence[float], cores: int) -> tuple[int, ...]:
-    """Return the core of each of the lab's devices, from 0: the largest shares first, each to the core with most left.
+    """Return the core of each of the lab's devices, from 0: largest shares first, each to the core with the most left.
 
     >>> dealt([0.2, 0.8, 0.4], 2)
     (1, 0, 1)
     """
     left = [1.0] * cores
-    found = dict[int, int]()
+    core_of = dict[int, int]()
     for device in sorted(range(len(shares)), key=lambda i: -shares[i]):
         core = max(range(cores), key=lambda c: left[c])
         left[core] -= shares[device]
-        found[device] = core
-    return tuple(found[i] for i in range(len(shares)))
+        core_of[device] = core
+    return tuple(core_of[i] for i in range(len(shares)))
 
 
-def neighbourhoods(cluster: Cluster) -> tuple[str, ...]:
-    """Return what each device shares with its neighbours: the name of its host; in the lab, of its core."""
+def contention_groups(cluster: Cluster) -> tuple[str, ...]:
+    """Return the resource that each device shares with others: the name of its host; in the lab, of its core."""
     shares, cores = core_shares(cluster), _cores(cluster)
     if shares is None or cores is None:
         return tuple(device.host for device in cluster.devices)
@@ -29,10 +29,7 @@ def neighbourhoods(cluster: Cluster) -> tuple[str, ...]:
 
 
 def core_shares(cluster: Cluster) -> tuple[float, ...] | None:
-    """Return which part of a core's time each device has in the lab; None where they are no parts of cores.
-
-    So it is where it is not known how many cores there are.
-    """
+    """Return each device's share of a core's time in the lab; None elsewhere, or where the lab's cores are unknown."""
     if _cores(cluster) is None:
         return None
     kinds = [cluster.device_types[device.type].lab for device in cluster.devices]
@@ -40,21 +37,21 @@ def core_shares(cluster: Cluster) -> tuple[float, ...] | None:
 
 
 def _cores(cluster: Cluster) -> int | None:
-    found = [kind.lab.cores for kind in cluster.device_types.values() if kind.lab and kind.lab.cores]
-    return min(found, default=None)
+    counts = [kind.lab.cores for kind in cluster.device_types.values() if kind.lab and kind.lab.cores]
+    return min(counts, default=None)
 
 
-def is_coupled(device: DeviceType) -> bool:
-    """Return whether other devices of its host or core, or its own communication, change a device's pace."""
+def has_contention(device: DeviceType) -> bool:
+    """Return whether a device's speed depends on other devices of its host or core, or on its own communication."""
     alone = device.communicating_excess_ratio is None and device.communicating_slowdown_ratio == 1
     return device.neighbour_slowdown_ratio != 1 or not alone
 
 
 def communicating_excess(device: DeviceType, busy_share: float, handled_bytes_per_s: float) -> float:
-    """Return how much longer a device's compute takes beside communication, over compute alone.
+    """Return the extra compute time of a device during communication, relative to compute alone.
 
-    `busy_share`: part of the time for which that keeps a processor busy. Measured rate by rate, the bytes that the
-    device sends and receives decide.
+    `busy_share`: fraction of the time for which communication keeps a processor busy. Where it was measured by rate,
+    the bytes/s that the device sends and receives count.
     """
     curve = device.communicating_excess_ratio
     if curve is None:

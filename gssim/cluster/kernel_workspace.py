@@ -1,4 +1,4 @@
-"""What the kernels of one operation take for themselves while it runs."""
+"""Workspace memory that the kernels of an operation allocate while it runs, by batch size."""
 
 import re
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ _SCRATCH = re.compile(r"^([fb])(\d+)((?: \d+:\d+)+)$")
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Bytes that the kernels of one operation take for themselves while it runs, and by what batch size."""
+    """Workspace of one operation's kernels, by batch size."""
 
     phase: str
-    """`f` or `b`."""
+    """`f` (forward) or `b` (backward)."""
     position: int
-    """Of its layer's forward or backward, as in model files."""
+    """Position of the operation in its layer's forward or backward, as in model files."""
     points: tuple[tuple[int, int], ...]
-    """(Samples, bytes), by samples."""
+    """(samples, bytes), by increasing samples."""
 
     @classmethod
     def parse(cls, text: object) -> "Scratch":
-        """Return the scratch that `text` spells.
+        """Return the workspace that `text` denotes.
 
         >>> str(Scratch.parse("b28 4:1000 8:1800"))
         'b28 4:1000 8:1800'
@@ -36,17 +36,17 @@ class Scratch:
         pairs = [pair.split(":") for pair in match.group(3).split()]
         points = tuple((int(samples), int(size)) for samples, size in pairs)
         if any(right[0] <= left[0] for left, right in pairwise(points)):
-            raise ValueError("has samples that do not increase")
+            raise ValueError("samples must increase")
         return cls(match.group(1), int(match.group(2)), points)
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text form, which `parse` reads."""
         return f"{self.phase}{self.position} " + " ".join(f"{samples}:{size}" for samples, size in self.points)
 
     def at(self, samples: float) -> float:
-        """Return the whole bytes at a batch size: on straight lines through the points, the outermost of which go on.
+        """Return the bytes at a batch size, linear between the points and beyond the outermost ones.
 
-        Assumes what kernels do: repack the weights (a fixed part) and inputs or outputs (in proportion to samples).
+        Assumes that kernels repack the weights (a fixed part) and inputs or outputs (in proportion to samples).
 
         >>> Scratch.parse("b28 4:1000 8:1800").at(2)
         600.0

@@ -1,4 +1,4 @@
-"""What devices were measured to take: curves by size, layer by layer and operation by operation."""
+"""Measured costs of a device type: curves by size for layers, optimizers, compression, messages and sharded units."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,17 +12,17 @@ Slowdown = TimeRatio
 
 @spec
 class Curve:
-    """A measured quantity by size: piecewise linear between the points, proportional to the size outside them."""
+    """A measured quantity by size: piecewise linear between the points, extrapolated outside them."""
 
     sizes: tuple[PositiveFloat, ...]
-    """Increasing."""
+    """Increasing sizes."""
     values: tuple[NonNegativeFloat, ...]
-    """At each size."""
+    """Value at each size."""
 
     def __post_init__(self) -> None:
         """Refuse points that are not a function of the size."""
         if not self.sizes or len(self.sizes) != len(self.values):
-            raise ValueError("sizes and values must be equally many, and at least one")
+            raise ValueError("sizes and values must have equal lengths, of at least one")
         if any(right <= left for left, right in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError("sizes must increase")
 
@@ -46,45 +46,45 @@ Way = Annotated[str, Field(pattern=r"^(whole|frozen|deepest|untrained|units-[1-9
 
 @spec
 class LayerProfile:
-    """Measured cost of one layer, by batch size (samples): `sizes` of every curve are batch sizes."""
+    """Measured cost of one layer, by batch size: `sizes` of every curve are numbers of samples."""
 
     forward_s: Curve
-    """Of the whole batch."""
+    """Time of the forward of the whole batch."""
     backward_s: Curve
-    """The same; of a checkpointed block without its forward."""
+    """Time of the backward; of a checkpointed block without its recomputed forward."""
     forward_peak_bytes: Curve | None = None
-    """Most bytes alive during the forward, above what was alive when it began; kernel scratch included."""
+    """Peak of allocated bytes during the forward, above those at its start; kernel workspaces included."""
     backward_peak_bytes: Curve | None = None
-    """The same for the backward, parameter gradients included."""
+    """Peak of allocated bytes during the backward, parameter gradients included."""
     scratch_bytes: dict[Way, tuple[ScratchText, ...]] | None = None
-    """What kernels take for themselves, by the way in which the layer is run: `whole`; `units-N` of a cut block; and
-    where others are frozen, `frozen` itself, `deepest` of those that are trained, or `untrained` (all before it too).
-    Absent: not known by operation; peaks tell how much it is at most.
+    """Workspaces of kernels, by the mode in which the layer is run: `whole`; `units-N` of a sliced block; and where
+    parameters are frozen, `frozen` itself, `deepest` of the trained layers, or `untrained` (as are all before it).
+    Absent: not measured by operation; the peaks bound them.
     """
 
 
 @spec
 class Profile:
-    """Layer costs of one model on one device type, at one sequence length."""
+    """Layer costs of one model on a device type, at one precision and sequence length."""
 
     model: str
-    """Its name in the model file."""
+    """Name of the model in its file."""
     precision: Precision
-    """In which the layers were run."""
+    """Precision of the measured layers."""
     sequence_length: PositiveInt | None = None
     """Tokens of a sample; absent for images."""
     measurements: PositiveInt = 1
-    """How many calibrations, at different times, the curves are means of."""
+    """Number of calibrations, at different times, that the curves average."""
     layers: dict[str, LayerProfile]
-    """By layer name of the model file."""
+    """Costs by layer name of the model file."""
     pause_excess_s: Curve | None = None
-    """How much longer compute takes in all after so many seconds (`sizes`) in which the device has waited, for what it
-    works with is no longer in the caches; after the last of them nothing changes."""
+    """Total extra compute time after the device has waited for so many seconds (`sizes`), because caches have lost its
+    data; constant after the last point."""
     neighbour_slowdown_ratio: Slowdown | None = None
-    """The device's, for this model: it depends on how much memory the layers go through; absent: the device's own."""
+    """As the device's, for this model: it depends on the layers' memory traffic; absent: the device's."""
     communicating_excess_ratio: Curve | None = None
-    """How much longer compute takes beside communication, over compute alone, by the bytes/s that the device sends and
-    receives meanwhile; beyond the last nothing changes. Absent: by the device's `communicating_slowdown_ratio`."""
+    """Extra compute time during communication, relative to compute alone, by the bytes/s that the device sends and
+    receives meanwhile; constant after the last point. Absent: by the device's `communicating_slowdown_ratio`."""
 
 
 @spec
@@ -92,53 +92,53 @@ class OptimizerCost:
     """Time of an optimizer step: `tensor_s` for each tensor, and a curve of seconds by elements."""
 
     tensor_s: Seconds
-    """For each tensor, whatever its size."""
+    """Time for each tensor, whatever its size."""
     sharded_tensor_s: Seconds = 0.0
-    """More for each tensor that is a DTensor (what FSDP2 hands to the optimizer)."""
+    """Extra time for each tensor that is a DTensor (as FSDP2's parameters are)."""
     elements_s: Curve
-    """By the elements that are updated."""
+    """Time by the number of updated elements."""
 
 
 @spec
 class PostingCost:
-    """Host time of a device to hand over point-to-point messages, whatever their size."""
+    """Host time of a device to post point-to-point messages, whatever their size."""
 
     exchange_s: Seconds
-    """Of an exchange of one message, sent and received."""
+    """For an exchange of one message, sent and received."""
     message_s: Seconds
-    """For each more."""
+    """For each further message."""
 
 
 @spec
 class CompressionCost:
-    """Time to find, pack and add gradients over a threshold, per element; what is absent goes by memory bandwidth."""
+    """Time to select, pack and add gradients over a threshold, per element; absent ones are derived from bandwidth."""
 
     call_s: Seconds
     """Fixed part of one pass, and of one pack or add."""
     threshold_element_s: Seconds
-    """Magnitude, compare, count, list: per element looked at."""
+    """Magnitude, compare, count, list: per element inspected."""
     pack_element_s: Seconds
-    """Gather values and their places: per element sent."""
+    """Gather values and their indices: per element sent."""
     scatter_element_s: Seconds
     """Scatter-add at the owner: per element received."""
     clear_element_s: Seconds | None = None
     """With error feedback: clear what is sent, per element sent."""
     residual_element_s: Seconds | None = None
-    """With error feedback: add what was kept, per element that others own."""
+    """With error feedback: add the residual, per element that others own."""
     mean_element_s: Seconds | None = None
     """For a relative threshold: the mean magnitude, per element."""
     estimate_element_s: Seconds | None = None
-    """For a target density: pick and select, per element of the sample."""
+    """For a target density: sample and select, per element of the sample."""
     pack_bit_s: Seconds | None = None
     """For a bitmap: per element of the message's range."""
     unpack_bit_s: Seconds | None = None
-    """The same at the owner."""
+    """For a bitmap at the owner: per element of the message's range."""
     dense_element_s: Seconds | None = None
-    """To fill a dense message, zeros where nothing is sent: per element of its range."""
+    """To fill a dense message, with zeros for elements that are not sent: per element of its range."""
 
     @model_serializer(mode="wrap")
     def _as_measured(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data: what is absent makes no other calibration."""
+        """Return plain data without absent fields, which leaves the identity of earlier calibrations unchanged."""
         return {key: value for key, value in inner(self).items() if value is not None}
 
 
@@ -160,20 +160,20 @@ class ShardedUnitCost:
 
 @spec
 class CutBlockCost:
-    """Host time that cut blocks add, without the communication, by the bytes of a sum over ranks.
+    """Extra host time of sliced (tensor-parallel) blocks, without the communication, by the bytes of an all-reduce.
 
-    The more there are, the less of the host's code and objects do caches keep from one map to the next. Between points
-    it is interpolated; outside of them it is what it is at the nearest.
+    The larger it is, the less of the host's code and objects stays in caches from one map to the next. The curves are
+    interpolated between points, and constant outside of them.
     """
 
     forward_pair_s: Curve
-    """DTensor's own, of a pair of linear maps: the first cut by columns, the second by rows."""
+    """Extra time of DTensor for a pair of linear maps in the forward: the first cut by columns, the second by rows."""
     backward_pair_s: Curve
-    """The same, in the backward."""
+    """The same in the backward."""
     sum_s: Curve
-    """Of a sum over ranks by torch's functional collectives, DTensor's or not, beyond a plain call."""
+    """Extra time of an all-reduce by torch's functional collectives, DTensor's or not, over a plain call."""
 
     def at(self, kind: Literal["forward_pair_s", "backward_pair_s", "sum_s"], sum_bytes: float) -> float:
-        """Return a time where a sum over ranks is of so many bytes."""
+        """Return an extra time for an all-reduce of `sum_bytes`."""
         curve: Curve = getattr(self, kind)
         return curve.at(min(max(sum_bytes, curve.sizes[0]), curve.sizes[-1]))

@@ -1,4 +1,4 @@
-"""NCCL's constants by platform, and the words for what it runs."""
+"""Constants of NCCL's performance model by GPU generation, and the names of its algorithms and protocols."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,47 +16,47 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @spec
 class NcclTuning:
-    """A platform's constants. The defaults are NCCL's own, for Ampere; `GENERATIONS` has the others.
+    """Constants of a platform. The defaults are NCCL's own, for Ampere; `GENERATIONS` has the others.
 
-    The first five may be fitted, four for one table: the ratio of the network where there is one, else of the links.
+    The first five may be fitted, four for one table: of the two ratios the network's, or without one the links'.
 
     >>> NcclTuning(latency_s="20 us").latency_s
     2e-05
     """
 
     latency_s: Seconds = 0.0
-    """Fitted. Added to every call, beyond the planner's own base: launch, synchronisation, a framework's overhead."""
+    """Fitted. Added to every call, beyond NCCL's own base: launch, synchronisation, a framework's overhead."""
     simple_hop_ratio: PositiveFloat = 1.0
-    """Fitted. Real over published latency of a hop with the Simple protocol: fences, and on a network the proxy."""
+    """Fitted. Actual over published latency of a hop with the Simple protocol: fences, and on a network the proxy."""
     pipeline_latency_s: Seconds = 0.0
-    """Fitted. Exposed latency W of the chunk pipeline: 2 * sqrt(W * t) atop t seconds of transfer; see the module."""
+    """Fitted. Exposed latency W of the chunk pipeline: 2 * sqrt(W * t) on top of t seconds of transfer."""
     bandwidth_ratio: PositiveFloat = 0.8
-    """Fitted. Achieved over wire rate of the links inside a node: NCCL counts 20 of NVLink's 25 GB/s (`topo.h`)."""
+    """Fitted. Achieved over wire rate of the links inside a node: NCCL assumes 20 of NVLink's 25 GB/s (`topo.h`)."""
     network_bandwidth_ratio: PositiveFloat = 0.96
-    """Fitted (several nodes). Achieved over wire rate of the network: NCCL counts 12 of 12.5 GB/s (`topo.h`)."""
+    """Fitted (several nodes). Achieved over wire rate of the network: NCCL assumes 12 of 12.5 GB/s (`topo.h`)."""
     low_latency_ratio: PositiveFloat = 1.0
-    """Achieved over published rate of LL and LL128; 1 is the planner's belief, see `MEASURED_LOW_LATENCY_RATIO`."""
+    """Achieved over published rate of LL and LL128; 1 is NCCL's assumption, see `MEASURED_LOW_LATENCY_RATIO`."""
     ll_node_bytes_per_s: BytesPerSecond = 87.7e9
-    """Most that LL moves through a GPU within one node."""
+    """Largest rate of LL through a GPU within one node."""
     ll_two_nodes_bytes_per_s: BytesPerSecond = 22.5e9
-    """Most that LL moves through a GPU where the ranks are on two nodes."""
+    """Largest rate of LL through a GPU where the ranks are on two nodes."""
     ll_nodes_bytes_per_s: BytesPerSecond = 19e9
-    """Most that LL moves through a GPU where the ranks are on three and more nodes."""
+    """Largest rate of LL through a GPU where the ranks are on three and more nodes."""
     ll128_across_nodes: bool = False
-    """Whether LL128 may cross the network: only where the path keeps 128-byte stores whole."""
+    """Whether LL128 may be used across the network: only where the path keeps 128-byte stores whole."""
     nvls_ratio: NonNegativeFloat = 0.0
-    """What in-switch reduction reaches of `bandwidth_ratio`; 0: the GPU has none."""
+    """Achieved rate of in-switch reduction (NVLS) over `bandwidth_ratio`; 0: the GPU has none."""
     copy_bytes_per_s: BytesPerSecond | None = None
-    """Rate of a ring's last step, from buffer to output in the GPU's memory: half of its bandwidth. None: no cost."""
+    """Rate of a ring's last step, from buffer to output in the GPU's memory: half its bandwidth. None: no cost."""
     channels: PositiveInt = 16
     """Channels of a ring across nodes: every channel's part of a rank's buffer must reach 64 bytes for the plateau."""
     plateau_ratio: PositiveFloat = 1.4
-    """How much longer a ring across nodes with the Simple protocol takes from there on (`ncclTopoGetAlgoTime`)."""
+    """Time ratio of a ring across nodes with the Simple protocol from there on (`ncclTopoGetAlgoTime`)."""
 
 
-# Fitted on every other size of the vTrain tables (V100, A100) and of 2x8 H100: 0.8 to 0.9 of the planner's belief.
+# Fitted on every other size of the vTrain tables (V100, A100) and of 2x8 H100: 0.8 to 0.9 of NCCL's assumption.
 MEASURED_LOW_LATENCY_RATIO = 0.85
-# Fitted on every other size of the vTrain table of eight A100: 0.25 to 0.35, wherever one starts; V100 show 0.9.
+# Fitted on every other size of the vTrain table of eight A100: 0.25 to 0.35, from any start value; V100 show 0.9.
 MEASURED_NVSWITCH_HOP_RATIO = 0.3
 
 

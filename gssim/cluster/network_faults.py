@@ -1,4 +1,4 @@
-"""What is wrong with a network during a run, and what else goes on in it."""
+"""Network conditions of a run: degraded or broken links, and background traffic."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -13,24 +13,24 @@ from gssim.units import BytesPerSecond, Seconds, spec
 
 @spec
 class LinkFault:
-    """A link, in both directions, that is not what the cluster file says."""
+    """A degraded link, in both directions."""
 
     between: tuple[str, str]
     """Names of devices or switches."""
     bandwidth_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """What is left of its bandwidth; 0: it is down, and routes go round it."""
+    """Remaining fraction of its bandwidth; 0: it is down, and routes avoid it."""
     added_latency_s: Seconds = 0.0
-    """On top of its own."""
+    """Added to its latency."""
 
 
 @spec
 class Traffic:
-    """A constant stream of others: it takes its rate of every link on its way, or its fair share where that is less."""
+    """A constant background stream: it takes its rate of every link on its route, or its fair share if that is less."""
 
     between: tuple[str, str]
     """Sender, then receiver."""
     bytes_per_s: BytesPerSecond
-    """What it would take if it had the way to itself."""
+    """Its rate on idle links."""
 
 
 @spec
@@ -38,19 +38,19 @@ class Conditions:
     """The state of the network during the whole run."""
 
     faults: tuple[LinkFault, ...] = ()
-    """Links that are worse than the cluster file says."""
+    """Degraded links."""
     traffic: tuple[Traffic, ...] = ()
-    """What others send over the same links."""
+    """Background traffic on the same links."""
 
     def __bool__(self) -> bool:
-        """Return whether anything is out of the ordinary."""
+        """Return whether there are any faults or traffic."""
         return bool(self.faults or self.traffic)
 
 
 def applied(wiring: Wiring, conditions: Conditions) -> Wiring:
-    """Return the wiring under the conditions' faults; broken links are left out.
+    """Return the wiring with the conditions' faults applied; links that are down are left out.
 
-    Raises UserError where a fault names a link that there is not.
+    Raises UserError where a fault names a link that does not exist.
     """
     bandwidth, latency = wiring.bandwidth_bytes_per_s.copy(), wiring.latency_s.copy()
     for number, fault in enumerate(conditions.faults):
@@ -71,7 +71,7 @@ def applied(wiring: Wiring, conditions: Conditions) -> Wiring:
 
 
 def ends_of(wiring: Wiring, conditions: Conditions) -> list[tuple[int, int]]:
-    """Return the nodes between which the other traffic goes; raises UserError for names that are nowhere."""
+    """Return the (source, target) nodes of the background traffic; raises UserError for unknown names."""
     return [
         (
             _node(wiring, stream.between[0], f"network.traffic[{number}].between"),

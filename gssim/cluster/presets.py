@@ -1,7 +1,7 @@
-"""Devices and links by name, with their sources: what cluster files may name instead of numbers.
+"""Presets of devices and links, with their sources: names that cluster files may use in the place of numbers.
 
 `devices.toml` and `links.toml` beside this file hold them. A name stands for the whole table; a table with a key
-`preset` starts from it and says what differs.
+`preset` overrides values of it.
 """
 
 import difflib
@@ -15,7 +15,7 @@ Kind = Literal["devices", "links"]
 
 @cache
 def presets(kind: Kind) -> dict[str, dict[str, Any]]:
-    """Return every preset of a kind, by name, as a cluster file would write it.
+    """Return all presets of a kind, by name, in the form of a cluster file.
 
     >>> presets("links")["pcie4x16"]["bandwidth_bytes_per_s"]
     '24 GB/s'
@@ -24,10 +24,10 @@ def presets(kind: Kind) -> dict[str, dict[str, Any]]:
 
 
 def expanded(kind: Kind, value: Any) -> Any:
-    """Return a device type or link of a file with the preset that it names filled in; anything else as it is.
+    """Return a device type or link of a file with its preset filled in; a value without preset is returned unchanged.
 
-    A table's own keys win. Numbers that replace a preset's need a source of their own, since the preset's no longer
-    covers them. Raises ValueError where there is no such preset.
+    A table's own keys override the preset's, and need a source of their own, because the preset's does not cover them.
+    Raises ValueError where there is no such preset.
 
     >>> link = expanded("links", {"preset": "pcie4x16", "latency_s": "9 us", "source": "timed here"})
     >>> link["latency_s"], link["bandwidth_bytes_per_s"], link["source"].split(": measured")[0]
@@ -44,7 +44,7 @@ def expanded(kind: Kind, value: Any) -> Any:
     own = {key: value[key] for key in value if key != "preset"}
     replaced = [key for key in own if key in preset and key != "source"]
     if replaced and "source" not in own:
-        raise ValueError(f"source: missing; {replaced[0]} is not that of preset {name!r}")
+        raise ValueError(f"source: missing; {replaced[0]} overrides that of preset {name!r}")
     if "source" in own:
         own["source"] = f"{own['source']}; the rest: {preset['source']}"
     return {**preset, **own}

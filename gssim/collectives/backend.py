@@ -1,16 +1,16 @@
-"""What a backend adds to its collectives: which algorithm it takes, fixed costs, and buffers of its own.
+"""Backends (gloo, NCCL): the algorithm of each collective, fixed costs, host time to post messages, and staging memory.
 
-[Note: notices] gloo sends no byte of a message before the receiver has posted a receive for it and has said so: a
+[Note: notices] gloo sends no byte of a message before the receiver has posted a receive for it and has announced it: a
 notice travels back, and the sender's thread answers it (pytorch/gloo, gloo/transport/tcp/pair.cc: Pair::send,
-Pair::recv, handleRemotePendingRecv). A message comes at
+Pair::recv, handleRemotePendingRecv). A message arrives at
 
     max(send posted, receive posted + notice) + latency + transfer
 
 so that one for which both ends post at once takes two latencies, and one whose receive was posted long before a single
-one. It is a law of the transport, for gloo's own collectives as for messages from point to point. Notices go as far as
-messages do, and are taken to need as long. They go over the same connection: the notice of a rank that first posts a
-send to its peer, whose receive waits already, and then a receive from it, goes behind all bytes of that message, so
-that the two messages do not pass each other. NCCL's kernels poll memory of the peer's: it has no such thing.
+one. This holds for the transport, for gloo's own collectives as for point-to-point messages. Notices take the same path
+as messages, and are assumed to take as long. They use the same connection: the notice of a rank that first posts a send
+to a peer, whose receive is posted already, and then a receive from it, queues behind all bytes of that message, so that
+the two messages do not overlap. NCCL's kernels poll memory of the peer's: there are no notices.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ from gssim.collectives.stage import Stage
 from gssim.errors import UserError
 
 BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
-    # its reduce-scatter is an all-reduce (measured with torch 2.13); uneven forms are made of point-to-point messages
+    # gloo's reduce-scatter is an all-reduce (measured with torch 2.13); uneven forms use point-to-point messages
     "gloo": {
         "all-reduce": "segmented-ring",
         "reduce-scatter": "segmented-ring-all-reduce",
@@ -53,9 +53,9 @@ BACKEND_ALGORITHMS: dict[str, dict[str, str]] = {
 
 
 def algorithm_of(cluster: Cluster, kind: str) -> str:
-    """Return the name of the algorithm that the cluster's backend takes for a kind, or `best`.
+    """Return the name of the algorithm that the cluster's backend uses for a kind, or `best`.
 
-    Raises UserError where the cluster file names one that does not carry out that kind.
+    Raises UserError where the cluster file names one that does not implement that kind.
     """
     named = cluster.algorithms.get(kind)
     if named is None:
@@ -67,7 +67,7 @@ def algorithm_of(cluster: Cluster, kind: str) -> str:
 
 
 def at_once(backend: str) -> int:
-    """Return how many collectives of a group that are handed over and not waited for a backend carries out at once.
+    """Return the number of asynchronous collectives of a group that a backend runs at once.
 
     gloo has two threads for each process group, which take them in turn (torch, ProcessGroupGloo::Options); NCCL's
     kernels of a communicator are on one stream.
@@ -76,22 +76,22 @@ def at_once(backend: str) -> int:
 
 
 def has_notices(backend: str) -> bool:
-    """Return whether a backend's messages wait for the receiver's notice; see [Note: notices]."""
+    """Return whether a backend's sends wait for a notice of the receiver; see [Note: notices]."""
     return backend == "gloo"
 
 
 def message_s(cluster: Cluster) -> float:
-    """Return what a message or a notice takes beside the latency of its path: the threads that it wakes."""
+    """Return the time of a message or a notice beside the latency of its path: for the threads that it wakes."""
     return cluster.backend_cost.message_s if cluster.backend_cost else 0.0
 
 
 def staging_bytes(communication: Communication, backend: str, *, kind: str = "cpu") -> float:
-    """Return what an even gather or reduce-scatter takes from a device's allocator for the length of one call.
+    """Return the memory that an even gather or reduce-scatter allocates on a device for the length of one call.
 
     `kind`: of the device. gloo gathers into, and scatters from, a flat copy of the full tensor (torch 2.13,
     ProcessGroupGloo.cpp, newLikeFlat, reduce_scatter_tensor_coalesced); a GPU's gathers have theirs in the host's
-    pinned memory (AsyncAllgatherCUDAWork). nccl works in place. So do rings of point-to-point messages, but for a
-    reduce-scatter among more than two ranks: what is passed on comes into a buffer of one part.
+    pinned memory (AsyncAllgatherCUDAWork). nccl works in place. So do rings of point-to-point messages, except for a
+    reduce-scatter among more than two ranks, which receives the parts that it forwards into a buffer of one part.
 
     >>> gather = Communication("all-gather", (0, 1), 8)
     >>> staging_bytes(gather, "gloo"), staging_bytes(gather, "gloo", kind="cuda")
@@ -107,13 +107,13 @@ def staging_bytes(communication: Communication, backend: str, *, kind: str = "cp
 
 
 def overhead_s(cluster: Cluster, kind: str) -> float:
-    """Return the fixed time of one call of a collective, on top of its links' latencies."""
+    """Return the fixed time of one call of a collective, in addition to its links' latencies."""
     cost = cluster.backend_cost
     return cost.overhead_s.get(kind, cost.overhead_s.get("default", 0.0)) if cost else 0.0
 
 
 def measured_s(cluster: Cluster, communication: Communication) -> float | None:
-    """Return the time that the cluster file's table says a collective takes, if it has one for the kind and all ranks.
+    """Return the measured time of a collective of all ranks, if the cluster file has a table for its kind.
 
     Log-log interpolation: a table of nccl-tests spans six decades (D.1).
     """
@@ -127,10 +127,10 @@ def measured_s(cluster: Cluster, communication: Communication) -> float | None:
 
 
 def posting_s(cluster: Cluster, device: DeviceType, size_bytes: float, messages: int = 1) -> float:
-    """Return the time of a device's host to hand so many messages, of `size_bytes` together, to the backend.
+    """Return the host time of a device to post so many messages, of `size_bytes` together, to the backend.
 
-    Their transfer has begun by then: see `processor_s`. What the sockets do not take at once, as they do not where a
-    link is slow, the backend's thread hands over later.
+    Their transfer has begun by then: see `processor_s`. Bytes that the sockets do not buffer at once, where a link is
+    slow, are posted later by the backend's thread.
     """
     cost = cluster.backend_cost
     if cost is None or not size_bytes:
@@ -147,11 +147,11 @@ def processor_byte_s(cluster: Cluster, kind: str) -> float:
 
 
 def processor_s(stage: Stage, byte_s: float) -> float:
-    """Return the processor time that a stage takes of the rank that sends and receives most.
+    """Return the processor time of a stage on the rank that sends and receives most.
 
-    It bounds the stage from below, as its links do: bytes cross the links while others are copied, so that a stage
-    takes the longer of both, and never their sum. On a loopback it is the processor's, on a slow link the link's. One
-    thread of gloo's serves all of a rank's connections, to send and to receive (its transport/tcp/loop.cc).
+    It is a lower bound of the stage's time, as its links' times are: bytes cross the links while others are copied, so
+    that a stage takes the longer of both, not their sum. On a loopback the processor is the bottleneck, on a slow link
+    the link. One thread of gloo serves all of a rank's connections, in both directions (its transport/tcp/loop.cc).
 
     >>> from gssim.collectives.stage import Hops
     >>> processor_s(Stage(Hops.of([(0, 1, 1.0), (1, 0, 1.0)]), size_bytes=100.0), byte_s=1e-3)

@@ -1,4 +1,4 @@
-"""Time of every algorithm on idle, equal links, in closed form: the oracle of the simulated one.
+"""Closed forms of the time of every algorithm on idle, equal links: the oracle of the simulated times.
 
 Where a formula says "bandwidth", every member sends and receives at that rate over its own link (a switch, a ring, or
 a torus, per direction); for `direct` on a fully connected network it is that of each pair's link.
@@ -32,24 +32,24 @@ def _ring(turns: int) -> Formula:
 
 
 def _segmented(turns: int, segment_bytes: float) -> Formula:
-    """Messages two of which are under way at a time: of a pair, one hides the other's latency.
+    """Segmented ring with two messages in flight at a time: of a pair, one hides the other's latency.
 
-    Among two ranks, where both ways are one connection, none hides another's.
+    Among two ranks, which share one connection for both directions, none hides another's.
     """
 
     def time_s(n: int, size: float, rate: float, latency: float) -> float:
         segments = max(2, math.ceil(size / n / segment_bytes))
         messages = (n - 1) * segments
-        each_s = size / n / segments / rate
-        hidden_s = each_s if n > 2 else 0.0
+        message_s = size / n / segments / rate
+        hidden_s = message_s if n > 2 else 0.0
         later = messages / 2 - 1 if n > 2 else segments - 2
-        return turns * (latency + messages * each_s + later * max(0.0, latency - hidden_s))
+        return turns * (latency + messages * message_s + later * max(0.0, latency - hidden_s))
 
     return time_s
 
 
 def _ring_all_to_all(n: int, size: float, rate: float, latency: float) -> float:
-    """Every message crosses the links of all between: n(n-1)/2 steps of an n-th (a one-way ring)."""
+    """Every message crosses all links on its way: n(n-1)/2 steps of an n-th (a one-way ring)."""
     return n * (n - 1) / 2 * (latency + size / n / rate)
 
 
@@ -68,7 +68,7 @@ def _binomial(n: int, size: float, rate: float, latency: float) -> float:
 
 
 def _binomial_at_once(n: int, size: float, rate: float, latency: float) -> float:
-    """Each level of the tree takes as long as its holder with most children needs to send to all of them."""
+    """Each level of the tree takes as long as its node with most children needs to send to all of them."""
     children = [sum(rank < 2**i and rank + 2**i < n for i in range(n.bit_length())) for rank in range(n)]
     levels = [[children[rank] for rank in range(n) if rank.bit_count() == level] for level in range(n.bit_length())]
     return float(sum(latency + max(level) * size / rate for level in levels if max(level)))
@@ -91,15 +91,6 @@ def _double_tree(n: int, size: float, rate: float, latency: float) -> float:
     return 2 * tree_depth(n) * latency + {2: 1.0, 3: 1.5}.get(n, 2.0) * size / rate
 
 
-def _in_switch(n: int, size: float, rate: float, latency: float) -> float:
-    """Every device sends its tensor into the switch, which adds up, and its part of the sum to all."""
-    return 2 * latency + (1 + 1 / n) * size / rate
-
-
-def _send(n: int, size: float, rate: float, latency: float) -> float:
-    return latency + size / rate
-
-
 CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("ring", "all-reduce", "ring"): _ring(2),
     ("ring", "reduce-scatter", "ring"): _ring(1),
@@ -120,7 +111,7 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("direct", "reduce-scatter", "switch"): _direct_on_switch(1),
     ("direct", "all-gather", "switch"): _direct_on_switch(1),
     ("direct", "all-to-all", "switch"): _direct_on_switch(1),
-    ("direct", "send", "switch"): _send,
+    ("direct", "send", "switch"): lambda n, size, rate, latency: latency + size / rate,
     ("binomial", "broadcast", "switch"): _binomial,
     ("binomial-at-once", "broadcast", "switch"): _binomial_at_once,
     ("binomial", "reduce", "switch"): _binomial,
@@ -128,9 +119,10 @@ CLOSED_FORMS: dict[tuple[str, str, str], Formula] = {
     ("chain", "reduce", "switch"): _chain,
     ("halving-doubling", "all-reduce", "switch"): _halving_doubling,
     ("double-tree", "all-reduce", "switch"): _double_tree,
-    ("in-switch", "all-reduce", "switch"): _in_switch,
+    # every device sends its tensor into the switch, which adds up, and its part of the sum to all
+    ("in-switch", "all-reduce", "switch"): lambda n, size, rate, latency: 2 * latency + (1 + 1 / n) * size / rate,
 }
-"""By (algorithm, kind, topology that it is made for)."""
+"""By (algorithm, kind, topology)."""
 
 
 def torus_time_s(kind: str, *, shape: tuple[int, ...], size_bytes: float, rate: float, latency_s: float) -> float:
@@ -138,7 +130,7 @@ def torus_time_s(kind: str, *, shape: tuple[int, ...], size_bytes: float, rate: 
 
         t = turns * sum over dimensions d of  (d-1) * (latency + part / (2 d rate)),  part shrinking by d each time
 
-    A ring of two has one link to its one neighbour, over which both halves go.
+    A ring of two has one link between its two members, over which both halves go.
 
     >>> torus_time_s("all-gather", shape=(4,), size_bytes=8.0, rate=1.0, latency_s=0.0)
     3.0

@@ -1,4 +1,4 @@
-"""One collective as it is handed over to the backend."""
+"""The description of one collective: kind, group of ranks, size, and the parts or pairs of uneven ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Communication:
     group: Sequence[int]
     """Sorted ranks, a tuple or a range; the first is the sender of a send."""
     size_bytes: float
-    """Of the full tensor, as in `result.Collective.bytes`; all-to-all: what each rank hands over."""
+    """Size of the full tensor, as in `result.Collective.bytes`; all-to-all: of each rank's input."""
     pair_bytes: Sequence[Sequence[float]] = ()
     """all-to-all-v: bytes from the i-th to the j-th member of the group."""
     part_bytes: tuple[float, ...] = ()
@@ -36,25 +36,25 @@ class Communication:
     root: int = 0
     """Position in the group of the root of a broadcast or reduce."""
     beside: tuple[Sequence[int], ...] = ()
-    """Other groups, as large, each of which carries out the same for itself: those along an axis of a mesh."""
+    """Other groups of the same size, each with a collective of its own: those along an axis of a mesh."""
     carried_as: str = ""
-    """Kind by which its algorithm and costs are found, where that is another: an all-gather made of point-to-point
-    messages is an all-gather-v to the network, and a push by the backend's own call an all-to-all."""
+    """Kind by which its algorithm and costs are looked up, where it differs: an all-gather made of point-to-point
+    messages is an all-gather-v to the network, and a push by a collective of the backend an all-to-all."""
 
     @property
     def groups(self) -> tuple[Sequence[int], ...]:
-        """All groups that carry it out, each for itself."""
+        """All groups, each with a collective of its own."""
         return (self.group, *self.beside)
 
     @property
     def carried_kind(self) -> str:
-        """Kind by which its algorithm and costs are found."""
+        """Kind by which its algorithm and costs are looked up."""
         return self.carried_as or self.kind
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes that all members together send: of an all-to-all-v each pair's, of an all-gather-v all parts but one's
-        own to every member.
+        """Bytes that all members together send: each pair's of an all-to-all-v; of an all-gather-v each part to all
+        members but its owner.
         """
         pairs = self.pair_bytes
         whole = pairs.total if isinstance(pairs, Pairs) else sum(map(sum, pairs))
@@ -62,6 +62,6 @@ class Communication:
 
     @property
     def most_sent_bytes(self) -> float:
-        """Of an all-to-all-v: what the member sends that sends most."""
+        """Bytes of the member that sends most in an all-to-all-v."""
         pairs = self.pair_bytes
         return max(pairs.sent if isinstance(pairs, Pairs) else map(sum, pairs))

@@ -1,4 +1,7 @@
-"""What each of many sends to each other, where most of them send the same: it grows with members, not with pairs."""
+"""Matrices of bytes between all pairs of members, stored by kind of sender: memory grows with members, not with pairs.
+
+Most members of a large group send the same, so that a few rows represent all senders.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -11,10 +14,10 @@ from gssim.units import Floats, Ints
 
 
 class Pairs(Sequence[tuple[float, ...]]):
-    """A matrix of bytes from the i-th to the j-th member, by rows; nobody sends to itself.
+    """A matrix of bytes from the i-th to the j-th member, by rows, with a zero diagonal.
 
-    `rows`: what each kind of sender has for every member, itself included, where it counts as nothing. `kinds`: the
-    number of each sender's row. Sums are taken in the order of members, to the last digit as those of the rows are.
+    `rows`: for each kind of sender, bytes for every member (the sender's own entry is ignored). `kinds`: index of each
+    sender's row. Sums are taken in the order of members, bit for bit as those of the full rows.
 
     >>> pairs = Pairs(rows=[(1.0, 2.0, 4.0)], kinds=(0, 0, 0))
     >>> list(pairs)
@@ -27,18 +30,18 @@ class Pairs(Sequence[tuple[float, ...]]):
         self.rows, self.kinds = rows, kinds
 
     def __len__(self) -> int:
-        """Return how many members there are."""
+        """Return the number of members."""
         return len(self.kinds)
 
     def __getitem__(self, member: Any) -> Any:
-        """Return what a member sends to each."""
+        """Return the bytes that a member sends to each."""
         if isinstance(member, slice):
-            return [self[each] for each in range(*member.indices(len(self)))]
+            return [self[index] for index in range(*member.indices(len(self)))]
         own, row = range(len(self))[member], self.rows[self.kinds[member]]
         return (*row[:own], 0.0, *row[own + 1 :])
 
     def __iter__(self) -> Iterator[tuple[float, ...]]:
-        """Give the rows."""
+        """Return an iterator over the rows."""
         return (self[member] for member in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
@@ -46,30 +49,30 @@ class Pairs(Sequence[tuple[float, ...]]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        """Return the same for equal rows."""
+        """Return equal hashes for equal rows."""
         return hash(tuple(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Floats:
-        """Return the matrix; always a new one."""
+        """Return the matrix, as a new array."""
         matrix: Floats = np.array(self.rows, dtype=float)[np.array(self.kinds)]
         np.fill_diagonal(matrix, 0.0)
         return matrix
 
     @cached_property
     def sent(self) -> tuple[float, ...]:
-        """What each member sends in all."""
+        """Total bytes that each member sends."""
         rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
-        found = np.zeros(len(kinds))
+        sums = np.zeros(len(kinds))
         for kind, row in enumerate(rows):
             members = np.flatnonzero(kinds == kind)
-            runs = np.cumsum(np.r_[0, row[1:] != row[:-1]])[members]  # to leave out one of a run or another is the same
+            runs = np.cumsum(np.r_[0, row[1:] != row[:-1]])[members]  # leaving out any one of a run gives the same sum
             _, first, run = np.unique(runs, return_index=True, return_inverse=True)
-            found[members] = _sums_without(partial(_repeated, row), members[first], len(row))[run]
-        return tuple(found.tolist())
+            sums[members] = _sums_without(partial(_repeated, row), members[first], len(row))[run]
+        return tuple(sums.tolist())
 
     @cached_property
     def received(self) -> tuple[float, ...]:
-        """What each member receives in all."""
+        """Total bytes that each member receives."""
         rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
         runs = np.cumsum(np.r_[0, kinds[1:] != kinds[:-1]])
         columns = np.column_stack([runs, rows.T])
@@ -79,31 +82,28 @@ class Pairs(Sequence[tuple[float, ...]]):
 
     @cached_property
     def kind_count(self) -> int:
-        """How many kinds of senders there are."""
+        """Number of kinds of senders."""
         return len(set(self.kinds))
 
     @cached_property
     def most(self) -> float:
-        """The most that anybody sends to anybody else."""
+        """Most bytes of any pair."""
         rows, kinds = np.array(self.rows, dtype=float), np.array(self.kinds)
-        found = []
+        largest = []
         for kind in set(self.kinds):
             members = np.flatnonzero(kinds == kind)
             row = rows[kind] if len(members) > 1 else np.delete(rows[kind], members)
-            found.append(float(row.max(initial=0.0)))
-        return max(found, default=0.0)
+            largest.append(float(row.max(initial=0.0)))
+        return max(largest, default=0.0)
 
     @cached_property
     def total(self) -> float:
-        """What all send."""
+        """Total bytes of all pairs."""
         return sum(self.sent)
 
 
 class Exchange(Hops):
-    """Everybody sends to everybody, most of them the same: told by the senders' kinds, and not pair by pair.
-
-    What it is of single pairs is made only where somebody asks.
-    """
+    """Hops between all pairs of members, stored by kind of sender; arrays over single pairs are made on demand only."""
 
     def __init__(self, every: Hops, ranks: Ints, rows: Floats, kinds: Ints) -> None:
         for name, value in (("every", every), ("ranks", ranks), ("rows", rows), ("kinds", kinds)):
@@ -112,19 +112,19 @@ class Exchange(Hops):
     every: Hops
     """A hop for every ordered pair, each of weight 1."""
     ranks: Ints
-    """Of the members."""
+    """Ranks of the members."""
     rows: Floats
-    """What each kind of sender has for every member, for each byte of the stage's size."""
+    """Weight of each kind of sender's hop to every member, for each byte of the stage's size."""
     kinds: Ints
 
     @property
     def count(self) -> int:
-        """How many hops there are."""
+        """Number of hops."""
         return len(self.ranks) * (len(self.ranks) - 1)
 
     @property
     def elements(self) -> int:
-        """How many numbers it takes to tell them."""
+        """Number of stored values."""
         return self.rows.size + len(self.kinds)
 
     @cached_property
@@ -144,7 +144,7 @@ class Exchange(Hops):
         return self.rows[self.kinds][~np.eye(members, dtype=bool)]
 
     def weighted(self, columns: Floats) -> float:
-        """Return the sum over all hops of weight times what `columns` has, by kind and target, of all senders."""
+        """Return the sum over all hops of their weight times the value of `columns`, by kind of sender and target."""
         return float((self.rows * columns).sum())
 
     @cached_property
@@ -160,7 +160,7 @@ class Exchange(Hops):
         return float((self.rows.sum(axis=1) * counts).sum() - own)
 
     def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
-        """Return what each rank sends and receives for each byte of the size."""
+        """Return the bytes that each rank sends and receives for each byte of the size."""
         own = self.rows[self.kinds, np.arange(len(self.kinds))]
         counts = np.bincount(self.kinds, minlength=len(self.rows))
         sent, received = np.zeros((2, ranks))
@@ -178,7 +178,7 @@ AT_ONCE = 2**22
 
 
 def _sums_without(rows: Callable[[Ints], Floats], own: Ints, length: int) -> Floats:
-    """Return the sum of a row for each of `own` without that element; `rows` makes those of some of them."""
+    """Return the sum of a row for each of `own` without that element; `rows` returns the rows of some of them."""
     sums = np.zeros(len(own))
     some = max(1, AT_ONCE // max(1, length))
     for begin in range(0, len(own), some):

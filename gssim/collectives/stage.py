@@ -1,4 +1,4 @@
-"""What an algorithm makes of a collective: stages, each a set of hops that are under way together."""
+"""Stages of a collective: sets of hops in flight at the same time, and the time that they spend waiting."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from gssim.units import Floats, Ints
 
 @dataclass(frozen=True, eq=False)
 class Hops:
-    """Who sends to whom, and how much for each byte of the stage's size. Compared by identity."""
+    """Sender, receiver and relative bytes of messages. Compared by identity."""
 
     source: Ints
     """Rank that sends."""
@@ -18,20 +18,20 @@ class Hops:
     weight: Floats
     """Bytes carried for each byte of the stage's size."""
     group: Ints | None = None
-    """Which of several groups a hop belongs to, where they carry out the same at once, each at its own pace."""
+    """Index of a hop's group, where several groups run the same collective at once, each at its own speed."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of hops."""
         return len(self.source)
 
     @property
     def elements(self) -> int:
-        """How many numbers it takes to tell them."""
+        """Number of stored values."""
         return len(self.source)
 
     def carried_by_rank(self, ranks: int) -> tuple[Floats, Floats]:
-        """Return what each rank sends and receives for each byte of the size."""
+        """Return the bytes that each rank sends and receives for each byte of the size."""
         sent = summed(self.source, self.weight, ranks)
         return sent, summed(self.target, self.weight, ranks)
 
@@ -76,25 +76,25 @@ class Hops:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Hops under way together; the next stage waits for all of them."""
+    """Hops in flight at the same time; the next stage waits for all of them."""
 
     hops: Hops
     size_bytes: float
     steps: float = 1.0
-    """How many times, one after another, the latency of a path is waited for."""
+    """Number of times that the latency of a path is waited for, one after another."""
     notices: float | None = None
-    """In how many of the steps receives are posted only then, so that senders wait for their notices, where the backend
-    has such (see [Note: notices] in `backend`); absent: in all. Else they are posted ahead."""
+    """Number of steps in which receives are posted only then, so that senders wait for their notices, if the backend
+    has them (see [Note: notices] in `backend`); absent: all. In others they are posted in advance."""
     starts: int = 1
-    """How many of the steps begin with nothing under way."""
+    """Number of steps that begin with nothing in flight."""
     hidden_ratio: float = 0.0
-    """Part of the transfer that goes on while later steps wait: several messages are under way at a time."""
+    """Fraction of the transfer that overlaps with the waiting of later steps: several messages are in flight."""
     coupled: bool = True
-    """All hops move at the pace of the slowest, as the rounds of a ring do; else each is a flow of its own."""
+    """Whether all hops move at the rate of the slowest, as in the rounds of a ring; else each is a flow of its own."""
     stretch_ratio: float = 1.0
-    """Time of the transfer over that of its bytes alone: a pipeline fills and drains."""
+    """Time of the transfer over that of its bytes alone, which includes filling and draining a pipeline."""
     queued_ratio: float = 0.0
-    """How much longer the transfer takes where notices wait in queues of data; see [Note: queues] in `network`."""
+    """Relative increase of the transfer where notices wait in queues of data; see [Note: queues] in `network`."""
     reduced_bytes: float = 0.0
     """Most bytes that any rank adds to its own."""
 
@@ -107,16 +107,16 @@ class Stage:
         transfer_s: float = 0.0,
         head_start_s: float = 0.0,
     ) -> float:
-        """Return the time that no transfer fills.
+        """Return the time that is not filled by transfers.
 
-        `notice_s`: what a notice takes back; `lead_s`: how long ago the first receives were posted; `transfer_s`: of
-        all bytes. Steps that begin with nothing under way wait for all of it, the others for what messages between do
+        `notice_s`: time of a notice; `lead_s`: time since the first receives were posted; `transfer_s`: of all bytes.
+        Steps that begin with nothing in flight wait for all of it, the others for the part that messages in flight do
         not hide:
 
             t = starts * (latency + notice) + max(0, (steps - starts) * latency + (notices - starts) * notice - hidden)
 
-        `head_start_s`: by how much sooner bytes are through an idle link than over a wire: all steps but the first make
-        up for as much of what they wait (see [Note: head start] in `cluster.emulated`).
+        `head_start_s`: time that bytes gain over a wire on an idle link: all steps but the first make up for as much of
+        their waiting (see [Note: head start] in `cluster.lab_links`).
 
         >>> stage = Stage(Hops.of([(0, 1, 1.0)]), 8.0, steps=3, notices=1)
         >>> stage.wait_s(1.0, notice_s=1.0, lead_s=0.25), stage.wait_s(1.0, head_start_s=0.75)
@@ -124,13 +124,13 @@ class Stage:
         """
         notices = self.steps if self.notices is None else self.notices
         noticed, begun = min(self.starts, notices), min(float(self.starts), self.steps)
-        told_s = max(0.0, latency_s + notice_s - head_start_s)
-        untold_s = max(0.0, latency_s - head_start_s)
+        with_notice_s = max(0.0, latency_s + notice_s - head_start_s)
+        without_s = max(0.0, latency_s - head_start_s)
         first_s = min(1.0, begun) * latency_s + min(1.0, noticed) * max(0.0, notice_s - lead_s)
-        told = max(0.0, noticed - 1)
-        again_s = told * told_s + (max(0.0, begun - 1) - told) * untold_s
-        told = min(notices - noticed, self.steps - begun)
-        later_s = told * told_s + (self.steps - begun - told) * untold_s
+        noticed_again = max(0.0, noticed - 1)
+        again_s = noticed_again * with_notice_s + (max(0.0, begun - 1) - noticed_again) * without_s
+        noticed_later = min(notices - noticed, self.steps - begun)
+        later_s = noticed_later * with_notice_s + (self.steps - begun - noticed_later) * without_s
         return first_s + again_s + max(0.0, later_s - self.hidden_ratio * transfer_s)
 
 

@@ -1,4 +1,4 @@
-"""Compute cost: how long operations take on one device."""
+"""Compute cost: times of layers, updates, compression and copies on one device."""
 
 from gssim.cost.compute import (
     accumulation_time_s,

@@ -1,4 +1,4 @@
-"""How long compute takes on one device, alone: a measured profile where there is one, else a roofline."""
+"""Compute times on one device without contention: from a measured profile where there is one, else from a roofline."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,17 +23,17 @@ def layer_time_s(
 ) -> float:
     """Return the time of one repetition of `layer` for `batch_size` samples.
 
-    `phase`: `f`, `b`, or `r`: its forward run again for the backward, as far as that is needed; `selective`: without
-    its compute-heavy operations. A profile does not tell how much that is: its forward is then shared out as the
-    roofline's is. Assumes that nothing else runs on the device; the machine slows it down while it communicates.
-    `whole`: the layer of which `layer` is a slice, or whose backward it has a part of; a profile is of the whole one,
-    and shared out as the roofline is too. `issued`: at least as long as a GPU's host takes to issue it.
+    `phase`: `f`, `b`, or `r`: its forward recomputed for the backward, as far as needed; `selective`: without its
+    compute-heavy operations. A profile does not have the recomputed part: its forward is scaled as the roofline is.
+    Assumes that nothing else runs on the device; the engine adds the slowdown of communication. `whole`: the layer of
+    which `layer` is a slice, or has part of the backward; a profile is of the whole one, and is scaled as the roofline
+    too. `issued`: whether a GPU's host time to launch the operations is a lower bound.
     """
     if not issued and device.kind != "cpu":
         device = replace(device, operation_overhead_s=0.0)
     if whole is not None and whole is not layer:
         measured_s = layer_time_s(device, workload, whole, phase=phase, batch_size=batch_size, selective=selective)
-        works = [_work(each, phase, selective=selective) for each in (layer, whole)]
+        works = [_work(part, phase, selective=selective) for part in (layer, whole)]
         own_s, whole_s = (_layer_roofline_s(device, workload, work, batch_size) for work in works)
         return measured_s * own_s / whole_s if whole_s else measured_s
     profile = layer_profile(device, workload, layer)
@@ -46,16 +46,16 @@ def layer_time_s(
     forward = _work(layer, "f")
     if work == forward:
         return forward_s
-    again_s, whole_s = (_layer_roofline_s(device, workload, each, batch_size) for each in (work, forward))
+    again_s, whole_s = (_layer_roofline_s(device, workload, part, batch_size) for part in (work, forward))
     return forward_s * again_s / whole_s if whole_s else forward_s
 
 
 def issue_time_s(
     device: DeviceType, workload: Workload, layer: Layer, *, phase: str, sums: int, selective: bool = False
 ) -> float:
-    """Return how long a GPU's host issues a layer's phase, with so many sums over ranks; 0 where it is not told apart.
+    """Return a GPU's host time to launch a layer's phase with so many all-reduces; 0 where it is included elsewhere.
 
-    On a CPU, operations run where they are issued; a profile is of both together; so are what DTensor's sums cost.
+    On a CPU, operations run where they are launched; a profile includes both, and so do the costs of DTensor's sums.
     """
     if device.kind == "cpu" or device.cut_block is not None or layer_profile(device, workload, layer) is not None:
         return 0.0
@@ -63,17 +63,17 @@ def issue_time_s(
 
 
 class Work(NamedTuple):
-    """What a phase of a layer does."""
+    """FLOP, memory traffic and operations of a layer's phase."""
 
     flop: Polynomial
     moved_bytes: Polynomial
     operations: int
     streamed_bytes: Polynomial | None = None
-    """Of these, where it is known: those of operations that do next to no arithmetic."""
+    """Part of the moved bytes, where known: those of operations with next to no arithmetic."""
 
 
 def _work(layer: Layer, phase: str, *, selective: bool = False) -> Work:
-    """Return what a phase does; of what runs again, the whole forward where the model file tells no more."""
+    """Return the work of a phase; for recomputation that is not traced, that of the whole forward."""
     if phase == "b":
         return Work(layer.backward_flop, layer.backward_bytes, layer.backward_operations, layer.backward_streamed_bytes)
     forward = Work(layer.forward_flop, layer.forward_bytes, layer.forward_operations, layer.forward_streamed_bytes)
@@ -114,16 +114,16 @@ def roofline_s(
     operations: int,
     streamed_bytes: float = 0.0,
 ) -> float:
-    """Return the time that arithmetic, memory and issuing operations take.
+    """Return the time limited by arithmetic, memory bandwidth and launches.
 
-    `streamed_bytes`: of those moved, the bytes of operations that do next to no arithmetic; no product hides them, as
-    one operation runs after the other.
+    `streamed_bytes`: of the moved bytes, those of operations with next to no arithmetic; no product hides them, because
+    operations run one after the other.
 
         t = max(flop / (peak * efficiency), (bytes - streamed) / memory bandwidth) + streamed / memory bandwidth, and
-        CPU:  t + operations * overhead      (operations run where they are issued)
-        else: max(t, operations * overhead)  (the host issues ahead)
+        CPU:  t + operations * overhead      (operations run where they are launched)
+        else: max(t, operations * overhead)  (the host launches ahead)
 
-    On a TPU nothing is streamed apart: XLA fuses such operations with the products beside them.
+    On a TPU no operations are streamed: XLA fuses them with the products beside them.
 
     Source: Williams, Waterman, Patterson 2009, "Roofline"; host issue: gradient-sharding D.4.
     """
@@ -140,8 +140,8 @@ def optimizer_time_s(
 ) -> float:
     """Return the time of an optimizer step over `elements` parameters in `tensors` tensors.
 
-    `sharded_tensors`: so many are DTensors, each of which costs more host time. A measured cost is of torch's default
-    implementation; one of another is read under its name, such as `adamw fused`. Without one:
+    `sharded_tensors`: number of DTensors, each of which costs more host time. A measured cost is of torch's default
+    implementation; that of another has its name in the key, such as `adamw fused`. Without one:
 
         t = values moved * bytes of a value / memory bandwidth + operations * overhead
     """
@@ -190,7 +190,7 @@ def accumulation_time_s(device: DeviceType, size_bytes: float, *, tensors: int) 
 
 
 def residual_time_s(device: DeviceType, *, elements: int, value: int, kept: int) -> float:
-    """Return the time to add `elements` gradients of `value` bytes to what was kept of earlier ones, `kept` bytes each.
+    """Return the time to add `elements` gradients of `value` bytes to a residual of `kept` bytes each.
 
     Without a measured cost: read both, write the sum.
     """
@@ -201,7 +201,7 @@ def residual_time_s(device: DeviceType, *, elements: int, value: int, kept: int)
 
 
 def mean_time_s(device: DeviceType, *, elements: int, tensors: int, value: int) -> float:
-    """Return the time to find the mean magnitude of each of `tensors` tensors: if it is not measured, to read them."""
+    """Return the time to compute the mean magnitude of each of `tensors` tensors: if not measured, to read them."""
     cost = device.compression
     if cost is not None and cost.mean_element_s is not None:
         return tensors * cost.call_s + elements * cost.mean_element_s
@@ -211,7 +211,7 @@ def mean_time_s(device: DeviceType, *, elements: int, tensors: int, value: int) 
 def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
     """Return the time to estimate a threshold for each of `tensors` tensors from `samples` elements of all.
 
-    Without a measured cost: about four passes over the sample, in which a selection halves it again and again.
+    Without a measured cost: about four passes over the sample, in which a selection repeatedly halves it.
     """
     cost = device.compression
     if cost is not None and cost.estimate_element_s is not None:
@@ -220,7 +220,7 @@ def estimate_time_s(device: DeviceType, *, samples: int, tensors: int) -> float:
 
 
 def select_time_s(device: DeviceType, *, elements: int, parts: int, value: int) -> float:
-    """Return the time to find which of `elements` gradients, in `parts` with a threshold each, reach it.
+    """Return the time to select those of `elements` gradients, in `parts` with a threshold each, that reach it.
 
     Without a measured cost: read the gradients, write and read a flag of one byte (A.3, kappa).
     """
@@ -235,8 +235,8 @@ def select_time_s(device: DeviceType, *, elements: int, parts: int, value: int) 
 def pack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int, clears: bool) -> float:
     """Return the time to write the `entries` of `elements` gradients into a message, and to clear them (`clears`).
 
-    Without measured costs: gather values and write them with their places; of a bitmap, read the flags; densely, read
-    all and write all.
+    Without measured costs: gather values and write them with their indices; for a bitmap, read the flags; densely, read
+    and write all.
     """
     if not elements:
         return 0.0
@@ -250,21 +250,21 @@ def pack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: fl
     if cost is None:
         size = entries * (2 * value + INDEX_BYTES + written) + bits
         return _streamed_s(device, size, operations=4)
-    found_s = cost.call_s + entries * cost.pack_element_s
+    pack_s = cost.call_s + entries * cost.pack_element_s
     if bits:
-        found_s += bits * cost.pack_bit_s if cost.pack_bit_s is not None else _streamed_s(device, bits)
+        pack_s += bits * cost.pack_bit_s if cost.pack_bit_s is not None else _streamed_s(device, bits)
     if clears:
-        found_s += (
+        pack_s += (
             entries * cost.clear_element_s if cost.clear_element_s is not None else _streamed_s(device, entries * value)
         )
-    return found_s
+    return pack_s
 
 
 def unpack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float, value: int) -> float:
     """Return the time to add a message's `entries` to an owner's gradient of `elements`.
 
-    Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3); of a bitmap, the flags that its
-    bits are spread to are written and read; densely, read both and write one.
+    Without measured costs: 64 bytes an entry, a 32-byte sector read and written (A.3); for a bitmap, the flags that its
+    bits expand to are written and read; densely, read both and write one.
     """
     if not elements:
         return 0.0
@@ -274,14 +274,14 @@ def unpack_time_s(device: DeviceType, *, encoding: str, elements: int, entries: 
     bits = elements if encoding == "bitmap" else 0
     if cost is None:
         return _streamed_s(device, 64.0 * entries + 2 * bits, operations=1)
-    found_s = cost.call_s + entries * cost.scatter_element_s
+    unpack_s = cost.call_s + entries * cost.scatter_element_s
     if bits:
-        found_s += bits * cost.unpack_bit_s if cost.unpack_bit_s is not None else _streamed_s(device, 2 * bits)
-    return found_s
+        unpack_s += bits * cost.unpack_bit_s if cost.unpack_bit_s is not None else _streamed_s(device, 2 * bits)
+    return unpack_s
 
 
 def weight_time_s(device: DeviceType, *, encoding: str, elements: int, entries: float) -> float:
-    """Return the time to note a sender's weight wherever a value of it came: a scatter more, or a pass."""
+    """Return the time to add a sender's weight for every received element: another scatter, or a pass."""
     if encoding == "dense":
         return _streamed_s(device, 12.0 * elements, operations=3)
     cost = device.compression
@@ -291,7 +291,7 @@ def weight_time_s(device: DeviceType, *, encoding: str, elements: int, entries: 
 
 
 def division_time_s(device: DeviceType, *, size_bytes: float) -> float:
-    """Return the time to divide an owner's gradient by the weight received: written before, read, and divided by."""
+    """Return the time to divide an owner's gradient by the received weights: these written, read, and divided by."""
     return _streamed_s(device, 6 * size_bytes, operations=3)
 
 
@@ -311,9 +311,9 @@ def sharded_unit_time_s(device: DeviceType, *, phase: str, tensors: int, copied_
 
 
 def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: float) -> float:
-    """Return DTensor's host time in a forward (`f`, `r`) or backward (`b`) of so many pairs of cut maps.
+    """Return DTensor's host time in a forward (`f`, `r`) or backward (`b`) of so many pairs of sliced linear maps.
 
-    Not known without a measured cost: 0.
+    Without a measured cost: 0.
     """
     cost: CutBlockCost | None = device.cut_block
     if cost is None:
@@ -322,15 +322,15 @@ def cut_pairs_time_s(device: DeviceType, *, phase: str, pairs: int, sum_bytes: f
 
 
 def cut_sum_time_s(device: DeviceType, *, sum_bytes: float) -> float:
-    """Return the host time of a sum over ranks beyond the collective. Not known without a measured cost: 0."""
+    """Return the host time of an all-reduce of slices beyond the collective; without a measured cost 0."""
     cost: CutBlockCost | None = device.cut_block
     return 0.0 if cost is None else cost.at("sum_s", sum_bytes)
 
 
 def with_host_time_s(device: DeviceType, alone_s: float, *, host_s: float, operations: int) -> float:
-    """Return the time of compute that takes `alone_s`, and the host `host_s` more to issue its operations.
+    """Return the time of compute of `alone_s` whose operations need `host_s` of extra host time.
 
-    As in `roofline_s`: on a CPU one comes after the other, a GPU's host issues ahead.
+    As in `roofline_s`: on a CPU one comes after the other, a GPU's host launches ahead.
 
     >>> from gssim.cluster import DeviceType
     >>> gpu = DeviceType(

@@ -10,7 +10,7 @@ import simpy
 
 from gssim import collectives
 from gssim.cache import Shared
-from gssim.cluster import Cluster, Conditions, core_shares, is_coupled, neighbourhoods
+from gssim.cluster import Cluster, Conditions, contention_groups, core_shares, has_contention
 from gssim.engine.collective_instances import Meeting, arrange, router_of
 from gssim.engine.fast_path import ahead, is_alone, may_go_ahead
 from gssim.engine.host import Clock, Host, Load
@@ -124,10 +124,10 @@ class Machine:
         names = {each.host for each in self.classes}
         devices: dict[str, int] = dict.fromkeys(names, 0)
         coupled: dict[str, bool] = dict.fromkeys(names, False)
-        for device, host in zip(self.cluster.devices, neighbourhoods(self.cluster), strict=True):
+        for device, host in zip(self.cluster.devices, contention_groups(self.cluster), strict=True):
             if host in names:
                 devices[host] += 1
-                coupled[host] |= is_coupled(self.cluster.device_types[device.type])
+                coupled[host] |= has_contention(self.cluster.device_types[device.type])
         members = {name: {each.index: each.on_host for each in self.classes if each.host == name} for name in names}
         shares = core_shares(self.cluster)
         by_class = None if shares is None else {each.index: shares[each.representative] for each in self.classes}

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gssim.cluster import Cluster, DeviceType, is_coupled, neighbourhoods
+from gssim.cluster import Cluster, DeviceType, contention_groups, has_contention
 from gssim.program import Program
 from gssim.units import Ints, distinct
 
@@ -67,7 +67,7 @@ def classes_of(
     types = {device.type: cluster.device_types[device.type] for device in devices}
     if unfolded or any(is_jittery(each) for each in types.values()):
         roles = np.arange(ranks)
-    names = neighbourhoods(cluster)[:ranks]
+    names = contention_groups(cluster)[:ranks]
     hosts = np.unique(np.array(names), return_inverse=True)[1]
     several = families_of(program)
     for groups in {each.groups for each in program.communications.values()}:
@@ -75,7 +75,7 @@ def classes_of(
             inside = np.isin(np.arange(ranks), np.concatenate([np.array(group) for group in groups]))
             roles = np.unique(2 * roles + inside, return_inverse=True)[1]
     partitions = [(np.array(groups), (kinds or {}).get(groups, np.zeros(len(groups), np.int64))) for groups in several]
-    coupled = any(is_coupled(each) for each in types.values())
+    coupled = any(has_contention(each) for each in types.values())
     while True:
         finer = _refined(roles, hosts) if coupled else roles
         for members, kind in partitions:

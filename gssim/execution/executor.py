@@ -1,4 +1,4 @@
-"""Who answers points: this process, several of them, or the workers of a Dask cluster."""
+"""Executors of independent work: this process, a pool of processes, or the workers of a Dask cluster."""
 
 import os
 import signal
@@ -13,52 +13,52 @@ from typing import Any, Protocol
 from gssim.errors import RunFailedError, UserError
 
 LOOK_S = 0.2
-"""How long is waited for a chunk before it is seen whether the user has interrupted."""
+"""Timeout of a wait for chunks, after which an interrupt of the user is noticed."""
 
 
 class Workers(Protocol):
-    """Those who answer."""
+    """An executor of chunks of work."""
 
     in_chunks: bool
-    """Whether it pays to hand out several points together."""
+    """Whether it pays to submit several points together."""
 
     @property
     def at_a_time(self) -> int:
-        """Chunks of points that are handed out at most, under way and waiting: each shall have its next one there."""
+        """Most chunks to submit at once, running and queued: enough for every worker to have a next one."""
 
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
-        """Hand out a chunk; return what stands for it."""
+        """Submit a chunk; return a handle of it."""
 
     def ended(self, chunks: Collection[Any]) -> Collection[Any]:
-        """Wait a little; return those that have ended by then."""
+        """Wait a short time; return the handles of finished chunks."""
 
     def answer(self, chunk: Any) -> Any:
-        """Return what was made of a chunk that has ended; raise what was raised there; RunFailedError if it is lost."""
+        """Return the result of a finished chunk, or raise its exception; RunFailedError if the chunk was lost."""
 
 
 class Alone:
-    """This process: what is handed out is done at once."""
+    """Executor in this process: work is done when it is submitted."""
 
     in_chunks = False
     at_a_time = 1
 
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
-        """Do it."""
+        """Do the work."""
         future: Future[Any] = Future()
         future.set_result(work(argument))
         return future
 
     def ended(self, chunks: Collection[Any]) -> Collection[Any]:
-        """Return all."""
+        """Return all chunks."""
         return chunks
 
     def answer(self, chunk: Any) -> Any:
-        """Return what was made of it."""
+        """Return the result."""
         return chunk.result()
 
 
 class Processes:
-    """Processes of this machine."""
+    """Executor of a pool of processes on this machine."""
 
     in_chunks = True
 
@@ -67,18 +67,18 @@ class Processes:
         self._pool = pool
 
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
-        """Hand out a chunk."""
+        """Submit a chunk."""
         try:
             return self._pool.submit(work, argument)
         except BrokenProcessPool:
             raise _died() from None
 
     def ended(self, chunks: Collection[Any]) -> Collection[Any]:
-        """Wait a little for one to end."""
+        """Wait a short time for one to finish."""
         return wait(chunks, timeout=LOOK_S, return_when=FIRST_COMPLETED).done
 
     def answer(self, chunk: Any) -> Any:
-        """Return what was made of it."""
+        """Return the result."""
         try:
             return chunk.result()
         except BrokenProcessPool:
@@ -86,12 +86,12 @@ class Processes:
 
 
 def _died() -> RunFailedError:
-    return RunFailedError("a process died, of too little memory perhaps: try fewer --jobs")
+    return RunFailedError("a worker process died, perhaps out of memory: try fewer --jobs")
 
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Workers]:
-    """Give so many processes, or this one alone."""
+    """Provide an executor of so many processes, or of this one only."""
     if jobs <= 1:
         yield Alone()
         return
@@ -105,7 +105,7 @@ def processes(jobs: int) -> Iterator[Workers]:
 
 
 def _begin() -> None:
-    """Leave the user's interrupt to the process that hands out the points, and end when that one does."""
+    """Ignore the user's interrupt, which the parent process handles, and end when that process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -118,7 +118,7 @@ def _end_with_parent() -> None:
 
 
 class DaskWorkers:
-    """The workers of a Dask cluster, however many there are at the time; Dask does again what a lost one had."""
+    """Executor of a Dask cluster's workers, however many there are at a time; Dask repeats the work of lost ones."""
 
     in_chunks = True
 
@@ -127,26 +127,26 @@ class DaskWorkers:
 
     @property
     def at_a_time(self) -> int:
-        """Two chunks for each thread of a worker; some where there is none yet."""
+        """Two chunks for each thread of a worker, and two without any worker."""
         threads: int = sum(self._client.ncores().values())
         return 2 * max(1, threads)
 
     def submit(self, work: Callable[[Any], Any], argument: Any) -> Any:
-        """Hand out a chunk."""
+        """Submit a chunk."""
         return self._client.submit(work, argument, pure=False)
 
     def ended(self, chunks: Collection[Any]) -> Collection[Any]:
-        """Wait a little for one to end."""
+        """Wait a short time for one to finish."""
         from distributed import wait
 
         try:
-            found: Collection[Any] = wait(list(chunks), timeout=LOOK_S, return_when=FIRST_COMPLETED).done
-            return found
+            finished: Collection[Any] = wait(list(chunks), timeout=LOOK_S, return_when=FIRST_COMPLETED).done
+            return finished
         except TimeoutError:
             return ()
 
     def answer(self, chunk: Any) -> Any:
-        """Return what was made of it."""
+        """Return the result."""
         from concurrent.futures import CancelledError
 
         from distributed import KilledWorker
@@ -155,17 +155,17 @@ class DaskWorkers:
             return chunk.result()
         except KilledWorker:
             raise RunFailedError(
-                "dask: the same points were under way when several workers died one after another"
+                "dask: the same points were running when several workers died one after another"
             ) from None
         except (CancelledError, OSError) as error:
             raise RunFailedError(f"dask: the scheduler is gone: {error}") from None
         except ImportError as error:
-            raise RunFailedError(f"dask: a worker lacks what points need: {error}") from None
+            raise RunFailedError(f"dask: a worker lacks a required package: {error}") from None
 
 
 @contextmanager
 def dask_workers(address: str) -> Iterator[Workers]:
-    """Give the workers of the Dask scheduler at an address; raise UserError where there is none."""
+    """Provide an executor of the Dask scheduler at an address; raise UserError where there is none."""
     try:
         from distributed import Client
     except ImportError:
@@ -181,9 +181,9 @@ def dask_workers(address: str) -> Iterator[Workers]:
 
 
 CONNECT_S = 10
-"""How long is tried to reach a scheduler."""
+"""Timeout of the connection to a scheduler."""
 
 
 def usable_cores() -> int:
-    """Return how many of this machine's cores this process may use."""
+    """Return the number of this machine's cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

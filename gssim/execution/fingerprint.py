@@ -1,4 +1,4 @@
-"""Digests of code: what tells whether a prediction or a measurement was made by the code that is here now."""
+"""Fingerprints of code, which identify the version that made a prediction or a measurement."""
 
 import hashlib
 import os
@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 SUFFIXES = (".py", ".toml", ".json", ".cpp")
-"""Of files that decide on what a package does."""
+"""Suffixes of files that determine a package's behaviour."""
 NUMERICS = ("simpy", "numpy", "scipy")
 """Packages whose version may change a prediction."""
 SHOWN = 16
-"""Digits that provenance shows of a digest."""
+"""Digits of a digest that provenance shows."""
 
 
 @cache
@@ -23,7 +23,7 @@ def package_digest(package: str) -> str:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package}", name=package)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for root in spec.submodule_search_locations:
         for folder, inner, names in os.walk(root):
             inner.sort()
@@ -31,13 +31,13 @@ def package_digest(package: str) -> str:
                 place = os.path.join(folder, name)
                 with open(place, "rb") as file:
                     content = file.read()
-                found.update(f"{os.path.relpath(place, root)} {len(content)}\n".encode() + content)
-    return found.hexdigest()
+                digest.update(f"{os.path.relpath(place, root)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 @cache
 def code_digest() -> str:
-    """Return the digest of the simulator: its package, presets included, and the versions of what it computes with."""
+    """Return the digest of the simulator: its package, presets included, and the versions of its numerical packages."""
     versions = [f"{name} {installed_version(name)}" for name in NUMERICS]
     return hashlib.sha256("\n".join([package_digest("gssim"), *versions]).encode()).hexdigest()
 

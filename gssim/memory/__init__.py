@@ -1,4 +1,4 @@
-"""Memory: lifetimes of buffers, recomputation, and PyTorch's caching allocator."""
+"""Memory: lifetimes of buffers, activation recomputation, and PyTorch's caching allocator."""
 
 from gssim.memory.allocator import Block, CachingAllocator, NoMemoryLeftError, Request, rounded_bytes, segment_bytes
 from gssim.memory.lifetimes import (
@@ -12,8 +12,8 @@ from gssim.memory.lifetimes import (
     footprint,
     gradient_events,
     input_bytes,
-    let_go,
     reduction_buffer_bytes,
+    release_of,
     scratch_bytes,
     with_scratch,
 )
@@ -37,9 +37,9 @@ __all__ = [
     "gradient_events",
     "input_bytes",
     "last_saved",
-    "let_go",
     "recomputed_buffers",
     "reduction_buffer_bytes",
+    "release_of",
     "rounded_bytes",
     "scratch_bytes",
     "segment_bytes",

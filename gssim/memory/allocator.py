@@ -1,32 +1,28 @@
-"""The allocator itself: what is asked of it, and what it takes of the device.
+"""Replay of PyTorch's CUDA caching allocator: blocks, segments and pools, and so the memory that it reserves.
 
-[Note: replay] It does what torch's does with the same requests in the same order (c10/cuda/CUDACachingAllocator.cpp,
+[Note: replay] It behaves as torch's with the same requests in the same order (c10/cuda/CUDACachingAllocator.cpp,
 DeviceCachingAllocator: malloc, free_block, try_merge_blocks, release_cached_blocks, try_allocate_expandable_block).
-A request gets the smallest free block of its stream and pool that is large enough, which is split where enough is left
-over; where there is none, a new segment of the device. What is given back is joined with its free neighbours and kept.
-Nothing goes back to the device until it has no memory left: then all free blocks that are whole segments do (of
+A request gets the smallest free block of its stream and pool that is large enough, which is split if the remainder is
+large enough; if there is none, a new segment of the device. A freed block is merged with adjacent free ones and cached.
+Nothing is returned to the device until it is out of memory: then all free blocks that are whole segments are (of
 expandable segments, all whole pages of free blocks), and the request is tried once more.
 
-Assumed: the device has as much memory for segments as it has bytes. Blocks that several streams use (`record_stream`)
-are not modelled: of what is simulated, none is given back before all streams are done with it, but what gloo's own
-collectives exchange on a GPU (initializeStreamsEvents).
+Assumed: the device can use all of its bytes for segments. Blocks that several streams use (`record_stream`) are not
+modelled: no simulated block is freed before all streams are done with it, except those that gloo's own collectives
+exchange on a GPU (initializeStreamsEvents).
 
-[Note: addresses] Between free blocks of equal size, the one with the lowest address is taken. Where the device puts
-segments is told nowhere; they are taken to be at falling addresses, as Linux hands them out. It seldom matters. Of
-eleven runs measured on an H200, one reserved 1612 MiB: so say falling addresses and 16 of 20 random orders; rising
-ones, the order in which the fewest blocks that stay lie among those that go, say 1516 MiB. The other ten are the same
-in every order tried.
+[Note: addresses] Of free blocks of equal size, the one with the lowest address is used. Addresses of segments are not
+documented; they are assumed to fall, as Linux assigns them. It seldom matters. Of eleven runs measured on an H200, one
+reserved 1612 MiB, as predicted by falling addresses and 16 of 20 random orders; rising addresses, the order in which
+the fewest long-lived blocks are among short-lived ones, predict 1516 MiB. The other ten are the same in every order
+tried.
 
-The sizes that PyTorch's CUDA caching allocator goes by.
-
-Source: torch 2.13, c10/core/AllocatorConfig.h (the constants) and c10/cuda/CUDACachingAllocator.cpp (round_size,
-get_allocation_size, should_split), with the defaults of PYTORCH_ALLOC_CONF. Of its options, `expandable_segments` alone
-is modelled: `roundup_power2_divisions`, `max_split_size_mb`, `large_segment_size_mb` and
+Source of the sizes: torch 2.13, c10/core/AllocatorConfig.h (the constants) and c10/cuda/CUDACachingAllocator.cpp
+(round_size, get_allocation_size, should_split), with the defaults of PYTORCH_ALLOC_CONF. Of its options,
+`expandable_segments` alone is modelled: `roundup_power2_divisions`, `max_split_size_mb`, `large_segment_size_mb` and
 `garbage_collection_threshold` are left at their defaults, with which they do nothing.
 
-Free memory of one stream: blocks that are cut where more is there than is asked for, and joined again when free.
-
-All is in plain numbers: to replay a large model's step is to take and give back some sixty thousand times.
+Blocks are tuples of plain numbers for speed: the replay of a large model's step has some sixty thousand requests.
 """
 
 from bisect import bisect_left, insort
@@ -35,20 +31,20 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 MIN_BLOCK_BYTES = 512
-"""Requests are rounded up to a multiple of it."""
+"""Requests are rounded up to a multiple of this."""
 SMALL_BYTES = 2**20
-"""Up to so much, rounded, a request is small."""
+"""Largest rounded size of a small request."""
 SMALL_SEGMENT_BYTES = 2 * 2**20
-"""What is taken of the device for small requests."""
+"""Size of a segment for small requests."""
 LARGE_SEGMENT_BYTES = 20 * 2**20
-"""What is taken for large requests that are below MIN_LARGE_BYTES."""
+"""Size of a segment for large requests below MIN_LARGE_BYTES."""
 MIN_LARGE_BYTES = 10 * 2**20
-"""From here on, a request has a segment as large as it is, rounded up to ROUND_LARGE_BYTES."""
+"""Least size of a request with a segment of its own, of its size rounded up to ROUND_LARGE_BYTES."""
 ROUND_LARGE_BYTES = 2 * 2**20
 
 
 def rounded_bytes(size_bytes: float) -> int:
-    """Return the bytes of the block that a request asks for.
+    """Return the size of the block for a request.
 
     >>> rounded_bytes(1), rounded_bytes(512), rounded_bytes(513)
     (512, 512, 1024)
@@ -62,7 +58,7 @@ def is_small(size_bytes: int) -> bool:
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """Return what is taken of the device where no free block is large enough for a rounded request.
+    """Return the size of a new segment for a rounded request without a large enough free block.
 
     >>> [segment_bytes(size * 2**20) // 2**20 for size in (1, 2, 9, 10, 11)]
     [2, 20, 20, 10, 12]
@@ -80,22 +76,22 @@ def page_bytes(*, small: bool) -> int:
 
 
 def least_remainder_bytes(*, small: bool, expandable: bool) -> int:
-    """Return how much must be left of a free block for it to be split: 512 B, but of large ones more than 1 MiB."""
+    """Return the least remainder with which a free block is split: 512 B, but of large ones more than 1 MiB."""
     return MIN_BLOCK_BYTES if small or expandable else SMALL_BYTES + 1
 
 
 Block = tuple[int, int, int, "Pool"]
-"""Memory that is taken: its address, its bytes, how many of them were asked for, and the pool that it came from."""
+"""An allocated block: its address, its size, the requested bytes, and its pool."""
 Reserve = Callable[[int], bool]
-"""Takes bytes of the device; returns whether it had them."""
+"""Function that reserves bytes of the device; returns whether it has them."""
 
 
 class Pool:
-    """Free blocks of one stream, small ones or large ones, by size and then address.
+    """Free blocks of one stream, small or large ones, by size and then address.
 
     Addresses are the pool's own; they fall, see [Note: addresses] of the allocator. No segment begins where another
-    ends, so that their blocks are never joined. To take and to give back are written out, without `add` and `remove`:
-    calls would be a sixth of what they take.
+    ends, so that their blocks are never merged. `take` and `give_back` do without `add` and `remove`, whose calls would
+    be a sixth of their time.
     """
 
     __slots__ = (
@@ -125,7 +121,7 @@ class Pool:
         self._next_address = 0
 
     def take(self, size_bytes: int, requested_bytes: int) -> Block | None:
-        """Take the smallest free block that is large enough, of equal ones that with the lowest address; else None."""
+        """Allocate from the smallest free block that suffices, of equal ones the lowest; None if there is none."""
         sizes, alike = self._sizes, self._addresses[size_bytes]
         if alike:  # nothing is left over
             address = alike.pop(0)
@@ -155,7 +151,7 @@ class Pool:
         return address, size_bytes, requested_bytes, self
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """Let a block wait for the next request, joined with the free ones beside it."""
+        """Free a block, merged with adjacent free ones."""
         sizes, end = self._sizes, address + size_bytes
         if address in self._start_of:
             address = self._start_of.pop(address)
@@ -179,7 +175,7 @@ class Pool:
         self.size_at[address], self._start_of[end] = size_bytes, address
 
     def add(self, address: int, size_bytes: int) -> None:
-        """Note that a block is free."""
+        """Add a free block."""
         alike = self._addresses[size_bytes]
         if not alike:
             insort(self._sizes, size_bytes)
@@ -188,7 +184,7 @@ class Pool:
         self._start_of[address + size_bytes] = address
 
     def remove(self, address: int) -> None:
-        """Note that a block is no more free."""
+        """Remove a free block."""
         size_bytes = self.size_at.pop(address)
         del self._start_of[address + size_bytes]
         alike = self._addresses[size_bytes]
@@ -201,7 +197,7 @@ class Pool:
         return any(start <= address < start + size for start, size in self.size_at.items())
 
     def grow(self, size_bytes: int, reserve: Reserve) -> bool:
-        """Take memory of the device for a request that no free block is large enough for; return whether it had it."""
+        """Reserve memory for a request without a large enough free block; return whether the device had it."""
         taken = segment_bytes(size_bytes)
         if not reserve(taken):
             return False
@@ -211,7 +207,7 @@ class Pool:
         return True
 
     def release(self) -> int:
-        """Give free blocks that are whole segments back to the device; return their bytes."""
+        """Release free blocks that are whole segments; return their bytes."""
         whole = [address for address, size in self.size_at.items() if self._segments.get(address) == size]
         for address in whole:
             self.remove(address)
@@ -234,7 +230,7 @@ class ExpandablePool(Pool):
         """Bytes of each range without memory, by address."""
 
     def take(self, size_bytes: int, requested_bytes: int) -> Block | None:
-        """Take the smallest free block that is large enough, counted with what has no memory behind it; else None.
+        """Allocate from the smallest free block that is large enough, unmapped space included; None if there is none.
 
         So that at the end, which can grow by all the addresses behind it, is taken last.
         """
@@ -259,17 +255,17 @@ class ExpandablePool(Pool):
         return address, size_bytes, requested_bytes, self
 
     def _fitting(self, size_bytes: int) -> Iterator[int]:
-        """Give the addresses of the free blocks that are large enough, the smallest first."""
+        """Yield the addresses of the free blocks that are large enough, the smallest first."""
         for size in islice(self._sizes, bisect_left(self._sizes, size_bytes), None):
             yield from self._addresses[size]
 
     def _room_bytes(self, address: int) -> int:
-        """Return how large a free block can grow without moving."""
+        """Return the size to which a free block can grow in place."""
         size = self.size_at[address]
         return size + self._unmapped.get(address + size, 0)
 
     def grow(self, size_bytes: int, reserve: Reserve) -> bool:
-        """Put memory behind the lowest addresses at which a request has room, page by page."""
+        """Map pages at the lowest addresses with room for a request."""
         address = self._place(size_bytes)
         while (free_bytes := self.size_at.get(address, 0)) < size_bytes:
             unmapped = address + free_bytes
@@ -284,7 +280,7 @@ class ExpandablePool(Pool):
         return True
 
     def _place(self, size_bytes: int) -> int:
-        """Return the first of free and unmapped ranges, one behind another, that are large enough together."""
+        """Return the first consecutive free and unmapped ranges that are large enough together."""
         for unmapped in sorted(self._unmapped):
             first = end = self._start_of.get(unmapped, unmapped)
             while end - first < size_bytes:
@@ -297,7 +293,7 @@ class ExpandablePool(Pool):
         raise AssertionError("there are addresses for everything")
 
     def release(self) -> int:
-        """Give all whole pages of free blocks back to the device; return their bytes."""
+        """Release all whole pages of free blocks; return their bytes."""
         page, released = self._page_bytes, 0
         for address, size in list(self.size_at.items()):
             start, end = -(-address // page) * page, (address + size) // page * page
@@ -313,19 +309,19 @@ class ExpandablePool(Pool):
         return released
 
     def _unmap(self, start: int, end: int) -> None:
-        """Note that a range has no memory any more, joined with such ones beside it."""
+        """Add an unmapped range, merged with adjacent ones."""
         before = next((each for each, length in self._unmapped.items() if each + length == start), start)
         behind_bytes = self._unmapped.pop(end, 0)
         self._unmapped[before] = end + behind_bytes - before
 
 
 Request = tuple[list[Block], Pool, int, int, int]
-"""Where blocks like it are kept, its pool, its rounded bytes (0: it is given back), what is asked for, and which of
-those that are kept is given back: 0 the oldest, -1 the latest."""
+"""A request: the list of allocated blocks of its kind, its pool, its rounded bytes (0: it frees one of these), its
+requested bytes, and the index of the block to free: 0 the oldest, -1 the latest."""
 
 
 class NoMemoryLeftError(Exception):
-    """The device has no memory left for a request, with all that can be given back to it."""
+    """Out of memory: the device has too little left for a request, even with all cached segments released."""
 
     def __init__(self, missing_bytes: int) -> None:
         super().__init__(f"{missing_bytes} bytes are missing")
@@ -333,7 +329,7 @@ class NoMemoryLeftError(Exception):
 
 
 class CachingAllocator:
-    """Replays requests; see [Note: replay]. `limit_bytes`: what the device has for it; absent: no end.
+    """Replay of requests; see [Note: replay]. `limit_bytes`: memory of the device; absent: unlimited.
 
     >>> allocator = CachingAllocator()
     >>> kept, gone = allocator.allocate(3 * 2**20), allocator.allocate(100)
@@ -351,9 +347,9 @@ class CachingAllocator:
         self.pools: dict[tuple[str, bool], Pool] = {}
 
     def allocate(self, size_bytes: float, stream: str = "") -> Block | None:
-        """Return a block for a request on a stream; None for nothing, which takes none.
+        """Return a block for a request on a stream; None for a request of 0 bytes.
 
-        Raises NoMemoryLeftError where the device has none, and the allocator nothing that it can give back.
+        Raises NoMemoryLeftError where the device is out of memory, with all cached segments released.
         """
         requested = int(size_bytes)
         if not requested:
@@ -363,7 +359,7 @@ class CachingAllocator:
         return kept.pop()
 
     def free(self, block: Block | None) -> None:
-        """Take a block back: joined with its free neighbours, it waits for the next request."""
+        """Free a block: it is merged with adjacent free ones, and cached for later requests."""
         if block is None:
             return
         address, _, requested, pool = block
@@ -372,7 +368,7 @@ class CachingAllocator:
         self.serve(iter([([block], pool, 0, requested, 0)]))
 
     def serve(self, requests: Iterator[Request]) -> Request | None:
-        """Serve requests, up to one that gives back what is not there, which is returned; None: all are served."""
+        """Serve requests; return the first that frees a missing block, or None where all are served."""
         requested, allocated = self.requested_bytes, self.allocated_bytes
         most_requested, most_allocated = self.peak_requested_bytes, self.peak_allocated_bytes
         try:
@@ -408,10 +404,10 @@ class CachingAllocator:
             self.pools[stream, small] = found
         return found
 
-    # Taking memory of the device, and giving it back ------------------------------------------------------------------
+    # Reserving and releasing memory of the device ---------------------------------------------------------------------
 
     def _new(self, pool: Pool, size: int, requested: int) -> Block:
-        """Return a block of memory that is taken of the device."""
+        """Return a block of a new segment."""
         if not pool.grow(size, self._reserve):
             self.release_cached()
             if not pool.grow(size, self._reserve):
@@ -422,7 +418,7 @@ class CachingAllocator:
         return block
 
     def _reserve(self, size_bytes: int) -> bool:
-        """Take bytes of the device; return whether it has them."""
+        """Reserve bytes of the device; return whether it has them."""
         if self.limit_bytes is not None and self.reserved_bytes + size_bytes > self.limit_bytes:
             return False
         self.reserved_bytes += size_bytes
@@ -430,5 +426,5 @@ class CachingAllocator:
         return True
 
     def release_cached(self) -> None:
-        """Give all free memory back to the device that it takes: whole segments, or whole pages of expandable ones."""
+        """Release cached memory to the device: whole segments, or whole pages of expandable ones."""
         self.reserved_bytes -= sum(pool.release() for pool in self.pools.values())

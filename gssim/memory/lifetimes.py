@@ -1,9 +1,9 @@
-"""How much memory a layer needs, from the lives of its buffers: pure functions from a model file to footprints.
+"""Lifetimes of a layer's buffers as memory events, their peak footprint, and workspaces of reductions on a GPU.
 
-What torch's sums over rows take on a GPU: many blocks of threads share the rows, and meet in a buffer.
-
-Source: torch 2.11, aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, ReduceConfig.global_memory_size), for sums of
-contiguous rows. The peaks of nine runs of four models on an H200 agree to 512 bytes.
+All are pure functions of the model file. torch's reductions over rows share the rows among many blocks of threads,
+which combine their sums in a buffer. Source: torch 2.11, aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig,
+ReduceConfig.global_memory_size), for sums of contiguous rows. The peaks of nine runs of four models on an H200 agree to
+512 bytes.
 """
 
 from collections import defaultdict
@@ -19,23 +19,27 @@ from gssim.workload import Buffer, ImageInput, Layer, LayerInstance, Model, Work
 LARGEST_BLOCK_THREADS = 512
 WARP_THREADS = 32
 VECTOR = 4
-"""Of neighbouring columns, a thread adds up as many, or fewer where their number is no multiple of it."""
+"""Adjacent columns that a thread adds up, or fewer where their number is no multiple of it."""
 LEAST_ROWS, MOST_ROWS = 16, 256
-"""That a thread adds up: at least so many where rows are shared among blocks, and at most where these suffice."""
+"""Rows that a thread adds up: the least where rows are shared among blocks, and the most where these suffice."""
 
 
 def reduction_buffer_bytes(rows: int, columns: int, *, value_bytes: int, resident_threads: int | None) -> int:
     """Return the bytes of the buffer for the sums of all columns over rows; 0 where no rows are shared among blocks.
 
-    `value_bytes`: of what is added up in, which is fp32 for half precisions; `resident_threads`: that the device runs
-    at once; None: enough for all blocks. Each block has room for its own columns once for every column there is: with
-    threads enough, and columns a multiple of 128, the buffer is twice the bytes of what is summed.
+    `value_bytes`: of the accumulation type, which is fp32 for half precisions; `resident_threads`: of the device; None:
+    enough for all blocks. Each block has room for its own columns once for every column: with enough threads, and
+    columns a multiple of 128, the buffer is twice the bytes of the summed tensor.
 
     >>> reduction_buffer_bytes(8192, 384, value_bytes=4, resident_threads=None) // 2**20
     24
     """
     vector = next(size for size in (VECTOR, 2, 1) if columns % size == 0)
-    width, height = _block(columns // vector, rows, LARGEST_BLOCK_THREADS // vector)
+    # a block's threads along columns (vectors of them) and rows: powers of two, a warp wide if both allow
+    threads = LARGEST_BLOCK_THREADS // vector
+    most_wide, most_high = (min(threads, 1 << (count.bit_length() - 1)) for count in (columns // vector, rows))
+    height = min(most_high, threads // min(most_wide, WARP_THREADS))
+    width = min(most_wide, threads // height)
     rows_of_thread = -(-rows // height)
     blocks = -(-(columns // vector) // width)
     at_once = blocks * rows if resident_threads is None else resident_threads // (width * height)
@@ -45,44 +49,37 @@ def reduction_buffer_bytes(rows: int, columns: int, *, value_bytes: int, residen
     return value_bytes * columns * shared_by * width * vector if shared_by > 1 else 0
 
 
-def _block(columns: int, rows: int, threads: int) -> tuple[int, int]:
-    """Return a block's threads along columns (vectors of them) and rows: powers of two, a warp wide if both allow."""
-    most_wide, most_high = (min(threads, 1 << (count.bit_length() - 1)) for count in (columns, rows))
-    height = min(most_high, threads // min(most_wide, WARP_THREADS))
-    return min(most_wide, threads // height), height
-
-
 Bytes = tuple[tuple[str, float], ...]
 """Bytes by category, sorted by category."""
 
 
 class Event(NamedTuple):
-    """Memory taken (or, where negative, given back) at a position of a layer's phase; frees come after allocations."""
+    """An allocation or (negative) release at a position of a layer's phase; releases come after allocations."""
 
     position: int
     size_bytes: float
     category: str
     tensors: tuple[float, ...] = ()
-    """Bytes of each of the tensors that it is made of; none: it is one."""
+    """Bytes of each tensor, where there are several."""
     stream: str = ""
-    """Of the device, where it is not the one that computes: an allocator keeps the memory of each apart."""
+    """Stream of the device, where it is not the compute stream: an allocator separates the memory of streams."""
     number: int = 0
-    """Which of the buffers of its layer: what is given back is then the last of these that was taken."""
+    """Index of the buffer in its layer: a release is of the last allocation with the same index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory that a task needs: what it holds at its worst moment, and what it leaves, both above what it found."""
+    """Memory of a task: its peak, and the memory that it leaves allocated, both relative to its start."""
 
     peak: Bytes = ()
     kept: Bytes = ()
     events: tuple[Event, ...] = field(default=(), compare=False, repr=False)
-    """What it is made of, in the order in which it happens."""
+    """The allocations and releases, in order."""
     peak_bytes: float = field(init=False, compare=False, repr=False)
-    """Bytes above entry at the worst moment."""
+    """Bytes at the peak, relative to the start."""
 
     def __post_init__(self) -> None:
-        """Add up the worst moment."""
+        """Compute the total of the peak."""
         object.__setattr__(self, "peak_bytes", sum(size for _, size in self.peak))
 
 
@@ -100,22 +97,22 @@ def footprint(events: Iterable[Event]) -> Footprint:
     >>> footprint([Event(0, 8.0, "activations"), Event(1, 4.0, "temporaries"), Event(1, -4.0, "temporaries")])
     Footprint(peak=(('activations', 8.0), ('temporaries', 4.0)), kept=(('activations', 8.0),))
     """
-    held: dict[str, float] = defaultdict(float)
+    allocated: dict[str, float] = defaultdict(float)
     total = worst = 0.0
     at_worst: dict[str, float] = {}
     ordered = sorted(events, key=lambda e: (e.position, e.size_bytes < 0))
     for event in ordered:
-        held[event.category] += event.size_bytes
+        allocated[event.category] += event.size_bytes
         total += event.size_bytes
         if total > worst:
-            worst, at_worst = total, dict(held)
-    return Footprint(bytes_of(at_worst), bytes_of(held), tuple(ordered))
+            worst, at_worst = total, dict(allocated)
+    return Footprint(bytes_of(at_worst), bytes_of(allocated), tuple(ordered))
 
 
-def let_go(size_bytes: float, category: str) -> Footprint:
-    """Return the footprint of a tensor that is let go of.
+def release_of(size_bytes: float, category: str) -> Footprint:
+    """Return the footprint of the release of a tensor.
 
-    >>> let_go(8.0, "activations")
+    >>> release_of(8.0, "activations")
     Footprint(peak=(), kept=(('activations', -8.0),))
     """
     return footprint([Event(0, -size_bytes, category)])
@@ -123,13 +120,13 @@ def let_go(size_bytes: float, category: str) -> Footprint:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All memory events of one training step by (layer index, phase); `end` holds what is freed after the backward."""
+    """All memory events of one training step by (layer index, phase); `end`: releases after the backward."""
 
     events: Mapping[tuple[int, str], Sequence[Event]]
     end: Sequence[Event]
 
     def at(self, layer: int, phase: str) -> Sequence[Event]:
-        """Return the events of one layer's phase `f`, `b` or `r` (its forward run again)."""
+        """Return the events of one layer's phase `f`, `b` or `r` (its forward recomputed)."""
         return self.events.get((layer, phase), ())
 
 
@@ -138,7 +135,7 @@ Lives = Callable[[Layer, Layer | None, Layer | None], Sequence[Buffer]]
 
 
 def as_traced(layer: Layer, before: Layer | None, after: Layer | None) -> Sequence[Buffer]:
-    """Return the buffers of a layer whose activations are kept from forward to backward."""
+    """Return the buffers of a layer without recomputation."""
     return layer.buffers
 
 
@@ -150,57 +147,50 @@ def activation_timeline(
     scale: float = 1.0,
     lives: Lives = as_traced,
 ) -> Timeline:
-    """Return when activations and temporaries live, parameter gradients left out.
+    """Return the lifetimes of activations and temporaries, without parameter gradients.
 
     `scale`: bytes of an element over those of the traced precision (the few integer buffers are scaled too).
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
     end: list[Event] = []
-    made: dict[tuple[int, ...], dict[tuple[int, str], list[Event]]] = {}
+    by_layers: dict[tuple[int, ...], dict[tuple[int, str], list[Event]]] = {}
     for before, instance, after in zip([None, *layers], layers, [*layers[1:], None], strict=False):
-        beside = [each.layer if each else None for each in (before, instance, after)]
+        beside = [neighbour.layer if neighbour else None for neighbour in (before, instance, after)]
         key = (id(instance.layer),) if lives is as_traced else tuple(map(id, beside))
-        if key not in made:  # repetitions share their events
-            buffers = lives(instance.layer, beside[0], beside[2])
-            made[key] = _buffer_events(buffers, batch_size, sequence_length, scale)
-        for (layer_offset, phase), group in made[key].items():
+        if key not in by_layers:  # repetitions share their events
+            relative: dict[tuple[int, str], list[Event]] = defaultdict(list)
+            for number, buffer in enumerate(lives(instance.layer, beside[0], beside[2])):
+                size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
+                for moment, change in ((buffer.born, size), (buffer.freed, -size)):
+                    offset = 0 if moment.phase == "end" else moment.layer_offset
+                    event = Event(moment.position, change, buffer.category, number=number)
+                    relative[offset, moment.phase].append(event)
+            by_layers[key] = relative
+        for (layer_offset, phase), group in by_layers[key].items():
             place = end if phase == "end" else events[instance.index + layer_offset, phase]
             place.extend(group)
     return Timeline(events, end)
 
 
-def _buffer_events(
-    buffers: Sequence[Buffer], batch_size: int, sequence_length: int, scale: float
-) -> dict[tuple[int, str], list[Event]]:
-    """Return when the buffers that a layer makes are born and freed, by layer offset and phase."""
-    found: dict[tuple[int, str], list[Event]] = defaultdict(list)
-    for number, buffer in enumerate(buffers):
-        size = scale * buffer.size_bytes.at(b=batch_size, s=sequence_length)
-        for moment, change in ((buffer.born, size), (buffer.freed, -size)):
-            offset = 0 if moment.phase == "end" else moment.layer_offset
-            found[offset, moment.phase].append(Event(moment.position, change, buffer.category, number=number))
-    return found
-
-
 def gradient_events(
     layers: Sequence[LayerInstance], *, value_bytes: int, given_back: int
 ) -> dict[tuple[int, str], list[Event]]:
-    """Return when parameter gradients are born, and when ready given back.
+    """Return the allocations of parameter gradients, and their releases when they are ready.
 
-    `given_back`: 0: it is kept; 1: it is copied elsewhere, or added to one that is there already; 2: that goes too.
+    `given_back`: 0: none; 1: the gradient is copied elsewhere, or added to an earlier one; 2: that is released too.
     """
     events: dict[tuple[int, str], list[Event]] = defaultdict(list)
-    made: dict[int, tuple[Event, Event]] = {}
+    by_parameter: dict[int, tuple[Event, Event]] = {}
     for instance in layers:
         for parameter in instance.layer.parameters:
             born, ready = parameter.born, parameter.ready
-            if id(parameter) not in made:  # repetitions share their events
+            if id(parameter) not in by_parameter:  # repetitions share their events
                 size = float(parameter.elements * value_bytes)
-                made[id(parameter)] = (
+                by_parameter[id(parameter)] = (
                     Event(born.position, size, "gradients"),
                     Event(ready.position, -given_back * size, "gradients"),
                 )
-            taken, freed = made[id(parameter)]
+            taken, freed = by_parameter[id(parameter)]
             events[instance.index + born.layer_offset, "b"].append(taken)
             if given_back:
                 events[instance.index + ready.layer_offset, "b"].append(freed)
@@ -216,7 +206,7 @@ def scratch_bytes(
     batch_size: int,
     traced: Sequence[Event],
 ) -> float:
-    """Return what the layer's kernels allocate for themselves: measured peak less the peak of the traced buffers.
+    """Return the workspaces of the layer's kernels: the measured peak less the peak of the traced buffers.
 
     `traced` are the layer's events with its gradients kept, as in the profile. Without a profile: 0.
     """
@@ -226,7 +216,7 @@ def scratch_bytes(
 
 
 def with_scratch(need: Footprint, scratch: float) -> Footprint:
-    """Return `need` with kernel scratch added to its worst moment."""
+    """Return `need` with kernel workspaces added at its peak."""
     if not scratch:
         return need
     peak = dict(need.peak)
@@ -248,8 +238,8 @@ def input_bytes(
 ) -> float:
     """Return the bytes of one batch: token ids and targets (a class for each sample, else a token) as int64, images.
 
-    `value_bytes`: of an image's value; `inputs`, `targets`: what of both there is. What a model makes of its input (a
-    mask of padding) is in its layers' buffers.
+    `value_bytes`: of an image's value; `inputs`, `targets`: whether each is included. Tensors derived from the input (a
+    padding mask) are in the layers' buffers.
 
     >>> from gssim.workload import Module, TokenInput
     >>> gpt = Model(name="m", source="doctest", module=Module(factory="m.m"), traced_batch_sizes=(1,), layers=(),

@@ -1,8 +1,8 @@
-"""What links carry of many messages that keep pace, without following each of them.
+"""Loads of links by many messages that progress together, computed by target instead of message by message.
 
 The paths are those of `routes`: of fewest links, of those the ones of least latency, shared equally. But here all
-messages to one target flow together: from every node, the share of a link is the number of best paths over it, of all
-from there. So the work grows with targets times links, and not with pairs.
+messages to one target are one flow: from every node, the share of a link is the fraction of the best paths from there
+that use it. So the work grows with targets times links, and not with pairs.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from gssim.units import Floats, Ints, distinct
 
 TARGETS_AT_ONCE = 128
 PAIR_LINKS = 500
-"""Links in the search from a target that take as long as the search for one pair's paths, as measured."""
+"""Links per target whose search takes as long as the search for one pair's paths, as measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """What links carry of hops that keep pace, all of a group together."""
+    """Loads of links by hops that progress together, summed by group."""
 
     group: Ints
     link: Ints
     load: Floats
-    """For each byte of the stage's size."""
+    """Bytes for each byte of the stage's size."""
     latency_s: Floats
-    """Of each hop's path; of an `Exchange` nothing: `Router.latency_beyond_s` tells the mean."""
+    """Latency of each hop's path; empty for an `Exchange`, whose mean `Router.latency_beyond_s` returns."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Steps:
-    """Links that lead one link nearer to their targets, on best paths: places are node * targets + target."""
+    """Links on best paths that lead one link closer to their targets; places are node * targets + target."""
 
     link: Ints
     here: Ints
@@ -44,19 +44,19 @@ class _Steps:
 
 @dataclass(frozen=True, eq=False)
 class Adjacency:
-    """Links by the node at one of their ends."""
+    """Links indexed by the node at one of their ends."""
 
     starts: Ints
     link: Ints
 
     def of(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """Return the links of each of `nodes`, one after another, and how many each has."""
+        """Return the links of each of `nodes`, one after another, and the number of each."""
         degree = self.starts[nodes + 1] - self.starts[nodes]
         return self.link[runs(self.starts[nodes], degree)], degree
 
 
 def adjacency(end: Ints, nodes: int) -> Adjacency:
-    """Return the links by the node at their `end`."""
+    """Return the links indexed by the node at their `end`."""
     order = np.argsort(end, kind="stable")
     return Adjacency(np.r_[0, np.cumsum(np.bincount(end, minlength=nodes))], order)
 
@@ -73,67 +73,67 @@ def runs(starts: Ints, lengths: Ints) -> Ints:
 
 
 def is_worthwhile(wiring: Wiring, hops: Hops) -> bool:
-    """Return whether to bundle hops is less work than to follow each."""
+    """Return whether bundling hops is less work than routing each."""
     return hops.count * PAIR_LINKS > len(distinct(hops.target)) * wiring.links
 
 
 @dataclass(frozen=True, eq=False)
 class _Ways:
-    """The best paths of some hops of a group: what does not hang on how much they carry."""
+    """The best paths of some hops of a group, independent of the hops' weights."""
 
     group: int
     hops: Ints
     at: Ints
-    """Place where each of the hops begins."""
+    """Place of each hop's source."""
     places: int
     levels: tuple[_Steps, ...]
-    """Away from the targets."""
+    """Ordered away from the targets."""
     shares: tuple[Floats, ...]
-    """Of what is at a step's place, the part that takes the step."""
+    """Fraction of a place's flow that takes each step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """The best paths of hops, however much each carries."""
+    """The best paths of hops, independent of their weights."""
 
     ways: tuple[_Ways, ...]
     latency_s: Floats
-    """Of each hop's path."""
+    """Latency of each hop's path."""
 
     @property
     def steps(self) -> int:
-        """How many there are: what these paths take of memory."""
+        """Number of stored steps."""
         return len(self.latency_s) + sum(len(level.link) for ways in self.ways for level in ways.levels)
 
 
 def bundled(wiring: Wiring, into: Adjacency, hops: Hops) -> Bundle:
-    """Return what links carry of `hops`; see `paths_of`."""
+    """Return the loads of links by `hops`; see `paths_of`."""
     return carried(wiring, paths_of(wiring, into, hops), hops.weight)
 
 
 def paths_of(wiring: Wiring, into: Adjacency, hops: Hops) -> Paths:
-    """Return the best paths of `hops`; `into`: the links by the node that they lead to.
+    """Return the best paths of `hops`; `into`: the links indexed by their targets.
 
     Assumes that a target is in one group only. Raises UserError where no path leads from one end to the other.
     """
     group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
     order = np.lexsort((hops.target, group))
     latency_s = np.zeros(len(order))
-    found: list[_Ways] = []
+    all_ways: list[_Ways] = []
     for number in range(int(group.max(initial=-1)) + 1):
         members = order[group[order] == number]
         targets = distinct(hops.target[members])
         for start in range(0, len(targets), TARGETS_AT_ONCE):
             some = targets[start : start + TARGETS_AT_ONCE]
             first, last = np.searchsorted(hops.target[members], [some[0], some[-1] + 1])
-            found.append(_toward(wiring, into, some, hops, members[first:last], number, latency_s))
-    return Paths(tuple(found), latency_s)
+            all_ways.append(_toward(wiring, into, some, hops, members[first:last], number, latency_s))
+    return Paths(tuple(all_ways), latency_s)
 
 
 def _toward(
     wiring: Wiring, into: Adjacency, targets: Ints, hops: Hops, batch: Ints, group: int, latency_s: Floats
 ) -> _Ways:
-    """Return the ways of the hops of `batch`, all to some of `targets`; notes their latency."""
+    """Return the paths of the hops of `batch`, all to some of `targets`, and write their latencies to `latency_s`."""
     width = len(targets)
     at = hops.source[batch] * width + np.searchsorted(targets, hops.target[batch])
     levels, paths, took_s = _searched(wiring, into, targets, at)
@@ -147,18 +147,18 @@ def _toward(
 
 
 def carried(wiring: Wiring, paths: Paths, weight: Floats) -> Bundle:
-    """Return what links carry of hops of the given weights on their paths."""
+    """Return the loads of links by hops of the given weights on their paths."""
     loads: dict[int, Floats] = {}
     for ways in paths.ways:
         load = loads.setdefault(ways.group, np.zeros(wiring.links))
         load += _load(wiring, ways, weight[ways.hops])
-    groups, links, found = [], [], []
+    groups, links, used_loads = [], [], []
     for number, load in loads.items():
         used = np.flatnonzero(load)
         groups.append(np.full(len(used), number))
         links.append(used)
-        found.append(load[used])
-    return Bundle(np.concatenate(groups), np.concatenate(links), np.concatenate(found), paths.latency_s)
+        used_loads.append(load[used])
+    return Bundle(np.concatenate(groups), np.concatenate(links), np.concatenate(used_loads), paths.latency_s)
 
 
 def _load(wiring: Wiring, ways: _Ways, weight: Floats) -> Floats:
@@ -174,26 +174,26 @@ def _load(wiring: Wiring, ways: _Ways, weight: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What links carry, of each kind of sender, of a byte that every one of it sends to a target: links by targets."""
+    """Loads of links where every sender of a kind sends a byte to a target: for each kind, links by targets."""
 
     loads: tuple[Any, ...]
     """Sparse matrices, by kind."""
     latency_s: Floats
-    """Of the path from the i-th to the j-th member, by rows."""
+    """Latency of the path from the i-th to the j-th member, by rows."""
 
     def carried(self, rows: Floats) -> Floats:
-        """Return what every link carries where senders of each kind have so much for the targets."""
+        """Return the load of every link, given the bytes of each kind of sender for every target."""
         return np.asarray(sum(load @ row for load, row in zip(self.loads, rows, strict=True)))
 
     @property
     def elements(self) -> int:
-        """How many numbers it takes."""
+        """Size in the cache, in elements."""
         return int(sum(load.nnz for load in self.loads)) // 3 + self.latency_s.size // 6  # of the usual 50 bytes
 
 
 def columns_of(wiring: Wiring, into: Adjacency, exchange: Exchange) -> Columns:
-    """Return what links carry of an exchange, however much is in it; see `paths_of`."""
-    from scipy.sparse import coo_array  # here, for only large exchanges need it
+    """Return the loads of links by an exchange, for each byte of its senders; see `paths_of`."""
+    from scipy.sparse import coo_array  # lazy: only large exchanges need it
 
     every, members = exchange.every, len(exchange.ranks)
     paths = paths_of(wiring, into, every)
@@ -203,7 +203,7 @@ def columns_of(wiring: Wiring, into: Adjacency, exchange: Exchange) -> Columns:
     loads = []
     for number in range(len(exchange.rows)):
         parts = [_column_loads(ways, target, kind == number, every) for ways in paths.ways]
-        link, column, load = (np.concatenate(each) for each in zip(*parts, strict=True))
+        link, column, load = (np.concatenate(column) for column in zip(*parts, strict=True))
         loads.append(coo_array((load, (link, column)), shape=(wiring.links, members)).tocsr())
     latency_s = np.zeros((members, members))
     latency_s[~np.eye(members, dtype=bool)] = paths.latency_s
@@ -229,7 +229,7 @@ def _column_loads(ways: _Ways, target: Ints, chosen: NDArray[np.bool_], every: H
 
 
 def _searched(wiring: Wiring, into: Adjacency, targets: Ints, wanted: Ints) -> tuple[list[_Steps], Floats, Floats]:
-    """Return the steps of the best paths, level by level away from the targets, and each place's paths and latency.
+    """Return the steps of the best paths, by level away from the targets, and each place's number of paths and latency.
 
     The search ends once all `wanted` places are reached.
     """

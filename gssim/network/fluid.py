@@ -1,7 +1,4 @@
-"""Flows over links in simulated time: fluid, max-min fair, re-solved when one begins or ends; never packets.
-
-Max-min fair shares of links.
-"""
+"""Fluid simulation of flows with max-min fair rates, which are recomputed when a flow begins or ends; never packets."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -36,12 +33,12 @@ def max_min_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, 
 def limited_rates(session: Ints, link: Ints, load: Floats, capacity: Floats, *, sessions: int) -> tuple[Floats, Ints]:
     """Return the max-min fair rate of each session over links of the given capacities, and the link that limits it.
 
-    Entry e says that a session at rate r takes `load[e] * r` of link `link[e]`: 1 for a flow, less where it is split
-    over equal paths, more where several messages that keep pace cross the same link. Sessions on no link at all have
+    Entry e means that a session at rate r uses `load[e] * r` of link `link[e]`: 1 for a flow, less where it is split
+    over equal paths, more where several messages that progress together cross the same link. Sessions on no link have
     an infinite rate. Progressive filling: all rates grow together; where a link is full, its sessions stop growing.
     Source: Bertsekas & Gallager 1992, "Data Networks", section 6.5.2.
 
-    A session is limited by a link that is full, on which none is faster; `NOWHERE`: it crosses none.
+    A session is limited by a full link on which none is faster; `NOWHERE`: it crosses none.
 
     >>> entries = np.array([0, 1, 1]), np.array([0, 0, 1]), np.ones(3)
     >>> [found.tolist() for found in limited_rates(*entries, np.array([10.0, 2.0]), sessions=2)]
@@ -74,26 +71,26 @@ NEGLIGIBLE_BYTES = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a backend adds to what links take of a stage."""
+    """Additions of a backend to the links' times of a stage."""
 
     factor: float = 1.0
-    """Time of a byte over that on the bare links."""
+    """Time of a byte over that on the links alone."""
     latency: bool = True
     """Whether latencies of links count."""
     processor_s: float = 0.0
-    """What the ends are busy with the bytes while these are under way; it ends no sooner."""
+    """Processor time of the ends for the bytes, which overlaps with the transfer; the longer of both counts."""
     message_s: float = 0.0
-    """What every message takes beside its path's latency."""
+    """Time of every message in addition to its path's latency."""
     notices: bool = False
-    """Whether messages wait for receivers' notices, which take as long as messages without bytes."""
+    """Whether messages wait for receivers' notices, which take as long as empty messages."""
     lead_s: float = 0.0
-    """How long ago the first receives were posted."""
+    """Time since the first receives were posted."""
     group_bytes: int = 0
-    """Of segments that shaped links let pass together (see [Note: head start] in `cluster`); wires have none."""
+    """Size of segment groups on shaped links (see [Note: head start] in `cluster`); 0 for wires."""
 
 
 class _Transfer:
-    """Sessions that began together: what remains of each, at which rate it goes, and the event that ends them all."""
+    """Sessions that began together: remaining bytes and rate of each, and the event that ends them all."""
 
     __slots__ = ("done", "going", "last_s", "limit", "links", "rate", "remaining", "sessions", "version")
 
@@ -107,44 +104,44 @@ class _Transfer:
         self.version = 0
 
     def advance(self, now_s: float) -> None:
-        """Let every session carry what it could since the last change."""
+        """Reduce the remaining bytes by those carried since the last change."""
         if now_s > self.last_s:
             going = self.remaining > 0
             left = self.remaining[going] - self.rate[going] * (now_s - self.last_s)
-            self.remaining[going] = np.maximum(left, 0.0)  # it may have ended since
+            self.remaining[going] = np.maximum(left, 0.0)  # a session may have ended since
             self.last_s = now_s
 
     def settle(self, now_s: float) -> list[int]:
-        """End what the clock cannot tell from ended; return the links that this frees."""
+        """End the sessions that are over within the clock's resolution; return the links that they free."""
         slack_s = 1e-12 + 2 * math.ulp(now_s)
         ended = self.going & (self.remaining <= self.rate * slack_s + NEGLIGIBLE_BYTES)
         if not ended.any():
             return []
         self.remaining[ended] = 0.0
         self.going = self.going & ~ended
-        found: list[int] = self.sessions.link[ended[self.sessions.session]].tolist()
-        return found
+        freed: list[int] = self.sessions.link[ended[self.sessions.session]].tolist()
+        return freed
 
     def lasts_s(self) -> Floats:
-        """Return how long each session still goes at its rate; 0 for those that have ended."""
-        found = np.zeros(len(self.remaining))
-        np.divide(self.remaining, self.rate, out=found, where=self.remaining > 0)
-        return found
+        """Return the remaining time of each session at its rate; 0 for those that have ended."""
+        times_s = np.zeros(len(self.remaining))
+        np.divide(self.remaining, self.rate, out=times_s, where=self.remaining > 0)
+        return times_s
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no bytes are left."""
         return not self.remaining.any()
 
     def is_limited_by(self, links: frozenset[int]) -> bool:
-        """Return whether one of some links limits the rate of a session that still goes."""
+        """Return whether one of the links limits the rate of an unfinished session."""
         return not links.isdisjoint(self.limit[self.remaining > 0].tolist())
 
 
 class Network:
-    """The links of a cluster in simulated time, equal ones taken together, and the bytes that each of them carried.
+    """The links of a cluster in simulated time, folded into classes, and the bytes that each class has carried.
 
-    Of `conditions`, other traffic is simulated here; faults are in the router's wiring already.
+    Background traffic of `conditions` is simulated here; its faults are already in the router's wiring.
     """
 
     def __init__(
@@ -166,24 +163,24 @@ class Network:
         self.carried = np.zeros(len(self.capacity))
         self.active: list[_Transfer] = []
         self.left_s: dict[int, float] = {}
-        """When links were left by the last that crossed them."""
+        """Time at which the last session on a link ended."""
         self._alone: dict[Sessions, tuple[Floats, Ints]] = {}
-        """The rate of what is one session where nothing else goes, and the link that limits it."""
+        """Rate and limiting link of a single session without any other traffic."""
         for stage, stream in zip(streams, conditions.traffic, strict=True):
-            self._keep_up(stage, stream.bytes_per_s)
+            self._start_stream(stage, stream.bytes_per_s)
 
     @cached_property
     def _widest(self) -> float:
-        """The largest capacity of the cluster's links that are used."""
+        """Largest capacity of the used links."""
         return float(self.folded.capacity.max(initial=0.0)) or 1.0
 
     @cached_property
     def _proportions(self) -> bytes:
-        """What the capacities of these links are to one another."""
+        """Capacities of these links relative to the largest, as a cache key."""
         return (self.folded.capacity / self._widest).tobytes()
 
-    def _keep_up(self, stage: Stage, bytes_per_s: float) -> None:
-        """Let others' traffic flow for ever; a link of its own, as wide as its rate, keeps it from taking more."""
+    def _start_stream(self, stage: Stage, bytes_per_s: float) -> None:
+        """Start endless background traffic, whose rate is limited by an extra link of its own."""
         (group,) = self.folded.of(stage).groups
         own = len(self.capacity)
         self.capacity = np.append(self.capacity, bytes_per_s)
@@ -193,7 +190,7 @@ class Network:
             link=np.append(group.link, own),
             load=np.append(group.load, 1.0),
         )
-        self._begun(limited, np.full(1, np.inf))
+        self._start(limited, np.full(1, np.inf))
 
     def alone_s(self, stage: Stage, pace: Pace | None = None) -> float:
         """Return the time of a stage on idle links."""
@@ -208,7 +205,7 @@ class Network:
         self.carried[traffic.carried_link] += traffic.carried * stage.size_bytes
 
     def carry(self, stage: Stage, pace: Pace | None = None) -> Generator[Any, Any, None]:
-        """Take the simulated time of a stage, at the backend's pace."""
+        """Simulate a stage, with the backend's additions to its time."""
         self.count(stage)
         traffic, pace = self.folded.of(stage), pace or Pace()
         ends = []
@@ -223,7 +220,7 @@ class Network:
             yield self.env.all_of(ends)
 
     def _wait_s(self, stage: Stage, group: Sessions, sizes: Floats, pace: Pace) -> float:
-        """Return how long sessions wait for latencies and notices that no transfer hides: on idle links, at least."""
+        """Return the time that sessions wait for latencies and notices that transfers on idle links do not hide."""
         if not pace.latency:
             return 0.0
         latency_s = group.latency_s + pace.message_s
@@ -243,7 +240,7 @@ class Network:
         )
 
     def _longest(self, group: Sessions, sizes: Floats) -> tuple[float, int]:
-        """Return how long the longest session takes on idle links, and the link that limits it."""
+        """Return the time of the longest session on idle links, and the link that limits it."""
         rates, limit = self._rates([group])
         times_s = sizes / rates
         longest = int(times_s.argmax())
@@ -258,25 +255,25 @@ class Network:
         if len(group.link) and pace.group_bytes:
             sizes = self._let_through(group, sizes, pace.group_bytes)
         if len(group.link) and sizes.any():
-            yield self._begun(group, sizes)
+            yield self._start(group, sizes)
         if pace.group_bytes:
             self.left_s |= dict.fromkeys(group.links, self.env.now)
         if busy is not None:
             yield busy
 
     def _let_through(self, group: Sessions, sizes: Floats, group_bytes: int) -> Floats:
-        """Return what is left of bytes when a shaped link has let through at once what it has tokens for.
+        """Return the bytes that are left when an idle shaped link has passed a burst at once.
 
-        They gather while nothing crosses it: as long as a head start lasts, at most.
+        Its tokens accumulate while nothing crosses it, up to a head start.
         """
-        took_s, link = self._longest(group, sizes)
+        longest_s, link = self._longest(group, sizes)
         if any(link in transfer.links for transfer in self.active):
             return sizes
         ahead_s = head_start_s(float(self.capacity[link]), group_bytes)
         ahead_s = min(ahead_s, self.env.now - self.left_s.get(link, -math.inf))
-        return np.asarray(sizes * max(0.0, 1 - ahead_s / took_s), dtype=np.float64)
+        return np.asarray(sizes * max(0.0, 1 - ahead_s / longest_s), dtype=np.float64)
 
-    def _begun(self, group: Sessions, sizes: Floats) -> simpy.Event:
+    def _start(self, group: Sessions, sizes: Floats) -> simpy.Event:
         transfer = _Transfer(group, sizes.copy(), self.env.event(), self.env.now)
         self.active.append(transfer)
         together = self._touching(transfer)
@@ -287,16 +284,16 @@ class Network:
         return transfer.done
 
     def _go_alone(self, transfer: _Transfer) -> None:
-        """Plan the end of one session that has its links for itself, which holds if no other comes before.
+        """Schedule the end of a session that is alone on its links, valid unless another one begins before.
 
-        What the clock rounds is less than what `settle` takes for ended, so that nothing is left to add up then.
+        The clock's rounding is below the slack of `settle`, so that nothing is left over then.
         """
         transfer.rate, transfer.limit = self._rates([transfer.sessions])
         transfer.version += 1
         version = transfer.version
         last_s = float(transfer.remaining[0] / transfer.rate[0])
         if math.isinf(last_s):
-            return  # others' traffic alone, which never ends
+            return  # only background traffic, which never ends
 
         def ended(_event: simpy.Event) -> None:
             if version == transfer.version:
@@ -313,17 +310,17 @@ class Network:
 
     def _touching(self, transfer: _Transfer) -> list[_Transfer]:
         """Return the transfers that share links with this one, or with others that do."""
-        found, rest = [transfer], [other for other in self.active if other is not transfer]
+        touching, rest = [transfer], [other for other in self.active if other is not transfer]
         links = set(transfer.links)
         grown = True
         while grown:
             near = [other for other in rest if not links.isdisjoint(other.links)]
             grown = bool(near)
-            found += near
+            touching += near
             rest = [other for other in rest if other not in near]
             for other in near:
                 links |= other.links
-        return found
+        return touching
 
     def _rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None = None) -> tuple[Floats, Ints]:
         """Return the fair rates of all sessions of the groups, one after another, and the links that limit them."""
@@ -334,27 +331,27 @@ class Network:
                 fullest = int(shares.argmin())
                 self._alone[only] = shares[fullest : fullest + 1], only.link[fullest : fullest + 1]
             return self._alone[only]
-        if going is not None and all(each.all() for each in going):
+        if going is not None and all(mask.all() for mask in going):
             going = None
         mask = b"" if going is None else np.concatenate(going).tobytes()
         rates, limit = self.folded.rates.once(
             (tuple(groups), mask, self._proportions),
             lambda: self._proportional_rates(groups, going),
-            weight=lambda found: len(found[0]),
+            weight=lambda rates_and_limits: len(rates_and_limits[0]),
         )
         return rates * self._widest, limit
 
     def _proportional_rates(self, groups: Sequence[Sessions], going: Sequence[Any] | None) -> tuple[Floats, Ints]:
-        """Return the same where the widest link has capacity 1: so it is at whatever rate."""
+        """Return the rates for capacities relative to the widest link, which are proportional to the actual ones."""
         session, (places, link), load, sessions = self._together(groups)
         if going is not None:
-            kept = np.concatenate(going)[session]
-            session, link, load = session[kept], link[kept], load[kept]
+            unfinished = np.concatenate(going)[session]
+            session, link, load = session[unfinished], link[unfinished], load[unfinished]
         rates, limit = limited_rates(session, link, load, self.capacity[places] / self._widest, sessions=sessions)
         return rates, np.where(limit == NOWHERE, NOWHERE, places[limit])
 
     def _together(self, groups: Sequence[Sessions]) -> tuple[Ints, tuple[Ints, Ints], Floats, int]:
-        """Return groups as one: sessions, classes of links and of every entry which of these it is, loads, how many."""
+        """Return merged groups: sessions, (classes of links, index of each entry's class), loads, session count."""
         if len(groups) == 1:
             return groups[0].session, groups[0].places, groups[0].load, len(groups[0].unit_bytes)
         starts = np.cumsum([0, *(len(group.unit_bytes) for group in groups)])
@@ -364,7 +361,7 @@ class Network:
         return session, (places, link), load, int(starts[-1])
 
     def _share(self, transfers: Sequence[_Transfer]) -> None:
-        """Give every session its fair rate and plan when that changes."""
+        """Set the fair rate of every session and schedule its next change."""
         now_s = self.env.now
         for transfer in transfers:
             transfer.advance(now_s)
@@ -377,52 +374,53 @@ class Network:
         self._plan(transfers)
 
     def _plan(self, transfers: Sequence[_Transfer]) -> None:
-        """Plan when a transfer is over, or a session ends that leaves room to others: until then all rates stay."""
+        """Schedule the next end of a transfer, or of a session whose link others can use: until then all rates stay."""
         for transfer in transfers:
             transfer.version += 1
         versions = [transfer.version for transfer in transfers]
         lasts_s = [transfer.lasts_s() for transfer in transfers]
-        first_s = min(float(each.max()) for each in lasts_s)
+        first_s = min(float(rest_s.max()) for rest_s in lasts_s)
         changes_s = self._changes_s(transfers, lasts_s)
         first_s = min(first_s, changes_s)
         if math.isinf(first_s):
-            return  # others' traffic alone, which never ends
+            return  # only background traffic, which never ends
         wake = self.env.timeout(first_s)
         assert wake.callbacks is not None
         wake.callbacks.append(lambda _event: self._wake(transfers, versions))
 
     def _changes_s(self, transfers: Sequence[_Transfer], lasts_s: Sequence[Floats]) -> float:
-        """Return in what time a session ends on a link that limits others, which go on: infinite where none does."""
+        """Return the time until a session ends on a link that limits unfinished others; infinite where none does."""
         if len(transfers) == 1 and len(lasts_s[0]) == 1:
             return math.inf  # there are no others
-        until_s = np.full(len(self.capacity), -np.inf)  # from now, by link: how long it limits somebody
+        until_s = np.full(len(self.capacity), -np.inf)  # by link: time until which it limits a session
         for transfer, last_s in zip(transfers, lasts_s, strict=True):
             limited = transfer.limit != NOWHERE
             np.maximum.at(until_s, transfer.limit[limited], last_s[limited])
-        slack_s, found_s = 1e-12 + 2 * math.ulp(self.env.now), math.inf
+        slack_s, change_s = 1e-12 + 2 * math.ulp(self.env.now), math.inf
         for transfer, last_s in zip(transfers, lasts_s, strict=True):
             ends_s = last_s[transfer.sessions.session]
             matters = (until_s[transfer.sessions.link] > ends_s + slack_s) & (ends_s > 0)
-            found_s = min(found_s, float(ends_s[matters].min(initial=math.inf)))
-        return found_s
+            change_s = min(change_s, float(ends_s[matters].min(initial=math.inf)))
+        return change_s
 
     def _wake(self, transfers: Sequence[_Transfer], versions: Sequence[int]) -> None:
         for transfer, version in zip(transfers, versions, strict=True):
-            if version == transfer.version:  # else it was planned before the flows changed
-                self._woken(transfer)
+            if version == transfer.version:  # else the flows have changed since
+                self._change(transfer)
 
-    def _woken(self, transfer: _Transfer) -> None:
+    def _change(self, transfer: _Transfer) -> None:
+        """End the sessions that are over, and recompute the rates of others that their links limit."""
         touched = self._touching(transfer)
-        for each in touched:
-            each.advance(self.env.now)
-        freed = frozenset(link for each in touched for link in each.settle(self.env.now))
+        for other in touched:
+            other.advance(self.env.now)
+        freed = frozenset(link for other in touched for link in other.settle(self.env.now))
         left: list[_Transfer] = []
-        for each in touched:
-            if each.is_over:
-                self._end(each)
+        for other in touched:
+            if other.is_over:
+                self._end(other)
             else:
-                left.append(each)
-        if any(each.is_limited_by(freed) for each in left):
+                left.append(other)
+        if any(other.is_limited_by(freed) for other in left):
             self._share(left)
-        elif left:  # all that still go are as fast as before: what limits them is as full as it was
+        elif left:  # all others keep their rates: the links that limit them are as full as before
             self._plan(left)

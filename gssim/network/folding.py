@@ -1,9 +1,8 @@
-"""Links and flows that cannot be told apart, taken together, by colour refinement; exact for unequal ones too.
+"""Folding of equivalent links and flows into classes by colour refinement, which keeps max-min rates exact.
 
-Two links are of one class where they have the same capacity and the same numbers of flows of every class with the same
-shares cross them; two flows are, where they are as large and late and cross the same numbers of links of every class.
-Such a partition is equitable, so that all members of a class have the same max-min rate, and one stands for all.
-Source: Berkholz, Bonsma, Grohe 2017, "Tight lower and upper bounds for the complexity of canonical colour refinement".
+Two links are in one class where they have the same capacity and the same numbers of flows of every class cross them
+with the same shares; two flows are, where they have the same size and latency and cross the same numbers of links of
+every class. Such a partition is equitable: all members of a class have the same max-min rate, and one represents all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,32 +22,32 @@ Marks = NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Sessions:
-    """What moves in one stage for each byte of its size: one session, or classes of flows that start together."""
+    """Rates of one stage for each byte of its size: one session, or classes of flows that start together."""
 
     latency_s: float
     session: Ints
     link: Ints
     """Class of link."""
     load: Floats
-    """Part of the session's rate that the link takes."""
+    """Part of the session's rate on the link."""
     unit_bytes: Floats
     """Bytes of each session for each byte of the stage's size."""
 
     @cached_property
     def places(self) -> tuple[Ints, Ints]:
-        """The classes of links that there are, and of every entry which of these it is."""
-        found, inverse = np.unique(self.link, return_inverse=True)
-        return found, inverse
+        """Classes of crossed links, and for every entry the index of its class among them."""
+        classes, inverse = np.unique(self.link, return_inverse=True)
+        return classes, inverse
 
     @cached_property
     def links(self) -> frozenset[int]:
-        """The same classes."""
+        """Classes of crossed links."""
         return frozenset(self.places[0].tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """The sessions of one set of hops, grouped by when they start, and what each link class carries for each byte."""
+    """The sessions of one set of hops, grouped by start time, and the load of each link class for each byte."""
 
     groups: tuple[Sessions, ...]
     carried_link: Ints
@@ -56,7 +55,7 @@ class Traffic:
 
 
 MOST_RATES = 2**16
-"""Sessions of which rates are kept, as often as they are."""
+"""Largest size of the cache of rates, in sessions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +65,18 @@ class Folded:
     link_class: Ints
     """Class of each link; -1 where nothing crosses it."""
     capacity: Floats
-    """Of a link of each class."""
+    """Capacity of a link of each class."""
     traffic: dict[tuple[int, bool], Traffic]
     """By (id of the hops, coupled)."""
     colours: dict[tuple[int, bool], Ints]
-    """Class of every session, by the same: of hops that keep pace one for each group, else one for each hop."""
+    """Class of every session, by the same key: sessions are groups of hops that progress together, else hops."""
     first: Ints
-    """Of each class of links."""
+    """First link of each class."""
     rates: Recent = field(default_factory=lambda: Recent(MOST_RATES))
-    """The latest max-min rates, by sessions, which of them go on, and proportions of capacities."""
+    """Cache of max-min rates, by sessions, a mask of the unfinished ones, and proportions of capacities."""
 
     def with_rates(self, bandwidth_bytes_per_s: Floats) -> "Folded":
-        """Return the same where links that are equally fast here are so there, at other rates."""
+        """Return the same classes at other rates; links that are equally fast here must be so there."""
         return replace(self, capacity=bandwidth_bytes_per_s[self.first])
 
     def of(self, stage: Stage) -> Traffic:
@@ -87,7 +86,7 @@ class Folded:
 
 @dataclass(eq=False)
 class _Pattern:
-    """Sessions of one set of hops over single links; the refinement colours them."""
+    """Sessions of one set of hops over single links, coloured by the refinement."""
 
     session: Ints
     link: Ints
@@ -98,28 +97,28 @@ class _Pattern:
 
 
 MOST_SESSIONS = 2**16
-"""Of hops that are kept with what is known of them."""
+"""Largest set of hops that is cached."""
 
 
 MOST_FOLDS = 32
 
 
 def fold(router: Router, stages: Sequence[Stage], *, unfolded: bool, shared: Shared) -> Folded:
-    """Return the classes of links and sessions of all stages; `unfolded`: every one is a class of its own."""
-    found: dict[tuple[int, bool], tuple[Hops, bool]] = {}
+    """Return the classes of links and sessions of all stages; `unfolded`: each link and session is its own class."""
+    hop_sets: dict[tuple[int, bool], tuple[Hops, bool]] = {}
     for stage in stages:
-        found[id(stage.hops), stage.coupled] = (stage.hops, stage.coupled)
-    if sum(hops.elements for hops, _ in found.values()) > MOST_SESSIONS:
-        return _folded(router, found, unfolded)
-    told = ((Same(hops), coupled) for hops, coupled in found.values())
-    key = (router.ways, router.equal_rates, unfolded, *told)
-    folded = shared.once("fold", key, lambda: _folded(router, found, unfolded), most=MOST_FOLDS)
+        hop_sets[id(stage.hops), stage.coupled] = (stage.hops, stage.coupled)
+    if sum(hops.elements for hops, _ in hop_sets.values()) > MOST_SESSIONS:
+        return _folded(router, hop_sets, unfolded)
+    identities = ((Same(hops), coupled) for hops, coupled in hop_sets.values())
+    key = (router.ways, router.equal_rates, unfolded, *identities)
+    folded = shared.once("fold", key, lambda: _folded(router, hop_sets, unfolded), most=MOST_FOLDS)
     return folded.with_rates(router.wiring.bandwidth_bytes_per_s)
 
 
-def _folded(router: Router, found: Mapping[tuple[int, bool], tuple[Hops, bool]], unfolded: bool) -> Folded:
+def _folded(router: Router, hop_sets: Mapping[tuple[int, bool], tuple[Hops, bool]], unfolded: bool) -> Folded:
     capacity = router.wiring.bandwidth_bytes_per_s
-    patterns = {key: _pattern(router, hops, coupled) for key, (hops, coupled) in found.items()}
+    patterns = {key: _pattern(router, hops, coupled) for key, (hops, coupled) in hop_sets.items()}
     if unfolded:
         links = np.arange(len(capacity))
         for pattern in patterns.values():
@@ -140,7 +139,7 @@ def _folded(router: Router, found: Mapping[tuple[int, bool], tuple[Hops, bool]],
 
 
 def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
-    """Return the sessions of hops: one for all of a group where they keep pace, else one for each."""
+    """Return the sessions of hops: one for each group where they progress together, else one for each hop."""
     sessions = hops.count
     if coupled and isinstance(hops, Exchange):
         bundle, none = router.bundle(hops), np.zeros(1, np.int64)
@@ -159,14 +158,14 @@ def _pattern(router: Router, hops: Hops, coupled: bool) -> _Pattern:
 
 
 def codes(values: Floats) -> Ints:
-    """Return a number for each distinct value; values that agree to twelve digits are the same."""
+    """Return an index for each distinct value; values that agree to twelve digits are equal."""
     mantissa, exponent = np.frexp(values)
     rounded = np.ldexp(np.round(mantissa * 2.0**40), exponent - 40)
     return np.asarray(np.unique(rounded, return_inverse=True)[1], dtype=np.int64)
 
 
 def _mixed(values: Ints) -> Marks:
-    """Return the values scrambled (splitmix64), so that sums of them tell multisets apart."""
+    """Return hashes of the values (splitmix64), whose sums distinguish multisets."""
     x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -182,7 +181,7 @@ def _summed(marks: Marks, owner: Ints, owners: int) -> Marks:
 
 
 def _recoloured(colour: Ints, marks: Marks) -> Ints:
-    """Return colours that tell apart what had other colours or has other marks."""
+    """Return new colours, equal where both the colours and the marks are."""
     both = _mixed(colour) * np.uint64(3) + _mixed(marks.view(np.int64))
     return np.asarray(np.unique(both, return_inverse=True)[1], dtype=np.int64)
 
@@ -190,7 +189,7 @@ def _recoloured(colour: Ints, marks: Marks) -> Ints:
 def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
     """Colour the sessions of all patterns, and return the colours of the links: the coarsest equitable partition.
 
-    Sessions that keep pace are one of a kind, so only single flows can fall together.
+    Sessions of hops that progress together cannot be merged, so only single flows can.
     """
     starts = np.cumsum([0, *(len(pattern.unit_bytes) for pattern in patterns)])
     if not patterns or not starts[-1]:
@@ -214,7 +213,7 @@ def _refined(patterns: Sequence[_Pattern], capacity: Floats) -> Ints:
 
 
 def _first_colours(patterns: Sequence[_Pattern]) -> Ints:
-    """Return what tells sessions apart before their links are looked at: pattern, size, latency."""
+    """Return the initial colours of sessions: by pattern, size and latency."""
     which = np.repeat(np.arange(len(patterns)), [len(p.unit_bytes) for p in patterns])
     size = codes(np.concatenate([p.unit_bytes for p in patterns]))
     late = codes(np.concatenate([p.latency_s for p in patterns]))
@@ -223,7 +222,7 @@ def _first_colours(patterns: Sequence[_Pattern]) -> Ints:
 
 
 def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.bool_]) -> Traffic:
-    """Return a pattern's sessions by class: what each takes of a link is read off one link of every class."""
+    """Return a pattern's sessions by class; the load of a class is read from one link of every link class."""
     _, first, session_class = np.unique(pattern.colour, return_index=True, return_inverse=True)
     entries = np.flatnonzero(representative[pattern.link])
     classes = link_class[pattern.link[entries]]
@@ -242,11 +241,11 @@ def _traffic(pattern: _Pattern, link_class: Ints, representative: NDArray[np.boo
 
 
 def _groups(session: Ints, link: Ints, load: Floats, unit_bytes: Floats, latency_s: Floats) -> list[Sessions]:
-    """Return the sessions by when they start: all that wait for the same latency, together."""
-    found = []
+    """Return the sessions grouped by latency, which is when they start."""
+    groups = []
     for late in distinct(latency_s):
         members = np.flatnonzero(latency_s == late)
         inside = np.isin(session, members)
         local = np.searchsorted(members, session[inside])
-        found.append(Sessions(float(late), local, link[inside], load[inside], unit_bytes[members]))
-    return found
+        groups.append(Sessions(float(late), local, link[inside], load[inside], unit_bytes[members]))
+    return groups

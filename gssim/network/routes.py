@@ -1,11 +1,9 @@
-"""Which links a message takes: the paths of fewest links, of those the ones of least latency, shared equally.
+"""Routing: shortest paths by links, then latency, with equal paths sharing traffic; and queues on slow links.
 
-Where queues stand in a network, and whether small messages must pass them.
-
-[Note: queues] A sender's own port holds back what its link does not take at once, and lets small messages through (the
-kernel's limits on what a connection may queue). A slower link farther on has no such means: all that the sender's fast
-port lets out waits in the switch before it, in the order in which it came. A receiver's notice that goes the same way
-waits for the data ahead of it, where a notice that goes from switch to switch on idle links takes no time to speak of.
+[Note: queues] A sender's own port holds back data that its link does not transmit at once, and lets small messages pass
+(the kernel's limits on a connection's queue). A slower link farther on cannot do so: all data that the sender's fast
+port transmits wait in the switch before it, in order of arrival. A receiver's notice on the same path waits for the
+data ahead of it, while a notice from switch to switch on idle links takes almost no time.
 """
 
 import hashlib
@@ -36,36 +34,36 @@ from gssim.units import Bools, Floats, Ints, distinct
 
 @dataclass(frozen=True, eq=False)
 class Incidence:
-    """Parts of flows on links: entry e says that a `share` of flow `flow[e]` crosses link `link[e]`; sorted by flow."""
+    """Parts of flows on links: in entry e a `share` of flow `flow[e]` crosses link `link[e]`; sorted by flow."""
 
     flow: Ints
     link: Ints
     share: Floats
     latency_s: Floats
-    """Of each flow's path, a mean over equal paths."""
+    """Latency of each flow's path, a mean over equal paths."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Where searches stand after some links: by pair and node, how many best paths lead there, at which latency."""
+    """Frontier of the searches after some links: by pair and node, number and latency of the best paths to there."""
 
     key: Ints
     """pair * nodes + node, sorted."""
     paths: Floats
     latency_s: Floats
     parent: Ints
-    """Of each step taken to get here: position in the level before."""
+    """Of each step taken to get here: position in the previous level."""
     child: Ints
-    """Position here."""
+    """Position in this level."""
     link: Ints
 
 
 PAIRS_AT_ONCE = 2**16
-"""Pairs whose paths are searched together: what a search holds grows with them."""
+"""Pairs whose paths are searched together: memory of a search is proportional to them."""
 
 
 class Router:
-    """Routes over a wiring, found for many pairs at once by searching from both ends."""
+    """Routes over a wiring, searched for many pairs at once by a bidirectional breadth-first search."""
 
     def __init__(self, wiring: Wiring, kept: Recent | None = None) -> None:
         self.wiring, self.kept = wiring, kept or Recent(MOST_LARGE)
@@ -73,17 +71,17 @@ class Router:
         self._out = adjacency(wiring.source, self.nodes)
         self._into = adjacency(wiring.target, self.nodes)
         links = (wiring.source, wiring.target, wiring.latency_s)
-        self.ways = (self.nodes, hashlib.sha256(b"".join(each.tobytes() for each in links)).digest())
-        """What routes hang on: equal where others differ in bandwidths alone."""
+        self.ways = (self.nodes, hashlib.sha256(b"".join(column.tobytes() for column in links)).digest())
+        """Cache key of the routes: equal for wirings that differ in bandwidths only."""
 
     @cached_property
     def equal_rates(self) -> bytes:
-        """Which links are as fast as which others."""
-        found = np.unique(self.wiring.bandwidth_bytes_per_s, return_inverse=True)[1]
-        return hashlib.sha256(np.ascontiguousarray(found).tobytes()).digest()
+        """Cache key of which links are equally fast."""
+        rate_class = np.unique(self.wiring.bandwidth_bytes_per_s, return_inverse=True)[1]
+        return hashlib.sha256(np.ascontiguousarray(rate_class).tobytes()).digest()
 
     def of(self, hops: Hops) -> Incidence:
-        """Return the links of all hops, found once for hops between the same ends."""
+        """Return the links of all hops, cached by the hops' ends."""
         key = ("hops", self.ways, Same(hops))
         return self.kept.once(key, lambda: self._between(hops), weight=lambda _: len(hops.source))
 
@@ -94,7 +92,7 @@ class Router:
         )
 
     def bundle(self, hops: Hops) -> Bundle:
-        """Return what links carry of hops that keep pace, found in whichever way is less work."""
+        """Return the load of links by hops that progress together, computed by the cheaper of two methods."""
         key = ("bundle", self.ways, Same(hops))
         return self.kept.once(key, lambda: self._bundle(hops), weight=lambda found: len(found.load))
 
@@ -105,18 +103,18 @@ class Router:
         )
 
     def latency_beyond_s(self, hops: Hops, floor_s: float) -> float:
-        """Return by how much paths' latencies exceed a floor, the mean over what goes over them."""
+        """Return the weighted mean by which the latencies of the hops' paths exceed a floor."""
         if not isinstance(hops, Exchange):
             beyond_s = np.maximum(0.0, self.bundle(hops).latency_s - floor_s)
             return float(np.average(beyond_s, weights=hops.weight)) if beyond_s.any() else 0.0
         key = ("latencies", self.ways, Same(hops.every), hops.kinds.tobytes(), floor_s)
 
-        def found() -> Floats:
+        def latency_sums() -> Floats:
             beyond_s = np.maximum(0.0, self._columns(hops).latency_s - floor_s)
             np.fill_diagonal(beyond_s, 0.0)
             return np.array([beyond_s[hops.kinds == kind].sum(axis=0) for kind in range(len(hops.rows))])
 
-        by_kind = self.kept.once(key, found, weight=lambda found: found.size)
+        by_kind = self.kept.once(key, latency_sums, weight=lambda sums: sums.size)
         return hops.weighted(by_kind) / hops.weight_in_all
 
     def _bundle(self, hops: Hops) -> Bundle:
@@ -126,16 +124,16 @@ class Router:
             return Bundle(np.zeros(len(used), np.int64), used, load[used], np.zeros(0))
         if not is_worthwhile(self.wiring, hops):
             return self._summed(hops)
-        ends = (Same(hops.source), Same(hops.target), Same(hops.group))  # exchanges of other proportions have them too
+        ends = (Same(hops.source), Same(hops.target), Same(hops.group))  # shared by exchanges of other proportions
         key = ("paths", self.ways, *ends)
-        most = MOST_LARGE // 2  # however many steps there are, the hops themselves stay
+        most = MOST_LARGE // 2  # so that the hops themselves stay cached, however many steps there are
         paths = self.kept.once(
             key, lambda: paths_of(self.wiring, self._into, hops), weight=lambda found: min(found.steps, most)
         )
         return carried(self.wiring, paths, hops.weight)
 
     def _summed(self, hops: Hops) -> Bundle:
-        """Return the same from every hop's own path."""
+        """Return the bundle as the sum over every hop's own path."""
         on, links = self.of(hops), self.wiring.links
         group = np.zeros(len(hops.source), np.int64) if hops.group is None else hops.group
         place, entry = np.unique(group[on.flow] * links + on.link, return_inverse=True)
@@ -144,7 +142,7 @@ class Router:
         return Bundle(place[some] // links, place[some] % links, loads[some], on.latency_s)
 
     def rate_bytes_per_s(self, hops: Hops, weight: Floats) -> float:
-        """Return at which rate a hop of weight 1 would go if all kept pace, alone on their links (0: left out)."""
+        """Return the rate of a hop of weight 1 if all progress together, alone on their links (0: left out)."""
         on = self.of(hops)
         load = summed(on.link, on.share * weight[on.flow], self.wiring.links)
         busy = np.flatnonzero(load)
@@ -157,20 +155,20 @@ class Router:
         """
         keys, inverse = np.unique(source * self.nodes + target, return_inverse=True)
         parts = [keys[start : start + PAIRS_AT_ONCE] for start in range(0, max(1, len(keys)), PAIRS_AT_ONCE)]
-        found = _joined([self._search(part // self.nodes, part % self.nodes) for part in parts])
+        unique = _joined([self._search(part // self.nodes, part % self.nodes) for part in parts])
         if len(keys) == len(source) and np.array_equal(inverse, np.arange(len(keys))):
-            return found
-        starts = np.searchsorted(found.flow, np.arange(len(keys) + 1))
+            return unique
+        starts = np.searchsorted(unique.flow, np.arange(len(keys) + 1))
         lengths = np.diff(starts)[inverse]
         flow = np.repeat(np.arange(len(source)), lengths)
         entry = runs(starts[:-1][inverse], lengths)
-        return Incidence(flow, found.link[entry], found.share[entry], found.latency_s[inverse])
+        return Incidence(flow, unique.link[entry], unique.share[entry], unique.latency_s[inverse])
 
     def _search(self, source: Ints, target: Ints) -> Incidence:
         """Return the incidence of distinct pairs."""
         pairs = np.arange(len(source))
-        ahead = [_start(pairs * self.nodes + source)]
-        back = [_start(pairs * self.nodes + target)]
+        forward = [_start(pairs * self.nodes + source)]
+        backward = [_start(pairs * self.nodes + target)]
         latency_s = np.zeros(len(source))
         entries: list[tuple[Ints, Ints, Floats]] = []
         waiting = source != target
@@ -178,41 +176,41 @@ class Router:
             if not waiting.any():
                 break
             if turn % 2 == 0:
-                ahead.append(self._expand(ahead, waiting, self._out, self.wiring.target))
+                forward.append(self._expand(forward, waiting, self._out, self.wiring.target))
             else:
-                back.append(self._expand(back, waiting, self._into, self.wiring.source))
-            if not len(ahead[-1].key) or not len(back[-1].key):
+                backward.append(self._expand(backward, waiting, self._into, self.wiring.source))
+            if not len(forward[-1].key) or not len(backward[-1].key):
                 break
-            met = _meet(ahead[-1], back[-1], self.nodes, len(source))
+            met = _meet(forward[-1], backward[-1], self.nodes, len(source))
             if met is not None:
                 waiting[met.pair] = False
                 latency_s[met.pair] = met.latency_s
-                entries.append(_trace(ahead, met.ahead, met.paths_on, met.total, self.nodes))
-                entries.append(_trace(back, met.back, met.paths_back, met.total, self.nodes))
+                entries.append(_trace(forward, met.forward, met.paths_on, met.total, self.nodes))
+                entries.append(_trace(backward, met.backward, met.paths_back, met.total, self.nodes))
         if waiting.any():
-            self._unreachable(source, target, int(np.flatnonzero(waiting)[0]))
+            pair, names = int(np.flatnonzero(waiting)[0]), self.wiring.names
+            ends = f"from {names[source[pair]]} to {names[target[pair]]}"
+            raise UserError(f"cluster.links: there is no path of links {ends}")
         return _collected(entries, latency_s)
 
-    def _unreachable(self, source: Ints, target: Ints, pair: int) -> None:
-        names = self.wiring.names
-        raise UserError(f"cluster.links: there is no path of links from {names[source[pair]]} to {names[target[pair]]}")
-
     def _expand(self, levels: list[_Level], waiting: NDArray[np.bool_], edges: Adjacency, ends: Ints) -> _Level:
-        """Return the level that is one link farther, for the pairs that still wait."""
+        """Return the level that is one link farther, for the pairs whose searches have not met."""
         level = levels[-1]
         alive = np.flatnonzero(waiting[level.key // self.nodes])
         node, pair = level.key[alive] % self.nodes, level.key[alive] // self.nodes
         link, degree = edges.of(node)
         parent = np.repeat(alive, degree)
         key = np.repeat(pair, degree) * self.nodes + ends[link]
-        if len(levels) > 1:  # never back to where it came from
-            new = ~_contains(levels[-2].key, key)
+        if len(levels) > 1:  # never back to the previous level
+            before = levels[-2].key
+            place = np.minimum(np.searchsorted(before, key), max(0, len(before) - 1))
+            new = before[place] != key if len(before) else np.ones(len(key), dtype=bool)
             parent, link, key = parent[new], link[new], key[new]
         return _merged(key, level, parent, link, self.wiring.latency_s)
 
 
 def _joined(parts: list[Incidence]) -> Incidence:
-    """Return the incidence of flows numbered on from part to part."""
+    """Return the incidence of all parts, with flows numbered consecutively."""
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *(len(part.latency_s) for part in parts)])
@@ -229,59 +227,52 @@ def _start(key: Ints) -> _Level:
     return _Level(key, np.ones(len(key)), np.zeros(len(key)), none, none, none)
 
 
-def _contains(held: Ints, wanted: Ints) -> NDArray[np.bool_]:
-    """Return which of `wanted` are in `held`, which is sorted."""
-    if not len(held):
-        return np.zeros(len(wanted), dtype=bool)
-    place = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
-    return np.asarray(held[place] == wanted)
-
-
 def _merged(key: Ints, before: _Level, parent: Ints, link: Ints, link_latency_s: Floats) -> _Level:
-    """Return steps that lead to the same place taken together; only those of least latency are kept."""
+    """Return the level reached by steps, those to the same place merged; only those of least latency are kept."""
     reached, child = np.unique(key, return_inverse=True)
-    took_s = before.latency_s[parent] + link_latency_s[link]
+    step_s = before.latency_s[parent] + link_latency_s[link]
     best_s = np.full(len(reached), np.inf)
-    np.minimum.at(best_s, child, took_s)
-    kept = took_s <= best_s[child] * (1 + 1e-12) + 1e-18
-    parent, child, link = parent[kept], child[kept], link[kept]
+    np.minimum.at(best_s, child, step_s)
+    best = step_s <= best_s[child] * (1 + 1e-12) + 1e-18
+    parent, child, link = parent[best], child[best], link[best]
     paths = summed(child, before.paths[parent], len(reached))
     return _Level(reached, paths, best_s, parent, child, link)
 
 
 @dataclass(frozen=True, eq=False)
 class _Meeting:
-    """Pairs whose two searches met: where, at which latency, over how many paths."""
+    """Pairs whose two searches met: the places, latencies and numbers of their best paths."""
 
     pair: Ints
     latency_s: Floats
-    ahead: Ints
-    """Positions in the level ahead."""
-    back: Ints
+    forward: Ints
+    """Positions in the forward level."""
+    backward: Ints
+    """Positions in the backward level."""
     paths_on: Floats
     """Paths from there to the target."""
     paths_back: Floats
     total: Floats
-    """Paths by pair, of all pairs."""
+    """Number of paths of each pair."""
 
 
-def _meet(ahead: _Level, back: _Level, nodes: int, pairs: int) -> _Meeting | None:
-    common, a, b = np.intersect1d(ahead.key, back.key, assume_unique=True, return_indices=True)
+def _meet(forward: _Level, backward: _Level, nodes: int, pairs: int) -> _Meeting | None:
+    common, a, b = np.intersect1d(forward.key, backward.key, assume_unique=True, return_indices=True)
     if not len(common):
         return None
     pair = common // nodes
-    took_s = ahead.latency_s[a] + back.latency_s[b]
+    path_s = forward.latency_s[a] + backward.latency_s[b]
     best_s = np.full(pairs, np.inf)
-    np.minimum.at(best_s, pair, took_s)
-    kept = took_s <= best_s[pair] * (1 + 1e-12) + 1e-18
-    a, b, pair = a[kept], b[kept], pair[kept]
-    total = summed(pair, ahead.paths[a] * back.paths[b], pairs)
+    np.minimum.at(best_s, pair, path_s)
+    best = path_s <= best_s[pair] * (1 + 1e-12) + 1e-18
+    a, b, pair = a[best], b[best], pair[best]
+    total = summed(pair, forward.paths[a] * backward.paths[b], pairs)
     done = distinct(pair)
-    return _Meeting(done, best_s[done], a, b, back.paths[b], ahead.paths[a], total)
+    return _Meeting(done, best_s[done], a, b, backward.paths[b], forward.paths[a], total)
 
 
 def _trace(levels: list[_Level], at: Ints, paths_on: Floats, total: Floats, nodes: int) -> tuple[Ints, Ints, Floats]:
-    """Return (pair, link, share) of every step on a best path, from a meeting back to where the search began."""
+    """Return (pair, link, share) of every step on a best path, from the meeting back to the start of the search."""
     onward = np.zeros(len(levels[-1].key))
     onward[at] = paths_on
     flows, links, shares = [], [], []
@@ -309,37 +300,31 @@ def _collected(entries: list[tuple[Ints, Ints, Floats]], latency_s: Floats) -> I
 
 
 AS_BUSY = 0.99
-"""Links that are as busy as the busiest, but for rounding."""
+"""Relative load from which on a link counts as the busiest, to allow for rounding."""
 
 
 def notices_queue(router: Router, hops: Hops) -> bool:
-    """Return whether notices of hops that keep pace wait in queues of what others of these hops carry.
+    """Return whether notices of hops that progress together wait in queues of data of other such hops.
 
-    That is where a link holds up hops whose senders have faster ports, and the notice of another hop that is held up as
-    much goes over that link too.
+    They do where a link limits hops whose senders have faster ports, and the notice of another hop that is limited too
+    crosses that link.
     """
-    on = router.of(hops)
-    slow = _busiest(router, hops)
+    on, rates = router.of(hops), router.wiring.bandwidth_bytes_per_s
+    busy_s: Floats = summed(on.link, on.share * hops.weight[on.flow], router.wiring.links) / rates
+    slow = np.asarray(busy_s >= AS_BUSY * busy_s.max(initial=0.0)) & (busy_s > 0)
     own = router.wiring.source[on.link] == hops.source[on.flow]
-    held_at_port = _any(on.flow, slow[on.link] & own, hops.count)
-    in_network = slow[on.link] & ~held_at_port[on.flow]
+    limited_at_port = _any(on.flow, slow[on.link] & own, hops.count)
+    in_network = slow[on.link] & ~limited_at_port[on.flow]
     if not in_network.any():
         return False
-    held = _any(on.flow, slow[on.link], hops.count)
+    limited = _any(on.flow, slow[on.link], hops.count)
     back = router.of(Hops(hops.target, hops.source, hops.weight))
     queues = _any(on.link, in_network, router.wiring.links)
-    return bool((queues[back.link] & held[back.flow]).any())
-
-
-def _busiest(router: Router, hops: Hops) -> Bools:
-    """Return of every link whether it takes longest for what the hops carry."""
-    on, rates = router.of(hops), router.wiring.bandwidth_bytes_per_s
-    took: Floats = summed(on.link, on.share * hops.weight[on.flow], router.wiring.links) / rates
-    return np.asarray(took >= AS_BUSY * took.max(initial=0.0)) & (took > 0)
+    return bool((queues[back.link] & limited[back.flow]).any())
 
 
 def _any(owner: Ints, marks: Bools, owners: int) -> Bools:
-    """Return of every owner whether one of its entries is marked."""
-    found = np.zeros(owners, dtype=bool)
-    found[owner[marks]] = True
-    return found
+    """Return for every owner whether one of its entries is marked."""
+    marked = np.zeros(owners, dtype=bool)
+    marked[owner[marks]] = True
+    return marked

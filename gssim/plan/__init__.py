@@ -1,4 +1,4 @@
-"""The plan: how work is divided, and what each rank holds and does under it."""
+"""Parallelization plans: the methods and policies, and how batch, parameters, buckets and layers are split by them."""
 
 from gssim.plan.bucket_partition import Division, divide
 from gssim.plan.buckets import assign_buckets, bucket_limits
@@ -9,9 +9,9 @@ from gssim.plan.encodings import (
     MOST_INDEXED,
     SAMPLE_ELEMENTS,
     chosen,
+    coo_range_error,
     message_bytes,
     scratch_elements,
-    too_long,
 )
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
 from gssim.plan.methods import METHODS, PREDICTED_ONLY, Method, MethodName
@@ -68,6 +68,7 @@ __all__ = [
     "balanced_stages",
     "bucket_limits",
     "chosen",
+    "coo_range_error",
     "cost_shares",
     "divide",
     "even",
@@ -86,6 +87,5 @@ __all__ = [
     "schedule",
     "scratch_elements",
     "split",
-    "too_long",
     "worth_moving",
 ]

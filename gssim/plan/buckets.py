@@ -1,4 +1,4 @@
-"""How tensors are grouped into buckets, as PyTorch does."""
+"""Assignment of tensors to gradient buckets, by PyTorch's rule."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:
 
 
 def assign_buckets(sizes_bytes: Sequence[float], *, first_bytes: float, cap_bytes: float) -> list[list[int]]:
-    """Return tensors (by position in `sizes_bytes`, the order in which gradients become ready) grouped into buckets.
+    """Return the buckets as lists of tensors (positions in `sizes_bytes`, the order in which gradients become ready).
 
     PyTorch's rule: a bucket closes once it holds at least its limit, `first_bytes` for the first, then `cap_bytes`.
     Source: torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size, as rebuilt after step one.
@@ -27,14 +27,14 @@ def assign_buckets(sizes_bytes: Sequence[float], *, first_bytes: float, cap_byte
     """
     buckets: list[list[int]] = []
     current: list[int] = []
-    held = 0.0
+    bucket_bytes = 0.0
     limit = first_bytes
     for position, size in enumerate(sizes_bytes):
         current.append(position)
-        held += size
-        if held >= limit:
+        bucket_bytes += size
+        if bucket_bytes >= limit:
             buckets.append(current)
-            current, held, limit = [], 0.0, cap_bytes
+            current, bucket_bytes, limit = [], 0.0, cap_bytes
     if current:
         buckets.append(current)
     return buckets

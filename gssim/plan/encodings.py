@@ -1,4 +1,4 @@
-"""How a thresholded message is written, and how large it is: both ends, real and simulated, go by these functions.
+"""Encodings of thresholded messages (COO, bitmap, dense) and their sizes, shared by the simulator and the real backend.
 
 A message holds `entries` of the `elements` of an owner's range, v bytes each (gradient-sharding A.3):
 
@@ -12,14 +12,14 @@ import math
 from gssim.errors import UserError
 
 INDEX_BYTES = 4
-"""COO entries carry an int32 index relative to the owner's range."""
+"""Size of the int32 index of a COO entry, relative to the owner's range."""
 MOST_INDEXED = 2**31
-"""Elements of a range that such an index tells apart."""
+"""Elements of the longest range that such an index can address."""
 ENCODINGS = ("dense", "bitmap", "coo")
-"""Of those with equally many bytes, the first is taken."""
+"""All encodings; of those with equally many bytes, the first is used."""
 
 CHUNK_ELEMENTS = 2**16
-"""On a CPU, entries are found and packed in chunks of this many elements, which stay in a cache."""
+"""On a CPU, entries are selected and packed in chunks of this many elements, which fit in a cache."""
 SAMPLE_ELEMENTS = 2**16
 """A target density's threshold is estimated from at most this many of a tensor's elements."""
 
@@ -39,23 +39,23 @@ def message_bytes(encoding: str, *, entries: float, elements: float, value_bytes
 
 
 def chosen(encoding: str, *, entries: float, elements: float, value_bytes: int) -> str:
-    """Return how a message goes: as asked, or (`auto`) in the encoding with fewest bytes that can tell its elements.
+    """Return the encoding of a message: the requested one, or (`auto`) the smallest that can address its elements.
 
-    Raises UserError where the one that is asked for cannot.
+    Raises UserError where COO is requested for a range that is too long for its indices.
 
     >>> [chosen("auto", entries=entries, elements=1000, value_bytes=4) for entries in (10, 100, 980)]
     ['coo', 'bitmap', 'dense']
     """
     if encoding == "coo" and elements > MOST_INDEXED:
-        raise UserError(too_long(elements))
+        raise UserError(coo_range_error(elements))
     if encoding != "auto":
         return encoding
-    known = ENCODINGS if elements <= MOST_INDEXED else ("dense", "bitmap")
-    return min(known, key=lambda each: message_bytes(each, entries=entries, elements=elements, value_bytes=value_bytes))
+    usable = ENCODINGS if elements <= MOST_INDEXED else ("dense", "bitmap")
+    return min(usable, key=lambda e: message_bytes(e, entries=entries, elements=elements, value_bytes=value_bytes))
 
 
-def too_long(elements: float) -> str:
-    """Return why a range of so many elements cannot go as COO."""
+def coo_range_error(elements: float) -> str:
+    """Return the error message for a range of too many elements for COO."""
     return (
         f"encoding = 'coo': has int32 indices, for at most {MOST_INDEXED:,} elements of an owner's range, which has "
         f"{elements:,.0f}; allowed: auto, bitmap, dense, or smaller shards"
@@ -63,10 +63,10 @@ def too_long(elements: float) -> str:
 
 
 def scratch_elements(part: int, bucket: int, *, chunked: bool) -> tuple[int, int]:
-    """Return the flags and the magnitudes that it takes to find and pack messages of at most `part` elements.
+    """Return the workspace, as (flags, magnitudes), for selecting and packing messages of at most `part` elements.
 
-    They are of a bucket of at most `bucket` elements. Flags are whole bytes' worth of bits; magnitudes are looked at
-    chunk by chunk (`chunked`), or those of a whole message at once.
+    `bucket`: the most elements of a bucket. Flags are bits, padded to whole bytes; magnitudes are computed chunk by
+    chunk (`chunked`), or for a whole message at once.
     """
     flags, whole = 8 * math.ceil(part / 8), 8 * math.ceil(bucket / 8)
     return flags, min(whole, CHUNK_ELEMENTS) if chunked else max(flags, min(whole, SAMPLE_ELEMENTS))

@@ -1,4 +1,4 @@
-"""Where each rank stands in the mesh of parallel axes, and which ranks share an axis with it."""
+"""The device mesh: coordinates of each rank on the parallel axes, and the groups of ranks along an axis."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from math import prod
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""From the outermost to the innermost: ranks that differ in `tp` alone are neighbours, as in torchtitan."""
+"""From the outermost to the innermost: ranks that differ in `tp` alone are adjacent, as in torchtitan."""
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
@@ -50,18 +50,18 @@ class Mesh:
         >>> Mesh(pp=2, dp_shard=3).place(4)
         Place(pp=1, dp_replicate=0, dp_shard=1, tp=0)
         """
-        found = []
+        coordinates = []
         for size in reversed(self.sizes):
             rank, coordinate = divmod(rank, size)
-            found.append(coordinate)
-        return Place(*reversed(found))
+            coordinates.append(coordinate)
+        return Place(*reversed(coordinates))
 
     def data_rank(self, rank: int) -> int:
-        """Return which part of the batch a rank takes: its position on the data axes."""
+        """Return the index of a rank's part of the batch: its position on the data axes."""
         return rank // self.tp % self.data_ranks
 
     def group(self, rank: int, *axes: str) -> Sequence[int]:
-        """Return the sorted ranks that differ from `rank` on the given axes at most.
+        """Return the sorted ranks that differ from `rank` on no axis but the given ones.
 
         >>> Mesh(dp_shard=2, tp=2).group(1, "dp_shard")
         range(1, 4, 2)

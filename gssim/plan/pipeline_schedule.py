@@ -1,8 +1,8 @@
-"""Who does what when in a pipeline: each rank's order of forwards, backwards, messages, and waits for them.
+"""Pipeline schedules (GPipe, 1F1B, interleaved 1F1B): each rank's order of forwards, backwards, sends, receives, waits.
 
-What torch.distributed.pipelining does (torch 2.13, schedules.py: ScheduleGPipe, Schedule1F1B and
-ScheduleInterleaved1F1B), statement by statement; tests compare it to torch's own loops. Stage i is on rank i modulo
-the ranks. The first stage receives nothing; the last sends no activations.
+They reproduce torch.distributed.pipelining (torch 2.13, schedules.py: ScheduleGPipe, Schedule1F1B and
+ScheduleInterleaved1F1B) statement by statement; tests compare them to torch's own loops. Stage i is on rank i modulo
+the ranks. The first stage receives no activations; the last sends none.
 """
 
 from collections import defaultdict
@@ -14,26 +14,26 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class Message(NamedTuple):
-    """A tensor from one stage to a neighbour: an activation goes forward, a gradient backward."""
+    """A tensor sent between adjacent stages: an activation goes forward, a gradient backward."""
 
     kind: str
     """`activation` or `gradient`."""
     source: int
-    """The stage that makes it."""
+    """The stage that produces it."""
     micro_batch: int
 
     @property
     def target(self) -> int:
-        """The stage that takes it; the last stage's output goes to nobody."""
+        """The stage that receives it (for the last stage's output: one that does not exist)."""
         return self.source + (1 if self.kind == "activation" else -1)
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One action of a rank.
 
-    `forward`, `backward`: compute. `send`, `receive`: hand messages over to the backend, those of one action together,
-    and go on. `wait`: until the messages are through. `release`: the last name that the schedule has for a tensor
-    goes, and its memory.
+    `forward`, `backward`: compute. `send`, `receive`: post messages to the backend, those of one action in one batch,
+    without waiting. `wait`: block until the messages are complete. `release`: the last reference of the schedule to a
+    tensor is dropped, and its memory freed.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def schedule(name: str, *, ranks: int, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return what each rank does in a step.
+    """Return the actions of each rank in a step.
 
     Raises ValueError, with the reason, where the schedule does not exist for these numbers.
 
@@ -63,7 +63,7 @@ def refuse(name: str, *, ranks: int, stages: int, micro_batches: int) -> None:
     if name != "interleaved" and stages != ranks:
         raise ValueError(f"'{name}' takes one stage on each of {ranks} ranks, not {stages} stages")
     if stages % ranks:
-        raise ValueError(f"{stages} stages cannot be dealt out evenly to {ranks} ranks")
+        raise ValueError(f"{stages} stages cannot be divided evenly among {ranks} ranks")
     if name == "1f1b" and micro_batches < stages:
         raise ValueError(f"'1f1b' needs at least as many micro-batches as stages: {stages}, not {micro_batches}")
     rounds = max(1, micro_batches // ranks)
@@ -72,9 +72,9 @@ def refuse(name: str, *, ranks: int, stages: int, micro_batches: int) -> None:
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Return the most micro-batches, of all stages, whose forward a rank has done and whose backward it has not.
+    """Return the maximum number of micro-batches in flight, over all stages: forward done, backward not yet.
 
-    >>> [in_flight(each) for each in schedule("1f1b", ranks=3, stages=3, micro_batches=8)]
+    >>> [in_flight(actions) for actions in schedule("1f1b", ranks=3, stages=3, micro_batches=8)]
     [3, 2, 1]
     """
     most = now = 0
@@ -84,37 +84,36 @@ def in_flight(actions: Sequence[Action]) -> int:
     return most
 
 
-class _Writer:
-    """Writes down what a rank does; knows which of torch's names hold which tensors, and so when a tensor goes."""
+class _Recorder:
+    """Records a rank's actions, and releases a tensor once none of torch's local variables refers to it."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage, self.first, self.last = stage, stage == 0, stage == stages - 1
         self.actions: list[Action] = []
-        self.names: dict[str, tuple[Message, ...]] = {}
+        self.variables: dict[str, tuple[Message, ...]] = {}
 
-    def hold(self, name: str, *messages: Message) -> None:
-        """Let a name stand for tensors; those that it stood for go where no other name holds them."""
-        before = self.names.pop(name, ())
+    def assign(self, variable: str, *messages: Message) -> None:
+        """Bind a variable to tensors; those that it was bound to are released if no other variable refers to them."""
+        before = self.variables.pop(variable, ())
         if messages:
-            self.names[name] = messages
+            self.variables[variable] = messages
         for message in before:
-            if not any(message in held for held in self.names.values()):
+            if not any(message in bound for bound in self.variables.values()):
                 self.actions.append(Action("release", messages=(message,)))
 
-    def hold_nothing(self) -> None:
-        """Let all names go: the function returns."""
-        for name in list(self.names):
-            self.hold(name)
+    def unbind_all(self) -> None:
+        """Unbind all variables, as when the function returns."""
+        for variable in list(self.variables):
+            self.assign(variable)
 
-    def hand_over(self, kind: str, *messages: Message) -> None:
-        """Send or receive."""
+    def post(self, kind: str, *messages: Message) -> None:
+        """Post messages to be sent or received, if there are any."""
         if messages:
             self.actions.append(Action(kind, messages=messages))
 
     def wait(self, *messages: Message) -> None:
-        """Wait for messages."""
-        if messages:
-            self.actions.append(Action("wait", messages=messages))
+        """Wait for messages, if there are any."""
+        self.post("wait", *messages)
 
     def received(self, kind: str, micro_batch: int) -> tuple[Message, ...]:
         """Return the message that a forward (`activation`) or backward (`gradient`) of the stage needs, if any."""
@@ -123,41 +122,39 @@ class _Writer:
         return () if self.last else (Message(kind, self.stage + 1, micro_batch),)
 
     def forward(self, micro_batch: int) -> tuple[Message, ...]:
-        """Compute; return what is then to be sent. The cache of the stage, and the loop's `output`, hold the output."""
+        """Compute; return the messages to send next. The stage's cache and the loop's `output` refer to the output."""
         self.actions.append(Action("forward", self.stage, micro_batch))
         output = Message("activation", self.stage, micro_batch)
-        self.hold(f"cache {micro_batch}", output)
-        self.hold("output", output)
+        self.assign(f"cache {micro_batch}", output)
+        self.assign("output", output)
         return () if self.last else (output,)
 
     def backward(self, micro_batch: int) -> tuple[Message, ...]:
-        """Compute; return what is then to be sent."""
+        """Compute; return the messages to send next."""
         self.actions.append(Action("backward", self.stage, micro_batch))
-        self.hold(f"cache {micro_batch}")
+        self.assign(f"cache {micro_batch}")
         return () if self.first else (Message("gradient", self.stage, micro_batch),)
 
 
 def _gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """All forwards, then all backwards; what was sent is held to the end."""
-    do = _Writer(stage, stages)
+    """GPipe: all forwards, then all backwards; sent tensors stay referenced to the end."""
+    do = _Recorder(stage, stages)
     for kind, compute in (("activation", do.forward), ("gradient", do.backward)):
         sent: list[Message] = []
         for i in range(micro_batches):
-            needed = do.received(kind, i)
-            do.hand_over("receive", *needed)
-            do.wait(*needed)
-            made = compute(i)
-            do.hand_over("send", *made)
-            do.hold(f"sent {kind} {i}", *made)
-            sent += made
+            _receive(do, kind, i)
+            outputs = compute(i)
+            do.post("send", *outputs)
+            do.assign(f"sent {kind} {i}", *outputs)
+            sent += outputs
         do.wait(*sent)
-    do.hold_nothing()
+    do.unbind_all()
     yield from do.actions
 
 
 def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Some forwards, then a backward and a forward in turn, then the rest of the backwards."""
-    do = _Writer(stage, stages)
+    """1F1B: warm-up forwards, then a backward and a forward in turn, then the remaining backwards."""
+    do = _Recorder(stage, stages)
     warmup = min(micro_batches, stages - stage)
     in_work: tuple[Message, ...] = ()
     sends: tuple[Message, ...] = ()
@@ -165,47 +162,47 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> It
         _receive(do, "activation", i)
         sends = do.forward(i)
         do.wait(*in_work)
-        do.hold("fwd_sends", *sends)
+        do.assign("fwd_sends", *sends)
         if i < warmup - 1:
-            do.hand_over("send", *sends)
+            do.post("send", *sends)
             in_work = sends
-            do.hold("send_work", *in_work)
+            do.assign("send_work", *in_work)
     forwards, backwards = warmup, 0
     while True:
         _exchange(do, sends, do.received("gradient", backwards))
         sends = do.backward(backwards)
-        do.hold("bwd_sends", *sends)
+        do.assign("bwd_sends", *sends)
         backwards += 1
         if forwards == micro_batches:
             break
         _exchange(do, sends, do.received("activation", forwards))
         sends = do.forward(forwards)
-        do.hold("fwd_sends", *sends)
+        do.assign("fwd_sends", *sends)
         forwards += 1
-    do.hand_over("send", *sends)
-    do.hold("send_work", *sends)
+    do.post("send", *sends)
+    do.assign("send_work", *sends)
     for i in range(backwards, micro_batches):
         _receive(do, "gradient", i)
         before, sends = sends, do.backward(i)
         do.wait(*before)
-        do.hold("bwd_sends", *sends)
-        do.hand_over("send", *sends)
-        do.hold("send_work", *sends)
+        do.assign("bwd_sends", *sends)
+        do.post("send", *sends)
+        do.assign("send_work", *sends)
     do.wait(*sends)
-    do.hold_nothing()
+    do.unbind_all()
     yield from do.actions
 
 
-def _receive(do: _Writer, kind: str, micro_batch: int) -> None:
+def _receive(do: _Recorder, kind: str, micro_batch: int) -> None:
     needed = do.received(kind, micro_batch)
-    do.hand_over("receive", *needed)
+    do.post("receive", *needed)
     do.wait(*needed)
 
 
-def _exchange(do: _Writer, sends: tuple[Message, ...], receives: tuple[Message, ...]) -> None:
-    """Hand over both in one batch, sends first, and wait for all."""
-    do.hand_over("send", *sends)
-    do.hand_over("receive", *receives)
+def _exchange(do: _Recorder, sends: tuple[Message, ...], receives: tuple[Message, ...]) -> None:
+    """Post both in one batch, sends first, and wait for all."""
+    do.post("send", *sends)
+    do.post("receive", *receives)
     do.wait(*sends, *receives)
 
 
@@ -213,9 +210,9 @@ def _exchange(do: _Writer, sends: tuple[Message, ...], receives: tuple[Message, 
 
 
 def _interleaved(ranks: int, local: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages; the earliest comes first.
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank has `local` stages, and runs the earliest first.
 
-    Messages are under way while the rank computes; all that was sent is held, and waited for, to the end.
+    Messages are in flight while the rank computes; all sent tensors stay referenced, and are waited for, to the end.
     """
     stages = ranks * local
     orders = [_with_idle_slots(_compute_order(rank, ranks, local, micro_batches)) for rank in range(ranks)]
@@ -228,11 +225,11 @@ def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> lis
     total = local * micro_batches
     warmup = min((local - 1) * in_round + 2 * (ranks - 1 - rank), total)
     done: dict[tuple[str, int], int] = defaultdict(int)
-    found: list[Action] = []
+    order: list[Action] = []
 
-    def add(kind: str, part: int) -> None:
-        stage = part * ranks + rank
-        found.append(Action(kind, stage, done[kind, stage]))
+    def add(kind: str, local_stage: int) -> None:
+        stage = local_stage * ranks + rank
+        order.append(Action(kind, stage, done[kind, stage]))
         done[kind, stage] += 1
 
     for step in range(total + warmup):
@@ -240,72 +237,72 @@ def _compute_order(rank: int, ranks: int, local: int, micro_batches: int) -> lis
             add("forward", step // in_round % local)
         if step >= warmup:
             add("backward", local - 1 - (step - warmup) // in_round % local)
-    return found
+    return order
 
 
 ACTIVE_STAGES = 3
-"""Stages whose parameters torch would gather ahead, were they sharded (_add_unshard_reshard)."""
+"""Stages whose parameters torch would prefetch, were they sharded (_add_unshard_reshard)."""
 
 
 def _with_idle_slots(order: list[Action]) -> list[Action | None]:
-    """Return the order with a None for everything that torch schedules for sharded stages and their gradients.
+    """Return the order with a None for every action that torch schedules for sharded stages and their gradients.
 
-    Nothing is done in these slots, but they shift where messages are handed over.
+    These slots are idle, but they shift the points at which messages are posted.
     """
     active: set[int] = set()
-    left: dict[int, int] = defaultdict(int)
+    backwards_left: dict[int, int] = defaultdict(int)
     for action in order:
-        left[action.stage] += action.kind == "backward"
-    found: list[Action | None] = []
+        backwards_left[action.stage] += action.kind == "backward"
+    slots: list[Action | None] = []
     for i, action in enumerate(order):
-        coming = list(dict.fromkeys(later.stage for later in order[i:]))[:ACTIVE_STAGES]
-        found += [None] * (len(active - set(coming)) + len(set(coming) - active))
-        active = set(coming)
-        found.append(action)
-        left[action.stage] -= action.kind == "backward"
-        if action.kind == "backward" and not left[action.stage]:
-            found.append(None)  # torch: REDUCE_GRAD
-    return [*found, *[None] * len(active)]
+        upcoming = list(dict.fromkeys(later.stage for later in order[i:]))[:ACTIVE_STAGES]
+        slots += [None] * (len(active - set(upcoming)) + len(set(upcoming) - active))
+        active = set(upcoming)
+        slots.append(action)
+        backwards_left[action.stage] -= action.kind == "backward"
+        if action.kind == "backward" and not backwards_left[action.stage]:
+            slots.append(None)  # torch: REDUCE_GRAD
+    return [*slots, *[None] * len(active)]
 
 
 def _with_messages(orders: list[list[Action | None]], stages: int) -> list[list[Action]]:
     """Return the orders with sends and receives (torch: _add_send_recv).
 
-    Rank after rank takes its next action, if what it needs has been handed over; a sender puts the receive into its
-    neighbour's order, so that both see messages in the same order.
+    Rank after rank takes its next action once the messages that it needs have been posted; a sender also inserts the
+    receive into the peer's order, so that both see messages in the same order.
     """
     ranks = len(orders)
-    found: list[list[Action]] = [[] for _ in orders]
-    known: list[set[Message]] = [set() for _ in orders]
-    places = [0] * ranks
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    actions: list[list[Action]] = [[] for _ in orders]
+    available: list[set[Message]] = [set() for _ in orders]
+    positions = [0] * ranks
+    while any(position < len(order) for position, order in zip(positions, orders, strict=True)):
         for rank, order in enumerate(orders):
-            if places[rank] == len(order):
+            if positions[rank] == len(order):
                 continue
-            action = order[places[rank]]
+            action = order[positions[rank]]
             if action is not None:
-                if not known[rank].issuperset(_needed(action, stages)):
+                if not available[rank].issuperset(_inputs(action, stages)):
                     continue
-                found[rank].append(action)
-                for message in _made(action, stages):
-                    other = message.target % ranks
-                    known[rank].add(message)
-                    known[other].add(message)
-                    if other != rank:
-                        found[rank].append(Action("send", messages=(message,)))
-                        found[other].append(Action("receive", messages=(message,)))
-            places[rank] += 1
-    return found
+                actions[rank].append(action)
+                for message in _outputs(action, stages):
+                    peer = message.target % ranks
+                    available[rank].add(message)
+                    available[peer].add(message)
+                    if peer != rank:
+                        actions[rank].append(Action("send", messages=(message,)))
+                        actions[peer].append(Action("receive", messages=(message,)))
+            positions[rank] += 1
+    return actions
 
 
-def _needed(action: Action, stages: int) -> tuple[Message, ...]:
+def _inputs(action: Action, stages: int) -> tuple[Message, ...]:
     if action.kind == "forward":
         return (Message("activation", action.stage - 1, action.micro_batch),) if action.stage else ()
     last = action.stage == stages - 1
     return () if last else (Message("gradient", action.stage + 1, action.micro_batch),)
 
 
-def _made(action: Action, stages: int) -> tuple[Message, ...]:
+def _outputs(action: Action, stages: int) -> tuple[Message, ...]:
     if action.kind == "forward":
         last = action.stage == stages - 1
         return () if last else (Message("activation", action.stage, action.micro_batch),)
@@ -313,11 +310,11 @@ def _made(action: Action, stages: int) -> tuple[Message, ...]:
 
 
 def _with_waits(order: list[Action], stages: int) -> Iterator[Action]:
-    """Give an order with what is waited for, and released, where torch's runtime does that."""
+    """Yield the order with waits and releases inserted where torch's runtime has them."""
     sent: list[Message] = []
     received = {message for action in order if action.kind == "receive" for message in action.messages}
     for action in order:
-        needed = [] if action.messages else [m for m in _needed(action, stages) if m in received]
+        needed = [] if action.messages else [m for m in _inputs(action, stages) if m in received]
         if needed:
             yield Action("wait", messages=tuple(needed))
         yield action

@@ -1,4 +1,4 @@
-"""The orthogonal policies that a plan comes to on a cluster: all that lowering and the real backend look at."""
+"""Policies that a plan resolves to on a cluster: the input of lowering and of the real backend."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
 
 @dataclass(frozen=True)
 class Policies:
-    """A plan with every policy resolved: what lowering and the real backend go by."""
+    """A plan with every policy resolved: the input of lowering and of the real backend."""
 
     partition: str
     parameters: str
@@ -43,18 +43,18 @@ class Policies:
     pp: int
     push_axis: str = field(default="dp_shard", repr=False)
     """The data axis along which gradients are pushed; along the other one they are reduce-scattered first. It follows
-    from the method, which is why it is no part of a scenario's identity."""
+    from the method and is therefore no part of a scenario's identity."""
     slices: str = field(default="even", repr=False)
-    """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (The method tells it
-    already, so that it is no part of what identifies a scenario.)"""
+    """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (It follows from the
+    method and is therefore no part of a scenario's identity.)"""
     publish_overlaps: bool = field(default=False, repr=False)
-    """Whether the next forward begins while published parameters are under way."""
+    """Whether the next forward begins while published parameters are in flight."""
     exchange: str = field(default="backend", repr=False)
-    """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
+    """`point-to-point` or `backend`. Not in the repr: the scenario's identity, which uses the repr, adds it itself."""
 
     @property
     def cuts_natively(self) -> bool:
-        """Whether blocks of linear maps are cut by DTensor: evenly, where gradients are not those of replicas.
+        """Whether blocks of linear maps are cut by DTensor: evenly, and without data-parallel replicas.
 
         DistributedDataParallel and Gradient Sharding take no DTensors.
         """
@@ -68,7 +68,7 @@ class Policies:
 
     @property
     def mesh(self) -> Mesh:
-        """The axes on which ranks stand."""
+        """The mesh of the parallel axes."""
         return Mesh(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
 
     @property
@@ -82,12 +82,12 @@ class Policies:
         return 1 if self.partition == "weight-gradient" else self.mesh.data_ranks
 
     def data_rank(self, rank: int) -> int:
-        """Return which of these parts a rank takes."""
+        """Return the index of the part of the batch that a rank trains on."""
         return 0 if self.partition == "weight-gradient" else self.mesh.data_rank(rank)
 
 
 def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
-    """Return what carries a method's gradients where the plan does not say.
+    """Return the default exchange for a method's gradients, used where the plan does not set one.
 
     >>> usual_exchange("reduce-scatter"), usual_exchange("reduce-scatter", backend="nccl"), usual_exchange("all-reduce")
     ('point-to-point', 'backend', 'backend')
@@ -99,10 +99,10 @@ def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
 def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str = "gloo") -> Policies:
     """Return the plan's policies on a cluster: the method's presets, overridden by what the user set.
 
-    The axes together take `plan.ranks` ranks, or all `devices`; `single` takes one. The method's own axis, where the
-    user does not size it, takes what the others leave; where it is sized, `dp_replicate` does, if the method can have
-    replicas. Methods of two levels take the devices of a host on one axis and the hosts on the other; `hosts` names
-    each device's. Raises UserError where the axes do not make that number.
+    The axes together make `plan.ranks` ranks, or all `devices`; `single` makes one. The method's own axis, where the
+    user does not size it, gets the ranks that the others leave; where it is sized, `dp_replicate` does, if the method
+    can have replicas. Methods of two levels put the devices of a host on one axis and the hosts on the other; `hosts`
+    names each device's. Raises UserError where the axes do not make that number.
     """
     method = METHODS[plan.method]
     policies: dict[str, Any] = {
@@ -119,7 +119,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
 
 
 def _axes(plan: Plan, devices: int, hosts: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of all axes: those that the plan has, and of its method's own axis what these leave."""
+    """Return the sizes of all axes: those that the plan sets, and the method's own axis filled up with the rest."""
     if plan.ranks is not None and plan.ranks > devices:
         raise UserError(f"plan.ranks = {plan.ranks}: the cluster has {devices} devices; allowed: at most {devices}")
     axes = {"dp_replicate": plan.dp_replicate or 1, "dp_shard": plan.dp_shard or 1, "tp": plan.tp, "pp": plan.pp}
@@ -142,12 +142,12 @@ def _axes(plan: Plan, devices: int, hosts: Sequence[str]) -> dict[str, int]:
 
 
 def _absent_axes(plan: Plan) -> list[str]:
-    """Return the axes that take what the others leave, where the plan does not size them: two where hosts tell both."""
+    """Return the unsized axes that are filled up with the remaining ranks: two where the hosts determine both."""
     sized = _sized_axes(plan)
     method = METHODS[plan.method]
     if method.two_levels:
         return [name for name in DATA_AXES if name not in sized]
-    # what shards state, or cuts the model into slices or stages, can have replicas whose gradients are all-reduced
+    # methods that shard state, or cut the model into slices or stages, can have replicas with all-reduced gradients
     replicates = (plan.gradients or method.gradients) in ("all-reduce", "reduce-scatter")
     return [name for name in (method.axis, *(["dp_replicate"] if replicates else [])) if name not in sized][:1]
 
@@ -158,7 +158,7 @@ def _sized_axes(plan: Plan) -> list[str]:
 
 
 def _unfilled(plan: Plan, axes: dict[str, int], ranks: int, absent: Sequence[str]) -> UserError:
-    """Return what to tell where the sizes of axes neither make nor divide the number of ranks."""
+    """Return the error for axes whose sizes neither make nor divide the number of ranks."""
     made = prod(axes.values())
     given = " * ".join(f"plan.{name} = {axes[name]}" for name in _sized_axes(plan))
     of = f"the {ranks} devices of the cluster" if plan.ranks is None else f"plan.ranks = {ranks}"
@@ -172,7 +172,7 @@ def _unfilled(plan: Plan, axes: dict[str, int], ranks: int, absent: Sequence[str
 
 
 def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
-    """Return how else axes could be sized, so that no device is left out."""
+    """Return the allowed alternatives that size the axes so that no device is left out."""
     times, rest = divmod(ranks, prod(axes.values()))
     if rest:
         return f"a product of {ranks}"
@@ -184,13 +184,13 @@ def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
 
 
 def _publish_overlaps(plan: Plan, policies: dict[str, Any]) -> bool:
-    """Return whether parameters are published beside the next forward: only where the plan asks for it."""
+    """Return whether publication overlaps with the next forward: only where the plan asks for it."""
     publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
     return publishes and plan.overlap and bool(plan.publish.overlap)
 
 
 def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of the axes inside hosts and across them; `hosts`: of every rank."""
+    """Return the sizes of the axes inside hosts and across them; `hosts`: the host of every rank."""
     runs = [len(list(devices)) for _, devices in groupby(hosts)]
     if len(set(runs)) > 1 or len(runs) > len(set(hosts)):
         raise UserError(
@@ -209,7 +209,7 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
 
 
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
-    """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
+    """Raise UserError for a combination of policies that is not implemented; nothing is ignored silently."""
     _refuse_combination(plan, policies, file)
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(

@@ -1,17 +1,18 @@
-"""Shares that follow the ranks' pace at run time: a pure controller, the same in a real run and a simulated one.
+"""Rebalancing of batch and shards at run time by the ranks' speeds: a pure controller, shared by both executors.
 
-After every step all ranks know how long each has computed. [Note: replanning] With x the seconds per sample of a rank:
+After every step all ranks know each other's compute time. [Note: replanning] With x the seconds per sample of a rank:
 
-    mean        <- mean + w * (x - mean)                       what it is expected to take (EWMA, weight w)
+    mean        <- mean + w * (x - mean)                       its expected value (EWMA, weight w)
     up, down    <- max(0, up + log(x / reference) - log r), and the same with reference / x       (CUSUM)
 
-`reference` is the median of the first `minimum_steps` observations since the last drift or division: in these nothing
-is decided. A rank whose `up` or `down` exceeds `drift_limit` has drifted: its mean is then that of what was seen
-since that began. Changes below the ratio r = `drift_ratio` never add up to anything, so that bounded noise changes
-nothing; one by a factor f counts after drift_limit / log(f / r) steps, rounded up: 3 for 2 and the defaults (one more
-where noise hides it). Where a rank has drifted, or the slowest needs r times as long as the fastest once the reference
-is known, the batch is divided anew, if the slowest rank is expected to gain at least `hysteresis_ratio`. Shards that
-are shared out by cost change their owners once a reference is known, where moving what these hold pays.
+`reference` is the median of the first `minimum_steps` observations since the last drift or batch split, during which
+nothing is decided. A rank whose `up` or `down` exceeds `drift_limit` has drifted: its mean is then that of the
+observations since the drift began. Changes below the ratio r = `drift_ratio` never accumulate, so that bounded noise
+changes nothing; a change by a factor f is detected after drift_limit / log(f / r) steps, rounded up: 3 for 2 and the
+defaults (one more where noise hides it). Where a rank has drifted, or the slowest needs r times as long as the fastest
+once the reference is known, the batch is split again, if the slowest rank is expected to gain at least
+`hysteresis_ratio`. Shards that are sized by cost change their owners once a reference is known, where moving their
+state pays.
 
 Source: EWMA and CUSUM: Page 1954, "Continuous inspection schemes".
 """
@@ -29,7 +30,7 @@ from gssim.plan.splitting import balance_batch
 
 @dataclass(frozen=True, slots=True)
 class _Excess:
-    """How far observations have been beyond noise, added up since they last were not, and their mean since then."""
+    """One side of a CUSUM: the accumulated excess over noise, and the observations since it was last zero."""
 
     total: float = 0.0
     sum_s: float = 0.0
@@ -41,49 +42,50 @@ class _Excess:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pace:
-    """What is known of a rank, in seconds per sample."""
+class _RankSpeed:
+    """The estimated speed of a rank, in seconds per sample."""
 
     reference_s: float
     mean_s: float
     up: _Excess = _Excess()
     down: _Excess = _Excess()
 
-    def after(self, sample_s: float, settings: Replanning) -> "_Pace":
+    def after(self, sample_s: float, settings: Replanning) -> "_RankSpeed":
         mean_s = self.mean_s + settings.ewma_weight * (sample_s - self.mean_s)
         change, noise = math.log(sample_s / self.reference_s), math.log(settings.drift_ratio)
         up, down = self.up.after(sample_s, change - noise), self.down.after(sample_s, -change - noise)
-        return _Pace(self.reference_s, mean_s, up, down)
+        return _RankSpeed(self.reference_s, mean_s, up, down)
 
-    def drifted(self, limit: float) -> "_Pace | None":
-        """Return the pace since the drift that is seen, or None where none is."""
-        for seen in (self.up, self.down):
-            if seen.total > limit:
-                since_s = seen.sum_s / seen.count
-                return _Pace(since_s, since_s)
+    def drifted(self, limit: float) -> "_RankSpeed | None":
+        """Return the speed since the drift began, or None where there is no drift."""
+        for side in (self.up, self.down):
+            if side.total > limit:
+                since_s = side.sum_s / side.count
+                return _RankSpeed(since_s, since_s)
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What the controller knows: how the batch is divided, and the ranks' paces once there is a reference."""
+    """State of the controller: the batch split, and the ranks' speeds once there is a reference."""
 
     batch: tuple[int, ...]
     """Samples of each rank."""
     first: tuple[tuple[float, ...], ...] = ()
+    """Seconds per sample of every rank in the steps since the last batch split, until there are `minimum_steps`."""
     """Seconds per sample of every rank, in the steps since the batch was divided so; until there are enough."""
-    paces: tuple[_Pace, ...] = ()
+    speeds: tuple[_RankSpeed, ...] = ()
     settled: bool = False
-    """Whether the reference was set after the last step: the time to think about what is dear to change."""
+    """Whether the reference was set after the last step: the moment to consider changes that are expensive."""
 
 
 def observe(
     watch: Watch, compute_s: Sequence[float], settings: Replanning, *, least: int = 1, most: Sequence[int] | None = None
 ) -> Watch:
-    """Return what is known after a step in which the ranks computed `compute_s`; its `batch` is that of the next step.
+    """Return the state after a step in which the ranks computed for `compute_s`; its `batch` is the next step's.
 
-    Every rank keeps `least` samples, so that its pace stays known, and gets at most `most[i]`. Assumes that a rank's
-    time is proportional to its samples: what it is not shows in the next reference.
+    Every rank keeps `least` samples, so that its speed stays observable, and gets at most `most[i]`. Assumes that a
+    rank's time is proportional to its samples: deviations show in the next reference.
 
     >>> watch = Watch(batch=(4, 4))
     >>> for _ in range(5):
@@ -93,64 +95,64 @@ def observe(
     """
     sample_s = tuple(seconds / samples for seconds, samples in zip(compute_s, watch.batch, strict=True))
     watch = replace(watch, settled=False)
-    if not watch.paces:
+    if not watch.speeds:
         return _with_reference(replace(watch, first=(*watch.first, sample_s)), settings, least, most)
-    paces = [pace.after(x, settings) for pace, x in zip(watch.paces, sample_s, strict=True)]
-    drifted = [pace.drifted(settings.drift_limit) for pace in paces]
-    watch = replace(watch, paces=tuple(new or pace for new, pace in zip(drifted, paces, strict=True)))
-    return Watch(_divided(watch, settings, least, most)) if any(drifted) else watch
+    speeds = [speed.after(x, settings) for speed, x in zip(watch.speeds, sample_s, strict=True)]
+    drifted = [speed.drifted(settings.drift_limit) for speed in speeds]
+    watch = replace(watch, speeds=tuple(new or speed for new, speed in zip(drifted, speeds, strict=True)))
+    return Watch(_rebalanced(watch, settings, least, most)) if any(drifted) else watch
 
 
 def _with_reference(watch: Watch, settings: Replanning, least: int, most: Sequence[int] | None) -> Watch:
-    """Set the reference once there are observations enough; divide anew where the ranks are far from equally fast."""
+    """Set the reference once there are enough observations; split the batch again where the ranks differ too much."""
     if len(watch.first) < settings.minimum_steps:
         return watch
-    medians = [median(each) for each in zip(*watch.first, strict=True)]
-    watch = Watch(watch.batch, paces=tuple(_Pace(each, each) for each in medians), settled=True)
-    times_s = _times_s(watch.batch, watch.paces)
+    medians = [median(observations) for observations in zip(*watch.first, strict=True)]
+    watch = Watch(watch.batch, speeds=tuple(_RankSpeed(each_s, each_s) for each_s in medians), settled=True)
+    times_s = _times_s(watch.batch, watch.speeds)
     uneven = max(times_s) >= settings.drift_ratio * min(times_s)
-    batch = _divided(watch, settings, least, most) if uneven else watch.batch
+    batch = _rebalanced(watch, settings, least, most) if uneven else watch.batch
     return watch if batch == watch.batch else Watch(batch, settled=True)
 
 
-def _divided(watch: Watch, settings: Replanning, least: int, most: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the batch divided by the ranks' paces, or as it is where the slowest would not gain enough."""
-    sample_s = [pace.mean_s for pace in watch.paces]
+def _rebalanced(watch: Watch, settings: Replanning, least: int, most: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the batch split by the ranks' speeds, or the present one where the slowest would not gain enough."""
+    sample_s = [speed.mean_s for speed in watch.speeds]
     batch = balance_batch(sum(watch.batch), sample_s=sample_s, fixed_s=[0.0] * len(sample_s), least=least, most=most)
-    gain_ratio = 1 - max(_times_s(batch, watch.paces)) / max(_times_s(watch.batch, watch.paces))
+    gain_ratio = 1 - max(_times_s(batch, watch.speeds)) / max(_times_s(watch.batch, watch.speeds))
     return batch if gain_ratio >= settings.hysteresis_ratio else watch.batch
 
 
 def worth_moving(
     times: OwnerTimes,
-    held: Sequence[float],
+    owned: Sequence[float],
     *,
     most: tuple[float, ...],
     moving: tuple[Sequence[float], Sequence[float]],
     steps: int,
     settings: Replanning,
 ) -> tuple[float, ...] | None:
-    """Return the shard shares to change to, or None where what `held` has is as good or moving does not pay.
+    """Return the better shard shares, or None where `owned`, the present ones, are as good or moving does not pay.
 
-    `times`: with updates as measured; `moving`: what it would take each rank to send, and to receive, the state of all
-    parameters; `steps`: for which the shares are expected to hold. It pays where the steps gain more than the move
-    takes, and the part of a step that depends on the shares at least `hysteresis_ratio` of itself.
+    `times`: with updates as measured; `moving`: each rank's time to send, and to receive, the state of all parameters;
+    `steps`: the number of steps for which the shares are expected to stay. Moving pays where the steps gain more than
+    the move costs, and the part of a step that depends on the shares at least `hysteresis_ratio` of itself.
     """
     better = cost_shares(times, most=most)
-    now_s, then_s = owner_time_s(times, held), owner_time_s(times, better)
+    now_s, then_s = owner_time_s(times, owned), owner_time_s(times, better)
     move_s = 0.0
-    for gone, come, out_s, in_s in zip(*_moved(held, better), *moving, strict=True):
-        move_s = max(move_s, gone * out_s, come * in_s)
+    for leaving, arriving, out_s, in_s in zip(*_moved(owned, better), *moving, strict=True):
+        move_s = max(move_s, leaving * out_s, arriving * in_s)
     gains = now_s - then_s >= settings.hysteresis_ratio * now_s
     return better if gains and steps * (now_s - then_s) > move_s else None
 
 
 def _moved(before: Sequence[float], after: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return which fraction of all parameters leaves each rank, and comes to it: owners' ranges follow one another."""
-    old, new = (list(pairwise(accumulate(each, initial=0.0))) for each in (before, after))
+    """Return the fractions of all parameters that leave and reach each rank: owners' ranges follow one another."""
+    old, new = (list(pairwise(accumulate(shares, initial=0.0))) for shares in (before, after))
     stays = [max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(old, new, strict=True)]
     return [n - s for n, s in zip(before, stays, strict=True)], [n - s for n, s in zip(after, stays, strict=True)]
 
 
-def _times_s(batch: Sequence[int], paces: Sequence[_Pace]) -> list[float]:
-    return [samples * pace.mean_s for samples, pace in zip(batch, paces, strict=True)]
+def _times_s(batch: Sequence[int], speeds: Sequence[_RankSpeed]) -> list[float]:
+    return [samples * speed.mean_s for samples, speed in zip(batch, speeds, strict=True)]

@@ -1,7 +1,7 @@
-"""How much of the sharded state each rank owns: as its memory allows, or as it costs the step least.
+"""Sizes of the ranks' shards of parameters and optimizer state: by memory, or by the least cost to the step.
 
-[Note: owners] In data-parallel Gradient Sharding a rank's share of the parameters decides what it must hold and update,
-and what crosses its links; it does not decide how much it computes, which is its share of the batch.
+[Note: owners] In data-parallel Gradient Sharding a rank's share of the parameters determines the state that it holds
+and updates, and its traffic; its compute is determined by its share of the batch.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from gssim.units import Floats, Ints
 
 DIGITS = 9
-"""Of shares: solvers of other versions may differ in those behind."""
+"""Decimals of shares: solvers of other versions may differ in those beyond."""
 
 
 class InfeasibleError(ValueError):
@@ -28,9 +28,10 @@ class InfeasibleError(ValueError):
 def memory_shares(
     *, capacity_bytes: Sequence[float], held_bytes: Sequence[float], whole_bytes: float
 ) -> tuple[float, ...]:
-    """Return the shares that leave the fullest rank least full: all ranks as full, in proportion to their capacity.
+    """Return the shares that make the fullest rank least full: all ranks equally full, relative to their capacity.
 
-    `held_bytes`: what each rank holds whatever its share; `whole_bytes`: what a share of 1 takes (above 0). Minimises
+    `held_bytes`: memory of each rank that does not depend on its share; `whole_bytes`: memory of a share of 1 (above
+    0). Minimises
 
         max over i of (held_i + s_i * whole) / capacity_i,   where s_i >= 0 and the shares sum to 1
 
@@ -44,7 +45,7 @@ def memory_shares(
     _refuse_overfull(capacity, held, whole_bytes)
     order = np.argsort(held / capacity, kind="stable")  # in which they begin to take
     levels = (whole_bytes + np.cumsum(held[order])) / np.cumsum(capacity[order])  # if the first ones share it all
-    taking = int(np.argmin(levels))  # a further one would have to give back
+    taking = int(np.argmin(levels))  # a further one would take a negative share
     taken = np.zeros(len(capacity))
     first = order[: taking + 1]
     taken[first] = levels[taking] * capacity[first] - held[first]
@@ -63,45 +64,45 @@ def _refuse_overfull(capacity: Floats, held: Floats, whole_bytes: float) -> None
 
 @dataclass(frozen=True)
 class OwnerTimes:
-    """What all of the parameters would take on each rank, in seconds: a share of them takes its share of that."""
+    """Times for all of the parameters on each rank, in seconds; a share of them takes that share of the time."""
 
     push_out_s: tuple[float, ...]
-    """To send all gradients, over the rank's way out."""
+    """To send all gradients over the rank's outgoing links."""
     push_in_s: tuple[float, ...]
-    """To receive all gradients of one other rank, over its way in."""
+    """To receive all gradients of one other rank over its incoming links."""
     update_s: tuple[float, ...]
     """To update all parameters."""
     publish_out_s: tuple[float, ...]
-    """To send all parameters to the next rank of the ring, over the rank's way out."""
+    """To send all parameters to the next rank of the ring, over the rank's outgoing links."""
     publish_in_s: tuple[float, ...]
-    """To receive them from the one before, over its way in."""
+    """To receive them from the previous rank, over its incoming links."""
 
 
 @lru_cache(maxsize=64)
 def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the shares with the least `owner_time_s`, of which rank i's is at most `most[i]`: what its memory allows.
+    """Return the shares with the least `owner_time_s`, rank i's being at most `most[i]`, as its memory allows.
 
     A linear programme: minimise P + U + G, each at least every term of its maximum, where 0 <= s_i <= most_i and the
-    shares sum to 1. Where many shares are as good, those that differ least from even ones are taken (a second one).
-    Assumes that a rank's memory grows in proportion to its share, and that the parts of a step do not overlap. Raises
+    shares sum to 1. Of equally good shares, those that differ least from even ones are taken (a second programme).
+    Assumes that a rank's memory is proportional to its share, and that the parts of a step do not overlap. Raises
     InfeasibleError (in shares, not bytes) where `most` sums to less than 1.
     """
-    from scipy.sparse import block_array, csr_array, hstack, identity  # here: `import gssim` must stay quick
+    from scipy.sparse import block_array, csr_array, hstack, identity  # lazy: keeps `import gssim` fast
 
     limits = np.clip(np.array(most, float), 0.0, 1.0)
     if limits.sum() < 1:
         raise InfeasibleError(None, float(1 - limits.sum()))
     terms = _terms(times)
-    scale = float(max(terms.constant.max(), np.abs(terms.slope).max())) or 1.0  # any unit of time
+    scale = float(max(terms.constant.max(), np.abs(terms.slope).max())) or 1.0  # unit of time, for conditioning
     rows, ranks = np.arange(len(terms.rank)), len(limits)
     above = csr_array((terms.slope / scale, (rows, terms.rank)), shape=(len(rows), ranks))
     parts = csr_array((-np.ones(len(rows)), (rows, terms.part)), shape=(len(rows), PARTS))
     below = -terms.constant / scale
-    each = [(0.0, float(limit)) for limit in limits]
+    share_bounds = [(0.0, float(limit)) for limit in limits]
     objective = np.array([0.0] * ranks + [1.0] * PARTS)
-    bounds = [*each, *[(0.0, None)] * PARTS]
+    bounds = [*share_bounds, *[(0.0, None)] * PARTS]
     best = float(objective @ _solved(objective, hstack([above, parts]), below, bounds, ranks=ranks))
-    # then as near to even as that allows: one more variable, the largest difference
+    # second programme, closest to even at the same time: one more variable, the largest difference
     itself, one = identity(ranks), csr_array(np.ones((ranks, 1)))
     rows_of: list[list[Any]] = [
         [above, parts, None],
@@ -116,18 +117,18 @@ def cost_shares(times: OwnerTimes, *, most: tuple[float, ...]) -> tuple[float, .
 
 
 def owner_time_s(times: OwnerTimes, shares: Sequence[float]) -> float:
-    """Return what of a step depends on the shares: the longest push, then update, then publication of any rank.
+    """Return the part of a step that depends on the shares: the longest push, then update, then publication of a rank.
 
     Of M ranks, whose links carry both directions at once, with s_i their shares:
 
-        P = max of (1 - s_i) * push_out_i          all but its own part goes out
-                   s_i * (M - 1) * push_in_i       its part comes from each of the others
+        P = max of (1 - s_i) * push_out_i          all but its own part is sent
+                   s_i * (M - 1) * push_in_i       its part arrives from each of the others
         U = max of s_i * update_i
-        G = max of (1 - s_i+1) * publish_out_i     round a ring all parts but the next one's own go out,
-                   (1 - s_i) * publish_in_i        all but its own come in,
-                   s_i * (sum of the hops but the one to i)    and a part is handed on M - 1 times
+        G = max of (1 - s_i+1) * publish_out_i     in a ring all parts but the next rank's own are sent,
+                   (1 - s_i) * publish_in_i        all but its own arrive,
+                   s_i * (sum of the hops but the one to i)    and a part is forwarded M - 1 times
 
-    where a hop takes the longer of its sender's way out and its receiver's way in.
+    where a hop takes the longer of its sender's outgoing and its receiver's incoming time.
 
     >>> even = OwnerTimes(*[(1.0, 1.0)] * 5)
     >>> owner_time_s(even, [0.5, 0.5]), owner_time_s(even, [0.75, 0.25])
@@ -149,38 +150,38 @@ class _Terms(NamedTuple):
     slope: Floats
     constant: Floats
     part: Ints
-    """Which maximum it belongs to."""
+    """Index of the maximum: push, update or publication."""
 
 
 def _terms(times: OwnerTimes) -> _Terms:
-    out, come, update = (np.array(each, float) for each in (times.push_out_s, times.push_in_s, times.update_s))
+    push_out, push_in, update = (np.array(s, float) for s in (times.push_out_s, times.push_in_s, times.update_s))
     sends, receives = np.array(times.publish_out_s, float), np.array(times.publish_in_s, float)
-    ranks, none = np.arange(len(out)), np.zeros(len(out))
+    ranks, zeros = np.arange(len(push_out)), np.zeros(len(push_out))
     hop_to = np.maximum(np.roll(sends, 1), receives)  # the hop that ends at a rank
-    handed_on = hop_to.sum() - hop_to if len(out) > 1 else none
-    found = [
-        (ranks, -out, out, 0),
-        (ranks, (len(out) - 1) * come, none, 0),
-        (ranks, update, none, 1),
+    forwarded = hop_to.sum() - hop_to if len(push_out) > 1 else zeros
+    terms = [
+        (ranks, -push_out, push_out, 0),
+        (ranks, (len(push_out) - 1) * push_in, zeros, 0),
+        (ranks, update, zeros, 1),
         (np.roll(ranks, -1), -sends, sends, 2),
         (ranks, -receives, receives, 2),
-        (ranks, handed_on, none, 2),
+        (ranks, forwarded, zeros, 2),
     ]
-    rank, slope, constant = (np.concatenate([each[column] for each in found]) for column in range(3))
-    part = np.repeat(np.array([each[3] for each in found]), len(out))
+    rank, slope, constant = (np.concatenate([term[column] for term in terms]) for column in range(3))
+    part = np.repeat(np.array([term[3] for term in terms]), len(push_out))
     return _Terms(rank.astype(np.int64), slope, constant, part)
 
 
 def _solved(objective: Floats, above: Any, below: Floats, bounds: Sequence[Any], *, ranks: int) -> Floats:
-    """Return where an objective is least under `above @ x <= below`, the first variables, the shares, summing to 1."""
+    """Return the minimum's variables under `above @ x <= below`, the first ones, the shares, summing to 1."""
     from scipy.optimize import linprog
 
     whole = np.zeros((1, len(objective)))
     whole[0, :ranks] = 1.0
-    found = linprog(objective, A_ub=above, b_ub=below, A_eq=whole, b_eq=[1.0], bounds=bounds, method="highs")
-    if found.x is None:
-        raise RuntimeError(f"the shares' linear programme failed: {found.message}")
-    return np.asarray(found.x, dtype=np.float64)
+    solution = linprog(objective, A_ub=above, b_ub=below, A_eq=whole, b_eq=[1.0], bounds=bounds, method="highs")
+    if solution.x is None:
+        raise RuntimeError(f"linear programme for shard sizes failed: {solution.message}")
+    return np.asarray(solution.x, dtype=np.float64)
 
 
 def _normalised(parts: Floats) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Dividing a batch, elements, tensors or layers among ranks."""
+"""Integer splits of a batch, elements, tensors or layers among ranks."""
 
 import heapq
 import math
@@ -58,7 +58,7 @@ def ranges(total: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 MANY_SAMPLES = 256
-"""Of more, most are given out at once."""
+"""For more samples than this, most are assigned in one vectorised step."""
 
 
 def balance_batch(
@@ -94,11 +94,11 @@ def balance_batch(
 def _certain_samples(
     total: int, sample_s: Floats, fixed_s: Floats, least: Sequence[int], most: Sequence[int] | None
 ) -> list[int]:
-    """Return samples that each rank surely gets: all that end by a time by which no more than `total` do.
+    """Return samples that each rank is sure to get: all that end by a time by which at most `total` do.
 
-    The time is searched until fewer than one for each rank are left, or none can be told apart.
+    Bisects the time until fewer samples than ranks are left, or the time cannot be resolved any further.
     """
-    found = lowest = np.array(least, dtype=np.int64)
+    samples = lowest = np.array(least, dtype=np.int64)
     limit = np.full(len(lowest), total, np.int64) if most is None else np.minimum(np.array(most, np.int64), total)
     limit = np.maximum(limit, lowest)
     early, late = 0.0, float((fixed_s + total * sample_s).max())
@@ -111,32 +111,32 @@ def _certain_samples(
         if counts.sum() > total:
             late = middle
             continue
-        early, found = middle, counts
+        early, samples = middle, counts
         if total - counts.sum() < len(counts):
             break
-    return [int(count) for count in found]
+    return [int(count) for count in samples]
 
 
 def greedy(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Return which of `sizes`, by position, each part gets: the largest first, each to the part that has least so far.
+    """Return the positions in `sizes` that each part gets: the largest first, each to the part with the least so far.
 
-    Equal sizes stay in order, and of equally full parts the first gets the next. What ZeRO-1 does with whole tensors.
+    Equal sizes stay in order, and of equally full parts the first gets the next: ZeRO-1's partition of whole tensors.
     Source: torch 2.13, distributed/optim/zero_redundancy_optimizer.py, _partition_parameters and _get_min_index.
 
     >>> greedy([2, 5, 3, 1], 2)
     ((1, 3), (2, 0))
     """
-    found: list[list[int]] = [[] for _ in range(parts)]
+    positions: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
     for position in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        held, part = heap[0]
-        found[part].append(position)
-        heapq.heapreplace(heap, (held + sizes[position], part))
-    return tuple(map(tuple, found))
+        filled, part = heap[0]
+        positions[part].append(position)
+        heapq.heapreplace(heap, (filled + sizes[position], part))
+    return tuple(map(tuple, positions))
 
 
 def balanced_stages(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Return how many of a chain's layers, in order, each stage gets: at least one, the slowest as fast as can be.
+    """Return the number of a chain's layers in each stage, in order: at least one, so that the slowest is fastest.
 
     `times_s[i][j]`: the time of layer j on the device of stage i. The least time of stages 0..i over layers 0..j is
 
@@ -170,10 +170,10 @@ def balanced_stages(times_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple[int, int], ...]:
-    """Return half-open ranges of `sizes`, one a part and in order, of which the largest for its share is least.
+    """Return half-open ranges of `sizes`, one a part and in order, that minimise the largest ratio of sum to share.
 
-    `wanted`: the parts' shares, positive. Every part gets something: there must be as many sizes above 0 as parts.
-    Dynamic programming: the best of the first parts over the first sizes, for every number of both.
+    `wanted`: the parts' shares, positive. No part is empty: there must be as many sizes above 0 as parts. Dynamic
+    programming: the optimum of the first parts over the first sizes, for every number of both.
 
     >>> contiguous((4, 1, 1, 2), (0.5, 0.5))
     ((0, 1), (1, 4))
@@ -182,9 +182,9 @@ def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple
     worst = [0.0] + [math.inf] * len(sizes)
     starts: list[list[int]] = []
     for share in wanted:
-        found = [_last_start(ends, worst, last, share) for last in range(len(ends))]
-        worst = [value for value, _ in found]
-        starts.append([start for _, start in found])
+        best = [_last_start(ends, worst, last, share) for last in range(len(ends))]
+        worst = [value for value, _ in best]
+        starts.append([start for _, start in best])
     ranges, last = [], len(sizes)
     for chosen in reversed(starts):
         ranges.append((chosen[last], last))
@@ -193,12 +193,12 @@ def contiguous(sizes: tuple[int, ...], wanted: tuple[float, ...]) -> tuple[tuple
 
 
 def _last_start(ends: Sequence[int], worst: Sequence[float], last: int, share: float) -> tuple[float, int]:
-    """Return what the fullest part holds for its share where the last one ends at `last`, and where that begins."""
+    """Return (largest ratio of sum to share, start of the last part) of the optimum whose last part ends at `last`."""
     best, chosen = math.inf, 0
     for start in range(last - 1, -1, -1):
-        held = (ends[last] - ends[start]) / share
-        if held >= best:
+        ratio = (ends[last] - ends[start]) / share
+        if ratio >= best:
             break
-        if held and max(held, worst[start]) < best:
-            best, chosen = max(held, worst[start]), start
+        if ratio and max(ratio, worst[start]) < best:
+            best, chosen = max(ratio, worst[start]), start
     return best, chosen

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gssim.cluster import LayerProfile
 from gssim.memory import Event, last_saved, reduction_buffer_bytes, scratch_bytes
 from gssim.program.lowering import Lowering
-from gssim.scenario import layer_profile, units_held
+from gssim.scenario import layer_profile, units_of_ranks
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance
 
@@ -69,7 +69,7 @@ def _way(low: Lowering, rank: int, instance: LayerInstance) -> str:
     """Return the way in which a rank runs a layer, as profiles call it."""
     units = instance.layer.units
     if low.policies.tp > 1 and units:
-        return f"units-{units_held(units, low.scenario.slice_shares)[low.tensor_part]}"
+        return f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
     roles = low.layers_of(rank).roles
     return roles[instance.index] if roles else "whole"
 

@@ -17,7 +17,7 @@ from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch
-from gssim.scenario import Scenario, has_master_copy, held_model, master_bytes, schedule_of, value_bytes
+from gssim.scenario import Scenario, has_master_copy, master_bytes, model_slice, schedule_of, value_bytes
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 
@@ -63,7 +63,7 @@ class Lowering:
         if self.stages:
             return tuple(replace(instance, index=i) for i, instance in enumerate(self._of_stages))
         if self.scenario.policies.tp > 1:
-            return unrolled(held_model(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
+            return unrolled(model_slice(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
         return self.whole_layers
 
     @cached_property

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from gssim.workload import Buffer, Layer, LayerInstance, Moment, PartialBackward, Polynomial, handed_back, handed_on
+from gssim.workload import (
+    Buffer,
+    Layer,
+    LayerInstance,
+    Moment,
+    PartialBackward,
+    Polynomial,
+    layer_input_gradient,
+    layer_output,
+)
 
 NO_COST = Polynomial(((0, 0, 0),))
 LAST = 2**31
@@ -65,7 +74,7 @@ def _as_run(beside: Sequence[Layer | None], around: tuple[str, str, str]) -> Lay
         return layer
     run = _in_role(layer, around[1])
     buffers = list(run.buffers)
-    handed, back = handed_on(buffers), handed_back(buffers)
+    handed, back = layer_output(buffers), layer_input_gradient(buffers)
     if handed and after:
         buffers[buffers.index(handed)] = _handed_to(handed, _input_freed(layer, after, around[2]))
     if back and before and (freed := _gradient_freed(layer, before, around[0])):
@@ -125,7 +134,7 @@ def _input_freed(layer: Layer, after: Layer, role: str) -> Moment | None:
         return None
     if role != "whole":
         return _part(after, role).input_freed
-    handed = handed_on(layer.buffers)
+    handed = layer_output(layer.buffers)
     return handed.freed if handed and handed.freed.layer_offset == 1 else None
 
 
@@ -133,7 +142,7 @@ def _gradient_freed(layer: Layer, before: Layer, role: str) -> Moment | None:
     """Return when the layer `before`, in its role, lets go of the gradient that `layer` hands back to it."""
     if role != "whole":
         return _part(before, role).gradient_freed
-    back = handed_back(layer.buffers)
+    back = layer_input_gradient(layer.buffers)
     return back.freed if back else None
 
 

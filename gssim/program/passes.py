@@ -39,7 +39,7 @@ from gssim.program.sharded import (
 )
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import MicroBatch, Program, Task
-from gssim.scenario import Scenario, held_model, units_held
+from gssim.scenario import Scenario, model_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
 
 NOT_READ = frozenset({"model", "gradients", "data"})
@@ -237,7 +237,7 @@ def _slices_are_alike(scenario: Scenario) -> bool:
     """Return whether all ranks of each tensor group hold as much, on devices of one type: one then stands for all."""
     ranks, types = scenario.policies.tp, [device.type for device in scenario.cluster.devices[: scenario.ranks]]
     sliced = scenario.workload.model.sliced_layers if ranks > 1 else ()
-    same = all(len(set(units_held(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
+    same = all(len(set(units_of_ranks(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
     return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
 
 
@@ -266,7 +266,7 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
     """Return the layers of every stage of a pipeline; where blocks are cut, as the ranks with that part hold them."""
     if scenario.policies.tp == 1:
         return scenario.stages
-    held = unrolled(held_model(scenario.workload.model, scenario.slice_shares, part))
+    held = unrolled(model_slice(scenario.workload.model, scenario.slice_shares, part))
     return [[held[instance.index] for instance in stage] for stage in scenario.stages]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from gssim import collectives
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.memory import input_bytes, let_go
+from gssim.memory import input_bytes, release_of
 from gssim.plan import Action, Message
 from gssim.program.lowering import Lowering
 from gssim.program.replicated import is_reduction
@@ -132,7 +132,7 @@ class _Writer:
         """Give back the tensor that a stage has made."""
         stage = self.stages[message.source].stages[0]
         category = stage.output[1] if message.kind == "activation" else "temporaries"
-        gone = let_go(self.size_bytes(message), category)
+        gone = release_of(self.size_bytes(message), category)
         self.add(Task(f"release {self.name(message)}", "idle", need=gone))
 
     def size_bytes(self, message: Message) -> float:

@@ -1,4 +1,4 @@
-"""The result: one schema for simulated and real runs, and one step as a Chrome trace."""
+"""The Result: one schema for simulated and real runs, and one step as a Chrome trace."""
 
 from gssim.result.result import (
     CATEGORIES,

@@ -1,4 +1,4 @@
-"""What happened: spans, collectives, and the one Result that a simulation and a real run both write."""
+"""The Result of a simulation or a real run: step times, memory, collectives, ranks; and phases computed from spans."""
 
 import json
 from collections import defaultdict
@@ -38,13 +38,13 @@ CATEGORIES = {
 
 PHASES = ("forward", "backward", "compression", "optimizer", "exposed_communication", "idle")
 COMPUTE_PHASES = ("forward", "backward")
-"""In proportion to a rank's samples: what tells its pace."""
+"""Phases whose time is proportional to a rank's samples, by which its speed is measured."""
 UPDATE_PHASES = ("optimizer",)
-"""In proportion to what it owns."""
+"""Phases whose time is proportional to a rank's shard."""
 
 
 class Span(NamedTuple):
-    """One thing that occupied a stream of a rank, from `start_s` to `end_s`."""
+    """An interval in which an operation occupied a stream of a rank."""
 
     rank: int
     stream: str
@@ -58,7 +58,7 @@ def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[st
     """Return the seconds of each phase between `start_s` and `end_s` on one rank's compute stream.
 
     Where spans nest, the one that began last counts (a wait inside backward is exposed communication, not backward).
-    What no span covers is idle, so that the phases always sum to `end_s - start_s`.
+    Time without a span is idle, so that the phases always sum to `end_s - start_s`.
 
     >>> inner = Span(0, "compute", "wait", "exposed_communication", 2.0, 3.0)
     >>> outer = Span(0, "compute", "backward", "backward", 1.0, 4.0)
@@ -83,9 +83,9 @@ def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[st
 
 
 def typical_phases(spans: Sequence[Span], ends_s: Sequence[float]) -> dict[str, float]:
-    """Return one rank's phases of a typical step: the mean over steps of middling length, scaled to the median step.
+    """Return one rank's phases of a typical step: the mean over steps between the quartiles, scaled to the median step.
 
-    `ends_s`: the start of the first step, then the end of each. Middling: between the quartiles.
+    `ends_s`: the start of the first step, then the end of each.
 
     >>> work = [Span(0, "compute", "forward", "forward", start, start + 2) for start in (0.0, 3.0, 6.0)]
     >>> phases = typical_phases(work, [0.0, 3.0, 6.0, 9.0])
@@ -94,33 +94,33 @@ def typical_phases(spans: Sequence[Span], ends_s: Sequence[float]) -> dict[str, 
     """
     steps = sorted(pairwise(ends_s), key=lambda step: step[1] - step[0])
     quarter = len(steps) // 4
-    found = [
+    typical = [
         phases_of([s for s in spans if s.end_s > start and s.start_s < end], start_s=start, end_s=end)
         for start, end in steps[quarter : len(steps) - quarter]
     ]
-    sums = {name: sum(phases[name] for phases in found) for name in PHASES}
+    sums = {name: sum(phases[name] for phases in typical) for name in PHASES}
     scale = median(end - start for start, end in steps) / sum(sums.values())
     return {name: value * scale for name, value in sums.items()}
 
 
 @spec
 class Collective:
-    """One kind of communication as it is handed to the process group, summed over one steady step and all ranks."""
+    """One kind of collective as posted to the process group, summed over one steady step and all ranks."""
 
     kind: str
     """`all-reduce`, `reduce-scatter`, `all-gather`, `broadcast`, `all-to-all-v`, `all-gather-v`, `send`."""
     group: tuple[int, ...]
-    """The sorted ranks that take part."""
+    """The participating ranks, sorted."""
     bytes: int
-    """Size of the full tensor handed over, padding included; for data-dependent messages the dense equivalent."""
+    """Size of the full tensor, padding included; for data-dependent messages the dense equivalent."""
     count: int
-    """How often in one step."""
+    """Number of calls in one step."""
     payload_bytes: Amount | None = None
-    """What data-dependent messages carried, mean per step, all of `count` together; absent where `bytes` is carried."""
+    """Bytes of data-dependent messages, mean per step, all of `count` together; absent where they are `bytes`."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], int, int]:
-        """What must be equal between a prediction and a measurement (design rung a)."""
+        """The part that must be equal between a prediction and a measurement (design rung a)."""
         return (self.kind, self.group, self.bytes, self.count)
 
 
@@ -129,7 +129,7 @@ class LinkUse:
     """Traffic over one directed link in one step (simulated), or over each of `count` equal ones."""
 
     name: str
-    """Of the first of them."""
+    """Name of the link, or of the first of several."""
     count: int = 1
     bytes: Amount
     utilisation_ratio: Finite
@@ -137,21 +137,21 @@ class LinkUse:
 
 @spec
 class RankClass:
-    """Ranks that did the same thing, and what each of them needed."""
+    """Ranks with equal roles, and the time and memory of each of them."""
 
     ranks: tuple[int, ...]
     count: int
     device: str
     peak_allocated_bytes: Amount
     peak_reserved_bytes: Amount | None = None
-    """What the caching allocator takes of the device at most, libraries' workspaces included (CUDA); on other devices,
-    where predicted, what is allocated. Absent where the device has not even that much."""
+    """Peak of the memory that the caching allocator reserves, libraries' workspaces included (CUDA); on other devices,
+    where predicted, of allocated memory. Absent where the device does not have that much."""
     fragmentation_ratio: Finite | None = None
-    """Part of the reserved bytes that is not allocated when most is (simulated)."""
+    """Fraction of the reserved bytes that is not allocated at the peak (simulated)."""
     outside_bytes: dict[str, Amount] = field(default_factory=dict)
-    """What is taken of the device beside the allocator, by what takes it: constants of the cluster file (simulated)."""
+    """Memory outside the allocator, by its purpose: constants of the cluster file (simulated)."""
     peak_by_category_bytes: dict[str, Finite]
-    """Of `CATEGORIES`, at the moment of the peak, which is their sum (simulated)."""
+    """Bytes by `CATEGORIES` at the peak, which is their sum (simulated)."""
     phases_s: dict[str, Finite]
     bytes_sent: Amount | None = None
     bytes_received: Amount | None = None
@@ -161,7 +161,7 @@ class RankClass:
 
 @spec
 class Fit:
-    """Where a plan exceeds a device's memory."""
+    """The rank that exceeds its device's memory by most."""
 
     rank: int
     category: str
@@ -171,26 +171,26 @@ class Fit:
 
 @spec
 class Margin:
-    """Where a plan leaves a device the least memory."""
+    """The rank with the least memory to spare."""
 
     rank: int
     category: str
     """The largest category at the peak."""
     margin_bytes: Finite
-    """Memory less what is reserved and what is taken outside of the allocator; negative where that does not fit."""
+    """Memory less reserved and outside memory; negative where that does not fit."""
     memory_bytes: Finite
 
 
 @spec
 class Remedy:
-    """A change to the plan, the workload or the cluster, and what memory would then look like."""
+    """A change to the plan, the workload or the cluster that saves memory, and the margin with it."""
 
     change: str
-    """As `--set` takes it, or in words."""
+    """An override for `--set`, or a description."""
     fits: bool
     margin: Margin
     saved_bytes: Finite
-    """How much less the rank needs that needs most for its device."""
+    """Memory saved on the rank with the least margin."""
 
 
 @spec
@@ -200,15 +200,15 @@ class Density:
     push: Finite | None = None
     publish: Finite | None = None
     push_by_step: tuple[Finite, ...] = ()
-    """Of every timed step (measured)."""
+    """Density of every timed step (measured)."""
 
 
 @spec
 class Evaluation:
-    """How good the model was, on data that no training draws from (measured)."""
+    """Quality of the model on held-out data (measured)."""
 
     step: PositiveInt
-    """Updates so far, those of the warm-up included."""
+    """Number of updates so far, including the warm-up."""
     loss: float
     """Mean cross-entropy, in nats, over all targets of the held-out data."""
     accuracy_ratio: Finite | None = None
@@ -217,19 +217,19 @@ class Evaluation:
 
 @spec
 class Division:
-    """How batch and shards were divided anew at run time."""
+    """A new batch split and shard sizes chosen by rebalancing at run time."""
 
     first_step: int
-    """In which it was so, of the steps that count; negative in the warm-up."""
+    """First step with this split; counted steps start from 0, the warm-up is negative."""
     samples: tuple[int, ...]
-    """Of each rank."""
+    """Samples of each rank."""
     shard_shares: tuple[Finite, ...]
-    """Of each rank."""
+    """Shard share of each rank."""
 
 
 @spec
 class Result:
-    """The answer to a scenario, predicted or measured."""
+    """Predicted or measured outcome of a scenario."""
 
     schema: Literal["gssim.result/1"] = SCHEMA
     source: Literal["simulated", "measured"]
@@ -237,35 +237,35 @@ class Result:
     calibration_id: str
     scenario: dict[str, Any]
     step_time_s: Amount
-    """Median over the run's steps."""
+    """Median of the run's steps."""
     step_time_p10_s: Amount
     step_times_s: tuple[Amount, ...] = ()
-    """Every timed step (simulated: where they are not all alike)."""
+    """Every timed step (simulated: only where they differ)."""
     phases_s: dict[str, Finite]
     """Mean over ranks; sums to a step."""
     fits: bool
     does_not_fit: Fit | None = None
     margin: Margin | None = None
-    """Of the rank whose device has least to spare (simulated)."""
+    """Margin of the rank with the least memory to spare (simulated)."""
     remedies: tuple[Remedy, ...] = ()
-    """Where it does not fit: what would need less, what helps most first (`gssim run`)."""
+    """Changes that save memory where the plan does not fit, the most effective first (`gssim run`)."""
     throughput_samples_per_s: Amount
     density: Density
     collectives: tuple[Collective, ...]
     links: tuple[LinkUse, ...] = ()
     ranks: tuple[RankClass, ...]
     idle_devices: tuple[str, ...] = ()
-    """Names of the cluster's devices that no rank runs on."""
+    """Names of the cluster's devices without a rank."""
     loss: tuple[float, ...] = ()
     """Mean over each timed step's batch, before its update (measured)."""
     evaluation: tuple[Evaluation, ...] = ()
-    """As often as `run.evaluate_every_steps` asks, and after the last timed step; outside of all step times."""
+    """Every `run.evaluate_every_steps`, and after the last timed step; outside of all step times."""
     divisions: tuple[Division, ...] = ()
-    """New divisions of batch and shards at run time; the ranks' shares are those of the last one."""
+    """Rebalancing at run time; the ranks' shares are those of the last division."""
     cost_usd_per_step: Amount | None = None
-    """Of the devices that take part; absent where a price is not known."""
+    """Cost of the participating devices; absent where a price is unknown."""
     energy_j_per_step: Amount | None = None
-    """Of the same devices, without hosts and network (simulated); absent where a device's power is not known."""
+    """Energy of the same devices, without hosts and network (simulated); absent where a power is unknown."""
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -311,7 +311,7 @@ def read_result(path: Path) -> Result:
 
 
 def merge_collectives(entries: Iterable[Collective]) -> tuple[Collective, ...]:
-    """Return entries of equal kind, group and bytes added up, in a fixed order."""
+    """Return the entries, those of equal kind, group and bytes merged, in a fixed order."""
     counts: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
     payloads: dict[tuple[str, tuple[int, ...], int], float | None] = {}
     for entry in entries:

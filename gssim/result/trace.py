@@ -1,10 +1,9 @@
-"""One step as a file that Perfetto opens: what every rank did when, what it waited for, and what it held.
+"""Export of one step as a Chrome trace for Perfetto: spans of all ranks, arrows of waiting, and memory over time.
 
 The format is Chrome's JSON ("Trace Event Format", in the catapult project's documentation): complete events (`X`) for
 spans, flow events (`s`, `f`) for arrows, counters (`C`), instants (`i`) and metadata (`M`).
-
-[Note: times] Perfetto drops events before 0, and spans that overlap without one being inside the other. So times begin
-at the first event, and are multiples of an eighth of a microsecond: exact in binary, and whole nanoseconds.
+[Note: times] Perfetto drops events before 0, and spans that overlap without nesting. So times begin at the first event,
+and are multiples of an eighth of a microsecond: exact in binary, and whole nanoseconds.
 """
 
 import json
@@ -18,47 +17,47 @@ from gssim.result.result import Result, Span
 TICKS_PER_S = 8_000_000
 TICKS_PER_US = 8
 STREAMS = ("compute", "communication", "host")
-"""In this order; all others after them, by name."""
+"""Order of the streams; all others follow, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """What one span sends to another, or keeps it waiting for."""
+    """A dependency between spans: a message from the first, or a wait of the second for the first."""
 
     label: str
     source: int
-    """Number of the span, in those of the step."""
+    """Index of the span in the step."""
     target: int
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds from a time on, until the next."""
+    """Allocated memory of a rank from a time on, until the next entry."""
 
     rank: int
     time_s: float
     total_bytes: float
     by_category_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Adds up to the total; empty where it is not known."""
+    """Sums to the total; empty where unknown."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of all ranks; times are in seconds from when the last of them began it."""
+    """One step of all ranks; times are in seconds since the last of them began it."""
 
     spans: Sequence[Span]
     bounds_s: Mapping[int, tuple[float, float]]
-    """When each rank began the step, and ended it."""
+    """Start and end of the step on each rank."""
     arrows: Sequence[Arrow] = ()
     held: Sequence[Held] = ()
     names: Mapping[int, str] = field(default_factory=dict)
-    """What a rank is called beside its number."""
+    """Name of a rank, shown beside its number."""
 
 
 def arrows_among(spans: Sequence[Span], members: Sequence[int], label: str) -> list[Arrow]:
-    """Return arrows of one collective: from the member that came last, for which all others waited, to each of those.
+    """Return arrows of one collective: from the member that arrived last to each of those that waited for it.
 
-    `members`: numbers of their spans. Who was gone before it came has not waited for it.
+    `members`: indices of their spans. A member whose span ended before has not waited.
 
     >>> spans = [Span(rank, "compute", "all-reduce", "exposed_communication", rank, 5.0) for rank in range(3)]
     >>> [(arrow.source, arrow.target) for arrow in arrows_among(spans, [0, 1, 2], "all-reduce")]
@@ -75,7 +74,7 @@ def arrows_among(spans: Sequence[Span], members: Sequence[int], label: str) -> l
 def chrome_trace(step: Step, result: Result) -> str:
     """Return a step as Chrome-trace JSON: a process for each rank, a thread for each of its streams, times in us.
 
-    `result`: what the step is of; `otherData` names it, and says where on the axis the step begins.
+    `result`: of the step's run; `otherData` identifies it, and gives the start of the step on the time axis.
     """
     return json.dumps(_trace(step, result)) + "\n"
 
@@ -104,7 +103,7 @@ def _ticks(time_s: float) -> int:
 
 @dataclass(frozen=True)
 class _Clock:
-    """Turns ticks into the file's microseconds."""
+    """Conversion of ticks to the file's microseconds."""
 
     zero: int
 
@@ -113,8 +112,8 @@ class _Clock:
 
 
 Threads = Mapping[tuple[int, str], int]
-"""Number of each rank's stream. Perfetto finds names of threads by this alone: no two of all ranks are the same, and
-none is a process's number, which would be its main thread."""
+"""Thread id of each rank's stream. Perfetto identifies threads by it alone: ids are unique over all ranks, and differ
+from process ids, which would denote main threads."""
 
 
 def _threads(step: Step) -> Threads:
@@ -128,7 +127,7 @@ def _place(stream: str) -> tuple[int, str]:
 
 
 def process_of(rank: int) -> int:
-    """Return the number of a rank's process in a trace: 0 is the idle process of the machine.
+    """Return the process id of a rank in a trace: 0 is the idle process of the machine.
 
     >>> process_of(0)
     1
@@ -139,8 +138,8 @@ def process_of(rank: int) -> int:
 def _names(step: Step, threads: Threads) -> Iterable[dict[str, Any]]:
     for rank in sorted({rank for rank, _ in threads}):
         pid = process_of(rank)
-        said = step.names.get(rank)
-        name = f"rank {rank}: {said}" if said else f"rank {rank}"
+        label = step.names.get(rank)
+        name = f"rank {rank}: {label}" if label else f"rank {rank}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank}}
     for (rank, stream), tid in threads.items():
@@ -152,27 +151,27 @@ def _names(step: Step, threads: Threads) -> Iterable[dict[str, Any]]:
 def _placed(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
     """Return the first and last tick of each span, by number, in order of thread and time; see [Note: times].
 
-    Where two overlap and none is inside the other, the one that began first ends where the other begins: as phases are
-    counted, what began last is what goes on.
+    Where two overlap without nesting, the earlier one ends where the later one begins: as in the count of phases, the
+    span that began last is the active one.
     """
     lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
     for number, span in enumerate(spans):
         lanes[span.rank, span.stream].append(number)
     ticks = {number: (_ticks(span.start_s), _ticks(span.end_s)) for number, span in enumerate(spans)}
-    found: dict[int, tuple[int, int]] = {}
+    placed: dict[int, tuple[int, int]] = {}
     for lane in sorted(lanes, key=lambda lane: (lane[0], _place(lane[1]))):
         ordered = sorted(lanes[lane], key=lambda number: (ticks[number][0], -ticks[number][1], number))
-        around: list[int] = []
+        enclosing: list[int] = []
         for number in ordered:
             start, end = ticks[number]
-            while around and found[around[-1]][1] <= start:
-                around.pop()
-            while around and found[around[-1]][1] < end:
-                outer = around.pop()
-                found[outer] = (found[outer][0], start)
-            found[number] = (start, end)
-            around.append(number)
-    return found
+            while enclosing and placed[enclosing[-1]][1] <= start:
+                enclosing.pop()
+            while enclosing and placed[enclosing[-1]][1] < end:
+                outer = enclosing.pop()
+                placed[outer] = (placed[outer][0], start)
+            placed[number] = (start, end)
+            enclosing.append(number)
+    return placed
 
 
 def _complete(span: Span, ticks: tuple[int, int], threads: Threads, zero: _Clock) -> dict[str, Any]:
@@ -198,12 +197,12 @@ def _bounds(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, An
 def _flows(
     step: Step, placed: Mapping[int, tuple[int, int]], threads: Threads, zero: _Clock
 ) -> Iterable[dict[str, Any]]:
-    """Yield both ends of each arrow; it leaves when both spans go on or, where the first is over before, at its end."""
+    """Yield both ends of each arrow, which starts when both spans are active, or else at the first one's end."""
     number = 0
     for arrow in step.arrows:
         (source_start, source_end), (start, end) = placed[arrow.source], placed[arrow.target]
         if source_end <= source_start or end <= start or end <= source_start:
-            continue  # nothing to be seen there
+            continue  # not visible
         number += 1
         leaves = min(source_end - 1, max(source_start, start))  # inside: an event at a span's end is outside of it
         arrives = min(end - 1, max(start, leaves))
@@ -215,7 +214,7 @@ def _flows(
 
 
 def _counters(step: Step, threads: Threads, zero: _Clock) -> Iterable[dict[str, Any]]:
-    """Yield what ranks hold: in all, under one name in predictions and measurements, and by category where known."""
+    """Yield allocated memory: in total, under one name in predictions and measurements, and by category where known."""
     shown: dict[int, dict[str, None]] = defaultdict(dict)
     for held in step.held:
         shown[held.rank] |= {category: None for category, size in sorted(held.by_category_bytes.items()) if size}

@@ -1,9 +1,8 @@
-"""The scenario: cluster, workload, plan and run length, loaded from one TOML file and validated as a whole."""
+"""Scenarios (cluster, workload, plan and run length): loaded from a TOML file, overridden, validated and identified."""
 
 from gssim.scenario.checks import check
 from gssim.scenario.device_rates import (
     achieved_flop_per_s,
-    as_it_runs,
     has_master_copy,
     layer_profile,
     master_bytes,
@@ -11,6 +10,7 @@ from gssim.scenario.device_rates import (
     sample_costs,
     takes_tokens,
     value_bytes,
+    with_profile_slowdowns,
 )
 from gssim.scenario.following import after_step, begin
 from gssim.scenario.loading import (
@@ -27,9 +27,9 @@ from gssim.scenario.loading import (
 from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes, owned_bytes, rank_rates
 from gssim.scenario.scenario import Loaded, Run, Scenario, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
-from gssim.scenario.stages import schedule_of, why_no_chain
+from gssim.scenario.stages import schedule_of, stage_cut_error
 from gssim.scenario.support import Support, supported
-from gssim.scenario.tensor_slices import held_model, native_tensors, units_held
+from gssim.scenario.tensor_slices import model_slice, native_tensors, units_of_ranks
 
 __all__ = [
     "SEARCHED_METHODS",
@@ -43,19 +43,18 @@ __all__ = [
     "achieved_flop_per_s",
     "activation_bytes",
     "after_step",
-    "as_it_runs",
     "as_overrides",
     "begin",
     "check",
     "first_comment",
     "has_master_copy",
     "held_bytes",
-    "held_model",
     "layer_profile",
     "load_cluster",
     "load_model",
     "load_scenario",
     "master_bytes",
+    "model_slice",
     "native_tensors",
     "overrides_of",
     "owned_bytes",
@@ -66,10 +65,11 @@ __all__ = [
     "sample_costs",
     "schedule_of",
     "single_device",
+    "stage_cut_error",
     "supported",
     "takes_tokens",
     "toml",
-    "units_held",
+    "units_of_ranks",
     "value_bytes",
-    "why_no_chain",
+    "with_profile_slowdowns",
 ]

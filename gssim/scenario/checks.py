@@ -1,17 +1,18 @@
-"""What of workload, plan and cluster does not go together."""
+"""Consistency checks of a scenario: combinations of workload, plan and cluster that cannot run are refused."""
 
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
 from gssim.limits import excess
-from gssim.plan import MOST_INDEXED, Plan, Policies, Push, refuse, refuse_what_cannot_run, too_long
+from gssim.plan import MOST_INDEXED, Plan, Policies, Push, coo_range_error, refuse, refuse_what_cannot_run
 from gssim.scenario.scenario import Scenario
-from gssim.scenario.stages import schedule_of, why_no_chain
-from gssim.scenario.tensor_slices import units_held
+from gssim.scenario.stages import schedule_of, stage_cut_error
+from gssim.scenario.tensor_slices import units_of_ranks
 from gssim.units import PRECISION_BYTES
 
 
 def check(scenario: Scenario, *, file: str) -> None:
-    """Raise UserError where workload, plan and cluster do not go together."""
+    """Raise UserError where workload, plan and cluster are inconsistent."""
+    plan = scenario.plan
     try:
         policies = scenario.policies
     except UserError as error:
@@ -20,10 +21,14 @@ def check(scenario: Scenario, *, file: str) -> None:
         raise UserError(f"{file}: workload.model: has no layers; `gsreal trace` writes them")
     _check_sizes(scenario, file)
     _check_push(scenario, policies, file)
-    refuse_what_cannot_run(scenario.plan, policies, file=file)
+    refuse_what_cannot_run(plan, policies, file=file)
     _check_publish(scenario, policies, file)
-    if scenario.plan.zero1_implementation != "torch":
-        _check_zero1(scenario, policies, file)
+    zero1 = (policies.gradients, policies.optimizer_state) == ("all-reduce", "sharded")
+    if plan.zero1_implementation != "torch" and not zero1:
+        raise UserError(
+            f"{file}: plan.zero1_implementation = '{plan.zero1_implementation}': method '{plan.method}' is no ZeRO-1; "
+            "allowed: method 'zero1', or leave it out"
+        )
     _check_exchange(scenario, policies, file)
     _check_ranks(scenario, policies, file)
     _check_shares(scenario, policies, file)
@@ -32,16 +37,19 @@ def check(scenario: Scenario, *, file: str) -> None:
         _check_slices(scenario, policies, file)
     _check_recompute(scenario, policies, file)
     if policies.partition == "weight-gradient":
-        _check_dealt_out_layers(scenario, policies, file)
+        _check_weight_gradient_owners(scenario, policies, file)
     if scenario.network:
-        _check_conditions(scenario, file)
-    _check_slow_downs(scenario, policies, file)
-    if scenario.plan.shares.replan:
-        _check_replanning(scenario, policies, file)
+        try:
+            ends_of(applied(scenario.cluster.wiring, scenario.network), scenario.network)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
+    for number in range(len(scenario.run.slowdowns)):
+        _check_slowdown(scenario, policies, number, file)
+    _check_replanning(scenario, policies, file)
 
 
 def _check_sizes(scenario: Scenario, file: str) -> None:
-    """Refuse steps that would take more to lower than is allowed."""
+    """Refuse steps whose lowering would exceed the limits."""
     layers = sum(layer.repeats for layer in scenario.workload.model.layers)
     run, micro_batches = scenario.run, scenario.plan.micro_batches
     sizes = [("layer_passes", layers * micro_batches, f"plan.micro_batches = {micro_batches}")]
@@ -52,31 +60,23 @@ def _check_sizes(scenario: Scenario, file: str) -> None:
             raise UserError(f"{file}: {key}: {why}")
 
 
-def _check_zero1(scenario: Scenario, policies: Policies, file: str) -> None:
-    if (policies.gradients, policies.optimizer_state) != ("all-reduce", "sharded"):
-        plan = scenario.plan
+def _check_slowdown(scenario: Scenario, policies: Policies, number: int, file: str) -> None:
+    where, slowdown = f"{file}: run.slowdowns[{number}]", scenario.run.slowdowns[number]
+    if slowdown.rank >= policies.ranks:
+        raise UserError(f"{where}.rank = {slowdown.rank}: the plan has {policies.ranks} ranks; allowed: a lower number")
+    if slowdown.first_step >= scenario.run.steps:
         raise UserError(
-            f"{file}: plan.zero1_implementation = '{plan.zero1_implementation}': method '{plan.method}' is no ZeRO-1; "
-            "allowed: method 'zero1', or leave it out"
+            f"{where}.first_step = {slowdown.first_step}: the run has {scenario.run.steps} steps (run.steps); "
+            "allowed: a lower number"
         )
-
-
-def _check_slow_downs(scenario: Scenario, policies: Policies, file: str) -> None:
-    for number, each in enumerate(scenario.run.slowdowns):
-        where = f"{file}: run.slowdowns[{number}]"
-        if each.rank >= policies.ranks:
-            raise UserError(f"{where}.rank = {each.rank}: the plan has {policies.ranks} ranks; allowed: a lower number")
-        if each.first_step >= scenario.run.steps:
-            raise UserError(
-                f"{where}.first_step = {each.first_step}: the run has {scenario.run.steps} steps (run.steps); "
-                "allowed: a lower number"
-            )
-        if policies.pp > 1:
-            raise UserError(f"{where}: ranks of a pipeline cannot be slowed down yet; leave it out, or plan.pp")
+    if policies.pp > 1:
+        raise UserError(f"{where}: ranks of a pipeline cannot be slowed down yet; leave it out, or plan.pp")
 
 
 def _check_replanning(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse to divide the batch anew where ranks have no samples of their own, or one has none at all."""
+    """Refuse rebalancing where ranks have no samples of their own, or one has none at all."""
+    if not scenario.plan.shares.replan:
+        return
     where = f"{file}: plan.shares.replan = True"
     if policies.data_ranks != policies.ranks or policies.ranks == 1:
         raise UserError(
@@ -85,18 +85,11 @@ def _check_replanning(scenario: Scenario, policies: Policies, file: str) -> None
         )
     if min(scenario.batch_sizes) == 0:
         rank = scenario.batch_sizes.index(0)
-        raise UserError(f"{where}: rank {rank} has no samples that would tell its pace; give each rank at least one")
-
-
-def _check_conditions(scenario: Scenario, file: str) -> None:
-    try:
-        ends_of(applied(scenario.cluster.wiring, scenario.network), scenario.network)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+        raise UserError(f"{where}: rank {rank} has no samples to measure its speed by; give each rank at least one")
 
 
 def _check_exchange(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse messages of our own where no collective is made of them, or the backend's rings are no worse."""
+    """Refuse point-to-point exchanges where a method has none, or the backend's rings are as good."""
     plan, backend = scenario.plan, scenario.cluster.backend
     two_levels = policies.push_axis == "dp_replicate" or policies.parameters != "replicated"
     if plan.exchange == "backend" and policies.gradients == "push" and two_levels:
@@ -184,7 +177,7 @@ def _check_stages(scenario: Scenario, ranks: int, file: str) -> None:
         refuse(schedule_of(plan, ranks), ranks=ranks, stages=len(stages), micro_batches=plan.micro_batches)
     except ValueError as error:
         raise UserError(f"{file}: plan.schedule: {error}") from None
-    reason = why_no_chain(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
+    reason = stage_cut_error(stages, value_bytes=PRECISION_BYTES[model.traced_precision])
     if reason:
         raise UserError(f"{file}: plan.pp = {ranks}: the model is no chain that can be cut: {reason}")
 
@@ -206,7 +199,7 @@ def _check_push(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_indices(scenario: Scenario, file: str) -> None:
-    """Refuse indices for ranges that are longer than they can tell: those of the largest tensor are, at least."""
+    """Refuse COO for shards that are longer than its indices can address, judged by the largest tensor."""
     largest = max(
         (parameter.elements for layer in scenario.workload.model.layers for parameter in layer.parameters), default=0
     )
@@ -214,11 +207,11 @@ def _check_indices(scenario: Scenario, file: str) -> None:
         if table.selects and table.encoding == "coo" and largest > MOST_INDEXED:
             elements = largest * max(scenario.shard_shares)
             if elements > MOST_INDEXED:
-                raise UserError(f"{file}: plan.{name}.{too_long(elements)}")
+                raise UserError(f"{file}: plan.{name}.{coo_range_error(elements)}")
 
 
 def _check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse a threshold or overlap of what is not published bucket by bucket, or not by messages of our own."""
+    """Refuse thresholds and overlap where parameters are not published by bucket, or not by point-to-point messages."""
     method, rules = scenario.plan.method, scenario.plan.publish
     publishes = policies.gradients == "push" and policies.parameters == "replicated"
     for key in ("threshold", "overlap"):
@@ -235,18 +228,14 @@ def _check_publish(scenario: Scenario, policies: Policies, file: str) -> None:
             f"{file}: plan.publish.threshold: the backend's broadcasts cannot carry messages of sizes that depend on "
             "the data yet; allowed with plan.exchange = 'point-to-point'"
         )
-    if rules.overlap:
-        _check_overlap(scenario, policies, f"{file}: plan.publish.overlap = true")
-
-
-def _check_overlap(scenario: Scenario, policies: Policies, where: str) -> None:
-    if not scenario.plan.overlap:
+    where = f"{file}: plan.publish.overlap = true"
+    if rules.overlap and not scenario.plan.overlap:
         raise UserError(f"{where}: plan.overlap = false; allowed: false, or leave it out")
     plain = policies.push_axis == "dp_shard" and policies.point_to_point
-    if scenario.cluster.backend == "gloo" and not plain:
+    if rules.overlap and scenario.cluster.backend == "gloo" and not plain:
         raise UserError(
-            f"{where}: cannot run on gloo with method '{scenario.plan.method}' and exchange '{policies.exchange}': "
-            "only messages that nobody passes on go by themselves; allowed: gs with point-to-point"
+            f"{where}: cannot run on gloo with method '{method}' and exchange '{policies.exchange}': only messages "
+            "that no rank forwards make progress in the background; allowed: gs with point-to-point"
         )
 
 
@@ -261,7 +250,7 @@ NEED_A_THRESHOLD = (
 
 
 def _check_threshold(scenario: Scenario, file: str) -> None:
-    """Refuse what says how to push under a threshold where that has no effect."""
+    """Refuse options of thresholded pushes where they have no effect."""
     push, default, run = scenario.plan.push, Push(), scenario.run
     set_here = [key for key in NEED_A_THRESHOLD if getattr(push, key) != getattr(default, key)]
     if push.threshold is None:
@@ -283,12 +272,12 @@ def _check_threshold(scenario: Scenario, file: str) -> None:
         )
     if push.error_feedback_precision != default.error_feedback_precision and not scenario.push.error_feedback:
         raise UserError(
-            f"{file}: plan.push.error_feedback_precision = '{push.error_feedback_precision}': nothing is kept; "
+            f"{file}: plan.push.error_feedback_precision = '{push.error_feedback_precision}': there is no residual; "
             "set plan.push.error_feedback = true"
         )
     if push.warmup_steps >= run.warmup_steps + run.steps:
         raise UserError(
-            f"{file}: plan.push.warmup_steps = {push.warmup_steps}: the run has but {run.warmup_steps + run.steps} "
+            f"{file}: plan.push.warmup_steps = {push.warmup_steps}: the run has only {run.warmup_steps + run.steps} "
             "steps (run.warmup_steps + run.steps), and none would be thresholded"
         )
 
@@ -300,13 +289,14 @@ def _check_recompute(scenario: Scenario, policies: Policies, file: str) -> None:
     for layer in model.sliced_layers if policies.tp > 1 else model.layers:
         if layer.block and layer.selective_positions is None:
             raise UserError(
-                f"{file}: plan.recompute = 'selective': the model file does not tell what the block '{layer.name}' "
-                "keeps: trace it again; nothing can be kept of a matrix product or convolution that is changed in place"
+                f"{file}: plan.recompute = 'selective': the model file does not list what the block '{layer.name}' "
+                "keeps: trace it again; the output of a matrix product or convolution that is changed in place cannot "
+                "be kept"
             )
 
 
 def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
-    rules, total = scenario.plan.shares, scenario.workload.global_batch_size
+    rules = scenario.plan.shares
     cuts_unevenly = policies.slices == "shares"
     shards_unevenly = policies.gradients == "push" or policies.partition == "weight-gradient" or cuts_unevenly
     if rules.shards != "even" and not shards_unevenly:
@@ -322,14 +312,20 @@ def _check_shares(scenario: Scenario, policies: Policies, file: str) -> None:
             raise UserError(f"{file}: plan.shares.{name}: {len(wanted)} shares for {ranks} ranks; give one per rank")
         if abs(sum(wanted) - 1) > 1e-6:
             raise UserError(f"{file}: plan.shares.{name} = {list(wanted)}: sums to {sum(wanted):.6g}, must sum to 1")
-    _check_batch(rules.batch, total, policies.data_ranks, file)
+    _check_batch(scenario, policies.data_ranks, file)
     if rules.shards in ("memory", "cost"):
         _check_owners(scenario, policies, file)
-    _check_micro_batches(scenario, file)
+    micro_batches = scenario.plan.micro_batches
+    for rank, samples in enumerate(scenario.data_batch_sizes if micro_batches > 1 else ()):
+        if samples < micro_batches:
+            raise UserError(
+                f"{file}: plan.micro_batches = {micro_batches}: rank {rank} has {samples} samples; "
+                "allowed: at most one micro-batch for each sample"
+            )
 
 
 def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse shares by memory or cost where owners are not all ranks, pushed to directly; or where they do not fit."""
+    """Refuse shards by memory or cost unless all ranks are owners that are pushed to directly, and the state fits."""
     wanted = scenario.plan.shares.shards
     one_level = policies.push_axis == "dp_shard"
     if policies.gradients != "push" or policies.tp > 1 or not (one_level or wanted == "memory"):
@@ -345,11 +341,11 @@ def _check_owners(scenario: Scenario, policies: Policies, file: str) -> None:
 
 
 def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse blocks that cannot be cut, or not so: every rank holds one unit of each at least."""
+    """Refuse tensor parallelism of blocks that cannot be cut so: every rank needs at least one unit of each."""
     layers, ranks = scenario.workload.model.sliced_layers, policies.tp
     if not layers:
         raise UserError(
-            f"{file}: workload.model: does not say how its blocks are cut among {ranks} ranks; "
+            f"{file}: workload.model: has no slices of its blocks for {ranks} tensor-parallel ranks; "
             "trace it again with `gsreal trace` (gsreal.methods.tensor_slices lists the blocks that can be cut)"
         )
     for layer in layers:
@@ -357,15 +353,15 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
             continue
         if layer.units < ranks:
             raise UserError(
-                f"{file}: plan.tp = {ranks}: {layer.name} has but {layer.units} units (heads or norm groups) to be cut "
-                f"among them; allowed: at most {layer.units} ranks"
+                f"{file}: plan.tp = {ranks}: {layer.name} has only {layer.units} units (heads or norm groups) to be "
+                f"cut among them; allowed: at most {layer.units} ranks"
             )
         if policies.slices == "even" and layer.units % ranks:
             raise UserError(
                 f"{file}: plan.tp = {ranks}: does not divide the {layer.units} units of {layer.name} "
                 "(heads or norm groups); allowed: a divisor, or method 'gs_tp'"
             )
-        if min(units_held(layer.units, scenario.slice_shares)) < 1:
+        if min(units_of_ranks(layer.units, scenario.slice_shares)) < 1:
             shares = [round(share, 4) for share in scenario.slice_shares]
             raise UserError(
                 f"{file}: plan.shares.shards = {shares}: leaves a rank none of the {layer.units} units of {layer.name} "
@@ -373,33 +369,24 @@ def _check_slices(scenario: Scenario, policies: Policies, file: str) -> None:
             )
 
 
-def _check_micro_batches(scenario: Scenario, file: str) -> None:
-    wanted = scenario.plan.micro_batches
-    for rank, samples in enumerate(scenario.data_batch_sizes if wanted > 1 else ()):
-        if samples < wanted:
-            raise UserError(
-                f"{file}: plan.micro_batches = {wanted}: rank {rank} has {samples} samples; "
-                "allowed: at most one micro-batch for each sample"
-            )
-
-
-def _check_batch(wanted: object, total: int, ranks: int, file: str) -> None:
+def _check_batch(scenario: Scenario, ranks: int, file: str) -> None:
+    wanted, total = scenario.plan.shares.batch, scenario.workload.global_batch_size
     if wanted == "even" and total % ranks:
         raise UserError(
             f"{file}: workload.global_batch_size = {total}: cannot be divided evenly among {ranks} ranks; "
             "set plan.shares.batch or another size"
         )
-    if isinstance(wanted, tuple):
-        broken = [share for share in wanted if abs(share * total - round(share * total)) > 1e-6]
-        if broken:
-            raise UserError(
-                f"{file}: plan.shares.batch = {list(wanted)}: {broken[0]} of global_batch_size = {total} "
-                "is no whole number of samples"
-            )
+    shares = wanted if isinstance(wanted, tuple) else ()
+    broken = [share for share in shares if abs(share * total - round(share * total)) > 1e-6]
+    if broken:
+        raise UserError(
+            f"{file}: plan.shares.batch = {list(shares)}: {broken[0]} of global_batch_size = {total} "
+            "is no whole number of samples"
+        )
 
 
-def _check_dealt_out_layers(scenario: Scenario, policies: Policies, file: str) -> None:
-    """Refuse what does not go with weight gradients that are dealt out by layers."""
+def _check_weight_gradient_owners(scenario: Scenario, policies: Policies, file: str) -> None:
+    """Refuse options that cannot be combined with weight gradients divided among ranks by layers."""
     rules, model = scenario.plan.shares, scenario.workload.model
     if rules.batch != "even":
         raise UserError(
@@ -408,14 +395,14 @@ def _check_dealt_out_layers(scenario: Scenario, policies: Policies, file: str) -
         )
     if scenario.plan.recompute != "none":
         raise UserError(
-            f"{file}: plan.recompute = '{scenario.plan.recompute}': method '{scenario.plan.method}' cannot: what a "
-            "checkpointed block keeps while its parameters are frozen is not traced; allowed: 'none'"
+            f"{file}: plan.recompute = '{scenario.plan.recompute}': cannot run with method '{scenario.plan.method}': "
+            "the activations that a checkpointed block keeps with frozen parameters are not traced; allowed: 'none'"
         )
     if any(layer.untrained_buffers is None for layer in model.layers):
         raise UserError(
-            f"{file}: workload.model: '{model.name}' does not say what its layers cost where their parameters are "
-            "frozen; trace it again with `gsreal trace` (a layer may use only what the one before it made, and no "
-            "parameter of another's)"
+            f"{file}: workload.model: '{model.name}' lacks the costs of its layers with frozen parameters; trace "
+            "it again with `gsreal trace` (a layer may use only the output of the one before it, and no parameter of "
+            "another's)"
         )
     owners = sum(layer.repeats for layer in model.layers if layer.elements)
     if policies.ranks > owners:

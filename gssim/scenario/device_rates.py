@@ -1,4 +1,4 @@
-"""What of a device a workload meets: its profile, its peak, and the cost of a sample."""
+"""Rates of devices for a workload: its measured profile, the achieved and peak FLOP/s, and the cost of a sample."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from gssim.workload import Layer, LayerInstance, Model, TokenInput, Workload
 def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
     """Return (fixed_s, sample_s) of a step on `device`: from its profile of the model, else from its achieved FLOP/s.
 
-    It ranks devices by measured or stated throughput for the share policies; it is no prediction of a step.
+    The share policies compare devices by it; it is not a prediction of a step.
     """
     for profile in device.profiles:
         if _is_of(profile, workload):
@@ -32,21 +32,21 @@ def sample_costs(device: DeviceType, workload: Workload) -> tuple[float, float]:
 def layer_costs_s(device: DeviceType, workload: Workload, layers: Sequence[LayerInstance], samples: int) -> list[float]:
     """Return the time of `samples` in each layer, forward and backward: from its profile, else from achieved FLOP/s.
 
-    Like `sample_costs`, it serves to divide the work.
+    Like `sample_costs`, it serves to split the work only.
     """
-    each: dict[int, float] = {}
+    cost_s: dict[int, float] = {}
     for instance in layers:
-        if id(instance.layer) not in each:
-            each[id(instance.layer)] = _layer_cost_s(device, workload, instance.layer, samples)
-    return [each[id(instance.layer)] for instance in layers]
+        if id(instance.layer) not in cost_s:
+            cost_s[id(instance.layer)] = _layer_cost_s(device, workload, instance.layer, samples)
+    return [cost_s[id(instance.layer)] for instance in layers]
 
 
 def _layer_cost_s(device: DeviceType, workload: Workload, layer: Layer, samples: int) -> float:
     profile = layer_profile(device, workload, layer)
     if profile is not None:
         return profile.forward_s.at(samples) + profile.backward_s.at(samples)
-    one = _training_flop(layer, workload.sequence_length or 1) / layer.repeats
-    return samples * one / achieved_flop_per_s(device, workload.precision)
+    flop = _training_flop(layer, workload.sequence_length or 1) / layer.repeats
+    return samples * flop / achieved_flop_per_s(device, workload.precision)
 
 
 def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> LayerProfile | None:
@@ -58,13 +58,13 @@ def layer_profile(device: DeviceType, workload: Workload, layer: Layer) -> Layer
 
 
 def pause_excess(device: DeviceType, workload: Workload) -> Curve | None:
-    """Return how much longer compute takes after a pause, by its seconds, where it is measured."""
+    """Return the slowdown of compute after a pause, by the pause's seconds, where it is measured."""
     found = next((profile for profile in device.profiles if _is_of(profile, workload)), None)
     return found.pause_excess_s if found else None
 
 
-def as_it_runs(cluster: Cluster, workload: Workload) -> Cluster:
-    """Return the cluster with its devices as slow beside neighbours and messages as this workload's profiles say."""
+def with_profile_slowdowns(cluster: Cluster, workload: Workload) -> Cluster:
+    """Return the cluster with the contention slowdowns of its devices replaced by those of this workload's profiles."""
     types = {name: _as_it_runs(device, workload) for name, device in cluster.device_types.items()}
     changed = any(types[name] is not device for name, device in cluster.device_types.items())
     return replace(cluster, device_types=types) if changed else cluster
@@ -78,13 +78,13 @@ def _as_it_runs(device: DeviceType, workload: Workload) -> DeviceType:
 
 
 def _is_of(profile: Profile, workload: Workload) -> bool:
-    """Return whether a profile is of the workload's model, precision and sequence length."""
+    """Return whether a profile matches the workload's model, precision and sequence length."""
     same = profile.model == workload.model.name and profile.precision == workload.precision
     return same and profile.sequence_length in (None, workload.sequence_length)
 
 
 def achieved_flop_per_s(device: DeviceType, precision: Precision) -> float:
-    """Return the rate that matrix products reach; raise UserError as `peak_flop_per_s` does."""
+    """Return the rate of matrix products; raise UserError as `peak_flop_per_s` does."""
     own_ratio = device.fp32_efficiency_ratio if precision == "fp32" else None
     return peak_flop_per_s(device, precision) * (device.efficiency_ratio if own_ratio is None else own_ratio)
 
@@ -106,7 +106,7 @@ def _training_flop(layer: Layer, sequence_length: int) -> int:
     return layer.repeats * (layer.forward_flop.at(**one_sample) + layer.backward_flop.at(**one_sample))
 
 
-# Loading -------------------------------------------------------------------------------------------------------------
+# Bytes of an element -------------------------------------------------------------------------------------------------
 
 
 def value_bytes(workload: Workload) -> int:
@@ -115,12 +115,12 @@ def value_bytes(workload: Workload) -> int:
 
 
 def has_master_copy(workload: Workload) -> bool:
-    """Return whether the optimizer updates a copy of higher precision than the parameters that are trained with."""
+    """Return whether the optimizer updates a copy of the parameters in a higher precision."""
     return master_bytes(workload) > value_bytes(workload)
 
 
 def master_bytes(workload: Workload) -> int:
-    """Return the bytes of one element as the optimizer keeps and updates it.
+    """Return the bytes of one element of the optimizer's state and master copy.
 
     Source: Rajbhandari et al. 2019, "ZeRO", section 3.1: fp16 parameters and gradients, an fp32 copy and moments.
     """

@@ -1,4 +1,7 @@
-"""Shares in the course of a run, where they follow the ranks' pace: what both executors decide after every step."""
+"""Rebalancing in the course of a run: batch split and shard shares after each step, by the ranks' measured times.
+
+Both executors use it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,31 +13,34 @@ from gssim.scenario.scenario import Scenario
 
 
 @dataclass(frozen=True)
-class Following:
-    """What is known of the ranks' paces, and the shares of the next step."""
+class RebalancingState:
+    """State of rebalancing: the controller, and the shares of the next step."""
 
     scenario: Scenario
     watch: rebalancing.Watch
     shard_shares: tuple[float, ...]
     most_samples: tuple[int, ...]
     updates: tuple[tuple[float | None, ...], ...] = ()
-    """What updating all parameters would have taken each rank in the last steps; None where it owned nothing."""
+    """Each rank's time to update all parameters, in the last steps; None where it owned nothing."""
     divisions: tuple[Division, ...] = ()
+    """Changes of the shares so far."""
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Of each rank."""
+        """Samples of each rank."""
         return self.watch.batch
 
 
-def begin(scenario: Scenario) -> Following:
-    """Return what is known before the first step."""
+def begin(scenario: Scenario) -> RebalancingState:
+    """Return the state before the first step."""
     watch = rebalancing.Watch(scenario.batch_sizes)
-    return Following(scenario, watch, scenario.shard_shares, scenario.most_samples)
+    return RebalancingState(scenario, watch, scenario.shard_shares, scenario.most_samples)
 
 
-def after_step(following: Following, *, step: int, compute_s: Sequence[float], update_s: Sequence[float]) -> Following:
-    """Return what is known after a step (of those that count; negative in the warm-up), and the next step's shares.
+def after_step(
+    following: RebalancingState, *, step: int, compute_s: Sequence[float], update_s: Sequence[float]
+) -> RebalancingState:
+    """Return the state after a counted step (negative in the warm-up), with the shares of the next step.
 
     `compute_s`, `update_s`: of every rank, in that step.
     """
@@ -48,7 +54,10 @@ def after_step(following: Following, *, step: int, compute_s: Sequence[float], u
         moved = scenario.moved_shards(
             samples=watch.batch,
             owned=following.shard_shares,
-            update_s=[_median(each) for each in zip(*updates, strict=True)],
+            update_s=[
+                median(known_s) if (known_s := [s for s in rank_s if s is not None]) else None
+                for rank_s in zip(*updates, strict=True)
+            ],
             steps=scenario.run.steps - step - 1,
         )
         if moved is not None:
@@ -58,8 +67,3 @@ def after_step(following: Following, *, step: int, compute_s: Sequence[float], u
         return following
     new = Division(first_step=step + 1, samples=following.samples, shard_shares=following.shard_shares)
     return replace(following, divisions=(*following.divisions, new))
-
-
-def _median(seconds: Sequence[float | None]) -> float | None:
-    known = [each for each in seconds if each is not None]
-    return median(known) if known else None

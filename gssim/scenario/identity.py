@@ -1,4 +1,4 @@
-"""Who a question is: digests and plain data of scenarios, put together from parts that many have in common."""
+"""Identities of scenarios and calibrations: digests of plain data, assembled from parts that many have in common."""
 
 import hashlib
 import json
@@ -28,11 +28,11 @@ FOLLOWS_FROM_THE_MODULE = (
     "forward_streamed_bytes",
     "backward_streamed_bytes",
 )
-"""Of a layer: files traced before these were kept ask the same question."""
+"""Fields of a layer that follow from its module: files traced before these existed have the same identity."""
 
 
 def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
-    """Return the whole scenario as plain data, as the Result keeps it; nobody may change it."""
+    """Return the whole scenario as plain data, as the Result stores it; it must not be changed."""
     cluster, model = scenario.cluster, scenario.workload.model
     parts: dict[str, Any] = _plain(scenario, leave_out={"cluster": True, "search": True, "workload": {"model"}})
     workload = {"model": shared.once("plain model", Same(model), lambda: _plain(model))} | parts["workload"]
@@ -54,13 +54,13 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
 
 
 KEYS = ("name", "question", "cluster", "workload", "plan", "network", "run")
-"""Of a scenario, in the order in which the Result has them."""
+"""Keys of a scenario, in the order of the Result."""
 
 
 def scenario_id(scenario: "Scenario", shared: Shared) -> str:
-    """Return the identity of a question: workload, resolved plan, structure of the cluster; no rates, files, names."""
+    """Return the identity of a scenario: workload, resolved plan, cluster structure; no rates, files, names."""
     policies, cluster = scenario.policies, scenario.cluster
-    plan = _said(scenario.plan, publish_overlaps=policies.publish_overlaps)
+    plan = _identity_of_plan(scenario.plan, publish_overlaps=policies.publish_overlaps)
     plan["push"] = _plain(scenario.push)
     if policies.pp > 1:
         plan["stages"] = [len(stage) for stage in scenario.stages]
@@ -70,55 +70,56 @@ def scenario_id(scenario: "Scenario", shared: Shared) -> str:
         plan["shares"]["layers"] = scenario.owned_layers
     ranks = scenario.ranks
     question = {
-        "workload": _workload(scenario.workload, shared),
+        "workload": _identity_of_workload(scenario.workload, shared),
         "plan": _text(plan),
         "policies": _text(repr(policies)),
         "cluster": shared.once("structure", (Same(cluster), ranks), lambda: _text(_structure(cluster, ranks))),
-        "run": _text(_run(scenario)),
+        "run": _text(_identity_of_run(scenario)),
     }
     if policies.exchange != ("point-to-point" if policies.gradients == "push" else "backend"):
-        question["exchange"] = _text(policies.exchange)  # the only ways that there were keep their identity
+        question["exchange"] = _text(policies.exchange)  # the former fixed exchanges keep their identity
     if scenario.network:
         question["network"] = _text(_plain(scenario.network))
     return _digest(_joined(question))
 
 
 def calibration_id(cluster: Cluster, gradients: GradientStatistics | None, shared: Shared) -> str:
-    """Return the identity of the numbers that a prediction rests on: rates, profiles and statistics."""
+    """Return the identity of the numbers that a prediction is based on: rates, profiles and statistics."""
 
-    def found() -> str:
+    def digest() -> str:
         parts = {
             "cluster": shared.once("calibrated cluster", Same(cluster), lambda: _text(_plain(cluster))),
             "gradients": shared.once("gradients as text", Same(gradients), lambda: _text(_plain(gradients) or None)),
         }
         return _digest(_joined(parts))
 
-    return shared.once("calibration", (Same(cluster), Same(gradients)), found)
+    return shared.once("calibration", (Same(cluster), Same(gradients)), digest)
 
 
-def _workload(workload: Workload, shared: Shared) -> str:
-    """Return a workload, without what asks no other question, as JSON."""
+def _identity_of_workload(workload: Workload, shared: Shared) -> str:
+    """Return the fields of a workload that are part of its identity, as JSON."""
     data: dict[str, Any] = _plain(workload, leave_out={"model", "gradients", "data"})
     if data["optimizer_implementation"] == "default":
-        del data["optimizer_implementation"]  # what earlier results mean by saying nothing
-    model = shared.once("question of model", Same(workload.model), lambda: _text(_model(workload.model)))
+        del data["optimizer_implementation"]  # absent from the identities of earlier results
+    model = shared.once("question of model", Same(workload.model), lambda: _text(_identity_of_model(workload.model)))
     return _joined({key: _text(value) for key, value in data.items()} | {"model": model})
 
 
-def _model(model: Model) -> dict[str, Any]:
+def _identity_of_model(model: Model) -> dict[str, Any]:
+    """Return the fields of a model that are part of its identity."""
     data: dict[str, Any] = _plain(model)
-    for key in ("source", "name", "sliced_layers"):  # the last follows from the module too
+    for key in ("source", "name", "sliced_layers"):  # the last follows from the module
         del data[key]
     data["input"] = {key: value for key, value in data["input"].items() if value is not None}
     for layer in data["layers"]:
         dropped = ("recompute_", "selective_", *FOLLOWS_FROM_THE_MODULE)
         for key in [key for key in layer if key.startswith(dropped)]:
-            del layer[key]  # follows from the module; files traced before it was kept ask the same question
+            del layer[key]  # follows from the module; absent from files that were traced earlier
     return data
 
 
-def _run(scenario: "Scenario") -> dict[str, Any]:
-    """Return the run, and what decides on shares in it; what is not there makes no other question."""
+def _identity_of_run(scenario: "Scenario") -> dict[str, Any]:
+    """Return the fields of the run, and of rebalancing in it, that are part of the identity."""
     run: dict[str, Any] = _plain(scenario.run)
     del run["evaluate_every_steps"]  # it changes neither the steps nor what they cost
     if not scenario.run.slowdowns:
@@ -128,20 +129,20 @@ def _run(scenario: "Scenario") -> dict[str, Any]:
     return run
 
 
-def _said(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
-    """Return a plan as plain data, without what earlier results mean by saying nothing: that nothing overlaps, too."""
+def _identity_of_plan(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
+    """Return a plan as plain data, without the defaults that are absent from the identities of earlier results."""
     data: dict[str, Any] = _plain(plan)
     del data["exchange"], data["ranks"]  # the resolved plan has the number of ranks
     if plan.zero1_implementation == "torch":
         del data["zero1_implementation"]
-    usual: dict[str, Any] = _plain(Publish())
-    said = data["publish"] | {"overlap": publish_overlaps or None}
-    data["publish"] = {key: value for key, value in said.items() if key == "threshold" or value != usual[key]}
+    default: dict[str, Any] = _plain(Publish())
+    publish = data["publish"] | {"overlap": publish_overlaps or None}
+    data["publish"] = {key: value for key, value in publish.items() if key == "threshold" or value != default[key]}
     return data
 
 
 def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """Return the cluster's wiring with every name replaced by its position; of a topology, what it says of wiring."""
+    """Return the cluster's wiring with every name replaced by its position; of a topology, its structure."""
     if cluster.topology is not None:
         used = dict.fromkeys(device.type for device in cluster.devices)
         kinds = [cluster.device_types[name].kind for name in used]
@@ -165,7 +166,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _plain(value: object, *, leave_out: Any = None) -> Any:
-    """Return what files say as plain data."""
+    """Return a value as plain data, as files hold it."""
     kind: Any = type(value)
     return _adapter(kind).dump_python(value, mode="json", exclude=leave_out)
 
@@ -175,7 +176,7 @@ def _text(data: object) -> str:
 
 
 def _joined(texts: Mapping[str, str]) -> str:
-    """Return a table whose values are JSON already.
+    """Return a table, given as JSON texts of its values, as JSON.
 
     >>> _joined({"b": "[1, 2]", "a": "null"}) == json.dumps({"a": None, "b": [1, 2]}, sort_keys=True)
     True

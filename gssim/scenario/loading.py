@@ -1,7 +1,4 @@
-"""Scenarios, models and clusters from TOML files, with overrides.
-
-Overrides of a scenario's keys, as `--set` takes them, from tables of TOML and into them.
-"""
+"""Loading of scenarios, models and clusters from TOML files, and overrides of their keys as `--set` writes them."""
 
 import difflib
 import json
@@ -25,15 +22,16 @@ from gssim.workload import PATHS, Model, unrolled
 
 
 def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return a table of TOML as `--set` takes it, a key each.
+    """Return a table of TOML as overrides for `--set`, one for each key.
 
     >>> as_overrides({"plan": {"push": {"threshold": 0.001}, "method": "gs"}, "run": {"steps": 30}})
     ['plan.push.threshold=0.001', 'plan.method="gs"', 'run.steps=30']
     """
-    found = []
+    overrides = []
     for key, value in table.items():
-        found += as_overrides(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={toml(value)}"]
-    return found
+        path = f"{prefix}{key}"
+        overrides += as_overrides(value, f"{path}.") if isinstance(value, dict) else [f"{path}={toml(value)}"]
+    return overrides
 
 
 def overrides_of(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
@@ -75,13 +73,13 @@ def changed(scenario: Scenario, changes: Mapping[str, Any] | Sequence[str]) -> S
 
 
 def toml(value: Any) -> str:
-    """Return a value as TOML writes it.
+    """Return a value in TOML syntax.
 
     >>> toml([{"between": ["a", "b"], "bandwidth_ratio": 0.5}, True, float("inf")])
     '[{between = ["a", "b"], bandwidth_ratio = 0.5}, true, inf]'
     """
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, bool):
@@ -90,7 +88,7 @@ def toml(value: Any) -> str:
 
 
 def parsed_override(override: str) -> tuple[str, Any]:
-    """Return the key and the value of an override; the value is TOML, or a bare text.
+    """Return the key and the value of an override; the value is TOML, or a bare string.
 
     >>> parsed_override("plan.shares.batch=[0.5, 0.5]"), parsed_override("plan.method=gs")
     (('plan.shares.batch', [0.5, 0.5]), ('plan.method', 'gs'))
@@ -112,10 +110,10 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 def put(data: dict[str, Any], key: str, value: Any, *, under: str = "") -> None:
-    """Set what is at a key path in tables of TOML; `under`: where they are, for messages.
+    """Set the value at a key path in nested tables of TOML; `under`: the path of `data`, for messages.
 
-    Parts of the path name keys of tables, which are made where there are none, or count in arrays, from 0. What names a
-    preset becomes a table that says what differs from it.
+    Parts of the path are keys of tables, which are created where they are missing, or indices of arrays, from 0. The
+    name of a preset is replaced by a table with the preset and the differences from it.
 
     >>> data = {"servers": [{"count": 8, "nic_link": "ib-hdr-200"}]}
     >>> put(data, "servers.0.nic_link.latency_s", 1e-6)
@@ -127,7 +125,7 @@ def put(data: dict[str, Any], key: str, value: Any, *, under: str = "") -> None:
     for i, part in enumerate([*parents, last]):
         where = f"{under}{'.'.join(parents[:i])}"
         if isinstance(table, list) and not (part.isdecimal() and int(part) < len(table)):
-            raise UserError(f"--set {under}{key}: {where} has {len(table)} entries, counted from 0; '{part}' is none")
+            raise UserError(f"--set {under}{key}: {where} has {len(table)} entries, counted from 0, and no '{part}'")
         if not isinstance(table, (dict, list)):
             raise UserError(f"--set {under}{key}: {where} names a file or a value, not a table")
         place: Any = int(part) if isinstance(table, list) else part
@@ -150,10 +148,10 @@ def load_scenario(
 ) -> Loaded:
     """Return the scenario in the TOML file `path`, with `overrides` like `plan.push.threshold=1e-3` applied.
 
-    Files that it names are looked up beside it, files that an override names first from the working directory.
-    `searched`: gradient statistics are read for the thresholds of its search too, not for its own plan's alone.
-    `shared`: what other scenarios that were loaded have in common with it. Raises UserError (one line: file, key path,
-    value, what is allowed) for whatever the user can mend.
+    Files that it names are searched beside it, files named by an override first in the working directory. `searched`:
+    gradient statistics are read for the thresholds of its search too, not only for its own plan's. `shared`: cache of
+    the parts that loaded scenarios have in common. Raises UserError (one line: file, key path, value, what is allowed)
+    for every error that the user can fix.
     """
     shared = shared or Shared()
     text, content = _content(path, shared)
@@ -161,7 +159,7 @@ def load_scenario(
     data.setdefault("name", path.stem)
     data.setdefault("question", first_comment(text))
     folders = {"": path.parent}
-    changes = _apply(data, overrides, folders)
+    changes = _with_overrides(data, overrides, folders)
     file = str(path)
     data["cluster"] = _part(data, "cluster", changes, file, folders, shared)
     workload = data.get("workload")
@@ -191,7 +189,7 @@ def load_cluster(path: Path) -> Cluster:
 
 
 Changes = tuple[tuple[str, Any], ...]
-"""What is overridden in a file that the scenario names: keys' paths in it, and values."""
+"""Overrides inside a file that the scenario names: their key paths in it, and values."""
 
 
 def _model(path: Path, changes: Changes, shared: Shared) -> Model:
@@ -203,7 +201,7 @@ def _model(path: Path, changes: Changes, shared: Shared) -> Model:
 
 
 def _cluster(path: Path, changes: Changes, shared: Shared) -> Cluster:
-    """Return the cluster in a file, with the tables that it names by their files."""
+    """Return the cluster in a file, with the tables that are in files of their own."""
     data = _content(path, shared)[1]
     tables = {
         key: _content(_find(data[key], key, str(path), {"": path.parent}), shared)[1]
@@ -217,57 +215,58 @@ def _cluster(path: Path, changes: Changes, shared: Shared) -> Cluster:
 
 
 def _changed(data: dict[str, Any], under: str, changes: Changes) -> dict[str, Any]:
-    """Return the content of a file with what is overridden in it."""
-    found: dict[str, Any] = _copied(data) if changes else data
+    """Return the content of a file with overrides applied."""
+    changed: dict[str, Any] = _copied(data) if changes else data
     for key, value in changes:
-        put(found, key, _copied(value), under=f"{under}.")
-    return found
+        put(changed, key, _copied(value), under=f"{under}.")
+    return changed
 
 
 IN_FILES = ("device_types", "backend_cost")
-"""Tables of a cluster file that may be in files of their own, which several clusters share."""
+"""Tables of a cluster file that may be in files of their own, shared by several clusters."""
 
 
 def _version(path: Path) -> tuple[Path, int, int] | None:
-    """Return what tells the content of a file from what it was before; None where there is no file."""
+    """Return a cache key for the content of a file: path, modification time and size; None where there is no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return (path, found.st_mtime_ns, found.st_size)
+    return (path, status.st_mtime_ns, status.st_size)
 
 
 def _content(path: Path, shared: Shared) -> tuple[str, dict[str, Any]]:
-    """Return what `read_toml` does, once for each version of a file; nobody may change it."""
+    """Return the result of `read_toml`, cached by version of the file; it must not be changed."""
     return shared.once("file", _version(path), lambda: read_toml(path))
 
 
 def _copied(value: Any) -> Any:
-    """Return a value of TOML of which every table and array may be changed."""
+    """Return a deep copy of the tables and arrays of a TOML value."""
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text and the parsed content of a TOML file; raise UserError where there is none or it is broken."""
+    """Return the text and the parsed content of a TOML file; raise UserError where it is missing or invalid."""
     text = read_text(path)
     try:
         return text, tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets without end
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, brackets nested too deep
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
 def first_comment(text: str) -> str:
-    """Return what the first line of a TOML file says, if it is a comment: the question."""
+    """Return the comment on the first line of a TOML file (the scenario's question), or an empty text."""
     first = text.splitlines()[0] if text else ""
     return first.lstrip("# ").strip() if first.startswith("#") else ""
 
 
-def _apply(data: dict[str, Any], overrides: Sequence[str], folders: dict[str, Path]) -> dict[str, Changes]:
-    """Set overrides in a scenario's tables; return those in its cluster and model, which may have files of their own.
+def _with_overrides(data: dict[str, Any], overrides: Sequence[str], folders: dict[str, Path]) -> dict[str, Changes]:
+    """Set overrides in a scenario's tables; return those for its cluster and model, which may be in other files.
 
-    They are made in whatever file is named in the end. `folders` is told where files are looked up that overrides name.
+    These are applied to the file that is named after all overrides. Adds the folder to `folders` in which a file that
+    an override names is searched.
     """
     changes: dict[str, Changes] = dict.fromkeys(PARTS, ())
     for override in overrides:
@@ -282,7 +281,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str], folders: dict[str, Pa
 
 
 PARTS = ("cluster", "workload.model")
-"""What may be in files of their own."""
+"""Parts of a scenario that may be in files of their own."""
 
 
 def _part(
@@ -293,30 +292,23 @@ def _part(
     folders: dict[str, Path],
     shared: Shared,
 ) -> object:
-    """Return one of `PARTS`: the table given inline, or what is in the file that it names, checked.
+    """Return one of `PARTS`, validated and with overrides applied: the inline table, or the content of the named file.
 
-    What is overridden in it, is.
+    An invalid inline table is returned as it is: its errors are reported together with those of the scenario.
     """
     value = data.get(part.rpartition(".")[2])
     if isinstance(value, dict):
-        return _inline(Cluster if part == "cluster" else Model, _changed(value, part, changes[part]), shared)
+        cls, table = Cluster if part == "cluster" else Model, _changed(value, part, changes[part])
+        try:
+            return shared.once(f"inline {cls.__name__}", repr(table), lambda: validated(cls, table, file=""))
+        except UserError:
+            return table
     if value is None:
         raise UserError(f"{file}: {part}: missing; name a file or give the table")
     if not isinstance(value, str):
         return value
-    found = _find(value, part, file, folders)
-    return (_cluster if part == "cluster" else _model)(found, changes[part], shared)
-
-
-def _inline(cls: type[object], table: object, shared: Shared) -> object:
-    """Return a table that is given inline as a `cls`, the same for equal tables; one that is none as it is.
-
-    What is wrong with that is said together with all else.
-    """
-    try:
-        return shared.once(f"inline {cls.__name__}", repr(table), lambda: validated(cls, table, file=""))
-    except UserError:
-        return table
+    path = _find(value, part, file, folders)
+    return (_cluster if part == "cluster" else _model)(path, changes[part], shared)
 
 
 def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
@@ -334,31 +326,31 @@ def _find(name: str, key: str, file: str, folders: dict[str, Path]) -> Path:
 
 
 def _with_paths(table: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
-    """Return the table of data with its paths found; one that is nowhere stays beside the scenario (or the override).
+    """Return the table of data with its paths resolved; a missing file stays beside the scenario (or the override).
 
-    Predictions need no data, so nothing is refused here.
+    Predictions do not read the data, so a missing file is no error here.
     """
-    found = dict(table)
+    resolved = dict(table)
     for key in PATHS:
         if isinstance(name := table.get(key), str):
             override = folders.get(f"workload.data.{key}", folders.get("workload.data"))
             candidates = [folder / name for folder in (override, folders[""]) if folder is not None]
-            found[key] = str(next((path for path in candidates if path.exists()), candidates[0]))
-    return found
+            resolved[key] = str(next((path for path in candidates if path.exists()), candidates[0]))
+    return resolved
 
 
 def _statistics(scenario: Scenario, file: str, folders: dict[str, Path], shared: Shared) -> GradientStatistics | None:
     name = scenario.workload.gradients
     if name is None and not scenario.plan.sends_by_data:
-        return None  # the search says so
+        return None  # the search reports it
     if name is None:
         table = "push" if scenario.plan.push.selects else "publish"
         raise UserError(
             f"{file}: workload.gradients: missing; plan.{table}.threshold needs the model's gradient statistics "
             "(write them with `gsreal gradients`)"
         )
-    found = _find(name, "workload.gradients", file, folders)
-    statistics = shared.once("gradients", _version(found), lambda: read_gradients(found), most=8)
+    path = _find(name, "workload.gradients", file, folders)
+    statistics = shared.once("gradients", _version(path), lambda: read_gradients(path), most=8)
     _check_statistics(scenario, statistics, file, name)
     return statistics
 
@@ -381,13 +373,10 @@ def _check_statistics(scenario: Scenario, statistics: GradientStatistics, file: 
         )
     if scenario.push.error_feedback and not statistics.feedback_thresholds:
         raise UserError(
-            f"{file}: workload.gradients = '{name}': was taken without a look at error feedback, which "
-            "plan.push.error_feedback asks for; take it again with `gsreal gradients`"
+            f"{file}: workload.gradients = '{name}': has no statistics with error feedback, which "
+            "plan.push.error_feedback needs; take it again with `gsreal gradients`"
         )
     names = {name for layer in unrolled(workload.model) for name in layer.parameter_names}
     missing = sorted({name for trace in statistics.traces for name in names - set(trace.tensors)})
     if missing:
         raise UserError(f"{file}: workload.gradients = '{name}': lacks the parameter {missing[0]}")
-
-
-# Checking ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""What owners of shards meet, for the share policies `memory` and `cost`: room, rates, and the links on their way.
+"""Shard shares by the policies `memory` and `cost`: memory budget, update rates and link rates of every owner.
 
-Like `sample_costs`, all this serves to divide the work, from what both executors know when they load a scenario; it is
-no prediction of a step or of its memory. What a threshold will leave of a push is not known then: messages count as
-dense.
+Like `sample_costs`, it splits the work only, from information that both executors have when they load a scenario; it is
+no prediction of a step or of its memory. The density of thresholded pushes is unknown then: messages count as dense.
 """
 
 from bisect import bisect_left
@@ -27,62 +26,58 @@ from gssim.workload import (
     ImageInput,
     Layer,
     Workload,
-    handed_back,
-    handed_on,
     implementation_on,
+    layer_input_gradient,
+    layer_output,
     optimizer_moved_values,
 )
 
 USABLE_RATIO = 0.92
-"""Of a device's memory: the rest is left to temporaries, and to what allocators lose (assumed)."""
+"""Usable part of a device's memory: the rest is reserved for temporaries and fragmentation (assumed)."""
 
 
 def owned_shares(
     cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
 ) -> tuple[float, ...]:
-    """Return every rank's share of what is owned by the plan's policy, `memory` or `cost`, over all ranks.
+    """Return every rank's share of the sharded state by the plan's policy, `memory` or `cost`, over all ranks.
 
-    Raises UserError where it does not fit: one line that names the device and the excess.
+    Raises UserError where the state does not fit: one line that names the device and the excess.
     """
-    capacity, held, whole = _rooms(cluster, workload, plan, policies, batch_sizes)
+    capacity, fixed, whole = _memory_budget(cluster, workload, plan, policies, batch_sizes)
     try:
         if plan.shares.shards == "memory":
-            return shard_sizing.memory_shares(capacity_bytes=capacity, held_bytes=held, whole_bytes=whole)
-        _refuse_overfull(capacity, held)
-        most = tuple((room - used) / whole for room, used in zip(capacity, held, strict=True))
+            return shard_sizing.memory_shares(capacity_bytes=capacity, held_bytes=fixed, whole_bytes=whole)
+        excess, rank = max((used - room, rank) for rank, (room, used) in enumerate(zip(capacity, fixed, strict=True)))
+        if excess > 0:
+            raise shard_sizing.InfeasibleError(rank, excess)
+        most = tuple((room - used) / whole for room, used in zip(capacity, fixed, strict=True))
         return shard_sizing.cost_shares(owner_times(cluster, workload, plan, policies), most=most)
     except shard_sizing.InfeasibleError as error:
-        raise _misfit(error, cluster, plan, capacity, held, whole) from None
+        raise _does_not_fit(error, cluster, plan, capacity, fixed, whole) from None
 
 
-def _rooms(
+def _memory_budget(
     cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, batch_sizes: Sequence[int]
 ) -> tuple[list[float], list[float], float]:
-    """Return what each rank may use of its memory, what it holds whatever it owns, and what owning everything takes."""
+    """Return each rank's usable memory, its memory without any shard, and the bytes of the whole sharded state."""
     kinds = list(zip([device.type for device in cluster.devices[: policies.ranks]], batch_sizes, strict=True))
-    found = {
+    fixed = {
         (name, n): held_bytes(cluster.device_types[name], workload, plan, policies, samples=n) for name, n in set(kinds)
     }
     capacity = [USABLE_RATIO * cluster.device_types[name].memory_bytes for name, _ in kinds]
-    return capacity, [found[kind] for kind in kinds], owned_bytes(workload, plan, policies)
+    return capacity, [fixed[kind] for kind in kinds], owned_bytes(workload, plan, policies)
 
 
-def _refuse_overfull(capacity: Sequence[float], held: Sequence[float]) -> None:
-    excess, rank = max((used - room, rank) for rank, (room, used) in enumerate(zip(capacity, held, strict=True)))
-    if excess > 0:
-        raise shard_sizing.InfeasibleError(rank, excess)
-
-
-def _misfit(
+def _does_not_fit(
     error: shard_sizing.InfeasibleError,
     cluster: Cluster,
     plan: Plan,
     capacity: Sequence[float],
-    held: Sequence[float],
+    fixed: Sequence[float],
     whole: float,
 ) -> UserError:
-    """Return what to tell the user: of a lack on all devices together, the one with the least room bears the name."""
-    room = [has - used for has, used in zip(capacity, held, strict=True)]
+    """Return the error for the user; where all devices together lack memory it names the one with the least room."""
+    room = [has - used for has, used in zip(capacity, fixed, strict=True)]
     rank = error.rank if error.rank is not None else room.index(min(room))
     name, policy = cluster.devices[rank].name, plan.shares.shards
     hint = "more plan.micro_batches, plan.recompute, or method 'gs_z3' need less"
@@ -100,9 +95,9 @@ def _misfit(
 def sample_room(
     cluster: Cluster, workload: Workload, plan: Plan, policies: Policies, shard_shares: Sequence[float]
 ) -> tuple[int, ...]:
-    """Return how many samples each rank has memory for beside its shard, of the global batch at most."""
+    """Return the number of samples for which each rank has memory beside its shard, at most the global batch."""
     total, whole = workload.global_batch_size, owned_bytes(workload, plan, policies)
-    found: dict[tuple[str, float], int] = {}
+    most_samples: dict[tuple[str, float], int] = {}
     kinds = [(cluster.devices[rank].type, share) for rank, share in enumerate(shard_shares)]
     for name, share in set(kinds):
         device = cluster.device_types[name]
@@ -112,11 +107,11 @@ def sample_room(
         def too_many(samples: int, device: DeviceType = device, room: float = room) -> bool:
             return held_bytes(device, workload, plan, policies, samples=samples) > room
 
-        found[name, share] = bisect_left(range(total + 1), True, lo=1, key=too_many) - 1
-    return tuple(found[kind] for kind in kinds)
+        most_samples[name, share] = bisect_left(range(total + 1), True, lo=1, key=too_many) - 1
+    return tuple(most_samples[kind] for kind in kinds)
 
 
-def shares_worth_moving_to(
+def better_shard_shares(
     cluster: Cluster,
     workload: Workload,
     plan: Plan,
@@ -127,18 +122,18 @@ def shares_worth_moving_to(
     update_s: Sequence[float | None],
     steps: int,
 ) -> tuple[float, ...] | None:
-    """Return the shard shares to change to in the middle of a run, or None: `shares.worth_moving` with this cluster.
+    """Return better shard shares for the rest of a run, or None: `rebalancing.worth_moving` with this cluster's rates.
 
-    `owned`: the shares until now; `update_s`: what updating all parameters takes each rank, as measured, None where it
-    owns nothing; `steps`: that are left.
+    `owned`: the present shares; `update_s`: each rank's measured time to update all parameters, None where it owns
+    nothing; `steps`: the number of remaining steps.
     """
     times = owner_times(cluster, workload, plan, policies)
     measured = tuple(known if seen is None else seen for seen, known in zip(update_s, times.update_s, strict=True))
-    capacity, held, whole = _rooms(cluster, workload, plan, policies, batch_sizes)
-    most = tuple(max(share, (c - h) / whole) for share, c, h in zip(owned, capacity, held, strict=True))
-    out, come = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
+    capacity, fixed, whole = _memory_budget(cluster, workload, plan, policies, batch_sizes)
+    most = tuple(max(share, (c - f) / whole) for share, c, f in zip(owned, capacity, fixed, strict=True))
+    outgoing, incoming = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
     state_bytes = (VALUES_KEPT[workload.optimizer] + has_master_copy(workload)) * master_bytes(workload)
-    moving = [[state_bytes * workload.model.elements / rate for rate in rates] for rates in (out, come)]
+    moving = [[state_bytes * workload.model.elements / rate for rate in rates] for rates in (outgoing, incoming)]
     return rebalancing.worth_moving(
         replace(times, update_s=measured),
         owned,
@@ -153,10 +148,10 @@ def shares_worth_moving_to(
 
 
 def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Policies, *, samples: int) -> float:
-    """Return what a rank holds in its backward whatever it owns, with two gradient buckets under way.
+    """Return the memory of a rank in its backward apart from its shard, with two gradient buckets in flight.
 
     Replicated parameters, the input of `samples`, activations of a micro-batch, residuals of all gradients, and whole
-    gradients where micro-batches add up on the rank.
+    gradients where micro-batches accumulate on the rank.
     """
     model, value = workload.model, value_bytes(workload)
     whole = model.elements * value
@@ -166,17 +161,21 @@ def held_bytes(device: DeviceType, workload: Workload, plan: Plan, policies: Pol
         gradients = whole
     residuals = model.elements * _residual_bytes(workload, plan)
     replica = whole if policies.parameters == "replicated" else 0
-    kept = activation_bytes(workload, plan, samples=micro_batch) + _input_bytes(workload, samples)
-    return (
-        device.workspace_bytes + device.context_bytes + replica + sum(model.buffer_bytes) + gradients + residuals + kept
-    )
+    activations = activation_bytes(workload, plan, samples=micro_batch)
+    source = model.input
+    if isinstance(source, ImageInput):
+        input_bytes = float(samples * (value * int(np.prod(source.shape)) + 8))
+    else:
+        input_bytes = float(samples * 16 * (workload.sequence_length or 1))
+    fixed = device.workspace_bytes + device.context_bytes + replica + sum(model.buffer_bytes)
+    return fixed + gradients + residuals + (activations + input_bytes)
 
 
 def owned_bytes(workload: Workload, plan: Plan, policies: Policies) -> float:
-    """Return what owning all parameters takes: optimizer state, gradients, and a master copy or the parameters."""
+    """Return the bytes of the whole sharded state: optimizer state, gradients, and a master copy or the parameters."""
     master = master_bytes(workload)
     each = VALUES_KEPT[workload.optimizer] * master + master
-    each -= _residual_bytes(workload, plan)  # what is owned leaves no residual
+    each -= _residual_bytes(workload, plan)  # an owner has no residual of its own shard
     each += master if has_master_copy(workload) else 0
     each += value_bytes(workload) if policies.parameters != "replicated" else 0
     return max(1.0, float(each * workload.model.elements))
@@ -188,10 +187,10 @@ def _residual_bytes(workload: Workload, plan: Plan) -> int:
 
 
 def activation_bytes(workload: Workload, plan: Plan, *, samples: int) -> float:
-    """Return what `samples` need at the worst layer of the backward: what the layers up to it keep, and make there.
+    """Return the activation memory of `samples` at the worst layer of the backward: of earlier layers and its own.
 
-    What a layer keeps are its traced buffers that outlive the forward, let go of once its backward is done. Of
-    checkpointed blocks (`full`) only what they hand on is kept, and in their backward all of their own.
+    A layer keeps its traced buffers that outlive the forward until its backward is done. Of checkpointed blocks
+    (`full`) only the output is kept, and all of a block's own buffers during its backward.
     """
     scale = value_bytes(workload) / PRECISION_BYTES[workload.model.traced_precision]
     shape = {"b": samples, "s": workload.sequence_length or 1}
@@ -200,9 +199,9 @@ def activation_bytes(workload: Workload, plan: Plan, *, samples: int) -> float:
         kept = sum(each.size_bytes.at(**shape) for each in layer.buffers if _is_kept(each))
         stays = kept
         if layer.block and plan.recompute == "full":
-            output = handed_on(layer.buffers)
+            output = layer_output(layer.buffers)
             stays = output.size_bytes.at(**shape) if output is not None and _is_kept(output) else 0
-        following = layer if layer.repeats > 1 else after  # before the last repetition comes another
+        following = layer if layer.repeats > 1 else after  # all repetitions but the last precede another one
         made = max(_made_bytes(layer, each, shape) for each in (following, after))
         worst = max(worst, before + (layer.repeats - 1) * stays + kept + made)
         before += layer.repeats * stays
@@ -214,47 +213,40 @@ def _is_kept(buffer: Buffer) -> bool:
 
 
 def _made_bytes(layer: Layer, following: Layer | None, shape: dict[str, int]) -> float:
-    """Return the most that a layer's backward makes for itself, beside the gradient of its output, at one time."""
-    given = handed_back(following.buffers) if following is not None else None
+    """Return the peak of the buffers that a layer's backward allocates, beside the gradient of its output."""
+    given = layer_input_gradient(following.buffers) if following is not None else None
     own = [each for each in layer.buffers if each.born.phase == "b"]
     sizes = {id(each): each.size_bytes.at(**shape) for each in own}
     events = [(each.born.position, sizes[id(each)]) for each in own]
     events += [(each.freed.position, -sizes[id(each)]) for each in own if each.freed.layer_offset == 0]
-    held = accumulate(size for _, size in sorted(events, key=lambda event: (event[0], event[1] < 0)))
-    return max(held, default=0) + (given.size_bytes.at(**shape) if given is not None else 0)
-
-
-def _input_bytes(workload: Workload, samples: int) -> float:
-    source = workload.model.input
-    if isinstance(source, ImageInput):
-        return float(samples * (value_bytes(workload) * int(np.prod(source.shape)) + 8))
-    return float(samples * 16 * (workload.sequence_length or 1))
+    allocated = accumulate(size for _, size in sorted(events, key=lambda event: (event[0], event[1] < 0)))
+    return max(allocated, default=0) + (given.size_bytes.at(**shape) if given is not None else 0)
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
 def owner_times(cluster: Cluster, workload: Workload, plan: Plan, policies: Policies) -> shard_sizing.OwnerTimes:
-    """Return what pushing, updating and publishing all parameters takes on every rank, in a whole step."""
+    """Return every rank's times to push, update and publish all parameters, in a whole step."""
     elements, rounds = workload.model.elements, 1
     if policies.gradient_sync == "micro-batch":
         rounds = plan.micro_batches
     size = float(elements * value_bytes(workload))
     gathers = {"replicated": 1, "gathered": rounds, "sharded": 2 * rounds}[policies.parameters]
-    out, come = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
+    outgoing, incoming = rank_rates(cluster.wiring, tuple(device.host for device in cluster.devices[: policies.ranks]))
     types = [cluster.type_of(rank) for rank in range(policies.ranks)]
     update_s = {id(device): elements * _update_element_s(device, workload, policies.ranks) for device in types}
     return shard_sizing.OwnerTimes(
-        push_out_s=tuple(rounds * size / rate for rate in out),
-        push_in_s=tuple(rounds * size / rate for rate in come),
+        push_out_s=tuple(rounds * size / rate for rate in outgoing),
+        push_in_s=tuple(rounds * size / rate for rate in incoming),
         update_s=tuple(update_s[id(device)] for device in types),
-        publish_out_s=tuple(gathers * size / rate for rate in out),
-        publish_in_s=tuple(gathers * size / rate for rate in come),
+        publish_out_s=tuple(gathers * size / rate for rate in outgoing),
+        publish_in_s=tuple(gathers * size / rate for rate in incoming),
     )
 
 
 def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> float:
-    """Return the optimizer's time for an element where shards are about even: measured, else by memory bandwidth."""
+    """Return the optimizer's time for an element with about even shards: measured, else by memory bandwidth."""
     optimizer = workload.optimizer
     implementation = implementation_on(device.kind, workload.optimizer_implementation)
     default = implementation == implementation_on(device.kind, "default")
@@ -270,12 +262,13 @@ def _update_element_s(device: DeviceType, workload: Workload, ranks: int) -> flo
 def rank_rates(wiring: Wiring, hosts: tuple[str, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the rates (bytes/s) at which each rank sends to all others alike, and receives; `hosts`: of every rank.
 
-    No more than its own links carry, and to other hosts no more than its part of each link on the way to the next one,
-    which the ranks of its host share. Assumes that links further on, which hosts share, are as wide as theirs together.
+    A rate is limited by the rank's own links, and for other hosts by its part of each link on the path to the next
+    host, which it shares with the ranks of its host. Assumes that links further on, which hosts share, are as wide as
+    theirs together.
     """
-    forth = _rates(wiring.source, wiring.target, wiring, hosts)
-    back = _rates(wiring.target, wiring.source, wiring, hosts)
-    return tuple(forth.tolist()), tuple(back.tolist())
+    outgoing = _rates(wiring.source, wiring.target, wiring, hosts)
+    incoming = _rates(wiring.target, wiring.source, wiring, hosts)
+    return tuple(outgoing.tolist()), tuple(incoming.tolist())
 
 
 def _rates(source: Ints, target: Ints, wiring: Wiring, hosts: Sequence[str]) -> Floats:
@@ -284,7 +277,7 @@ def _rates(source: Ints, target: Ints, wiring: Wiring, hosts: Sequence[str]) -> 
     places = {host: [rank for rank in range(ranks) if hosts[rank] == host] for host in dict.fromkeys(hosts)}
     if len(places) == 1:
         return own if ranks > 1 else np.ones(1)
-    from scipy.sparse import csr_array  # here: `import gssim` must stay quick
+    from scipy.sparse import csr_array  # lazy: keeps `import gssim` fast
 
     back = csr_array((np.ones(wiring.links), (target, source)), shape=(wiring.nodes, wiring.nodes))
     ends = zip(source.tolist(), target.tolist(), strict=True)
@@ -293,24 +286,24 @@ def _rates(source: Ints, target: Ints, wiring: Wiring, hosts: Sequence[str]) -> 
     names = list(places)
     for host, following in zip(names, [*names[1:], names[0]], strict=True):
         members = places[host]
-        away = (ranks - len(members)) / (ranks - 1)  # of what each sends
-        ways = _ways(back, members, places[following][0])
-        users = Counter(link for way in ways for link in way)
-        for rank, way in zip(members, ways, strict=True):
-            rates[rank] = min([own[rank], *(links[link] / users[link] / away for link in way)])
+        away = (ranks - len(members)) / (ranks - 1)  # fraction of each rank's traffic
+        paths = _paths(back, members, places[following][0])
+        users = Counter(link for path in paths for link in path)
+        for rank, path in zip(members, paths, strict=True):
+            rates[rank] = min([own[rank], *(links[link] / users[link] / away for link in path)])
     return rates
 
 
-def _ways(back: Any, members: Sequence[int], end: int) -> list[list[tuple[int, int]]]:
-    """Return the links of each member's shortest way to `end`; `back`: which nodes have a link from which."""
+def _paths(back: Any, members: Sequence[int], end: int) -> list[list[tuple[int, int]]]:
+    """Return the links of each member's shortest path to `end`; `back`: adjacency of the reversed links."""
     from scipy.sparse.csgraph import breadth_first_order
 
     following = breadth_first_order(back, end, return_predecessors=True)[1].tolist()
-    ways = []
+    paths = []
     for member in members:
-        way, node = [], member
+        path, node = [], member
         while node != end and following[node] >= 0:
-            way.append((node, following[node]))
+            path.append((node, following[node]))
             node = following[node]
-        ways.append(way)
-    return ways
+        paths.append(path)
+    return paths

@@ -1,7 +1,6 @@
-"""What each rank of a tensor group holds of the blocks that they share: whole units, as its share of them says.
+"""Slices of a model's blocks on the ranks of a tensor-parallel group, in whole units (heads, columns), by their shares.
 
-Both sides go by it: the real backend cuts modules so, and a prediction takes its layers from here. See [Note: units] in
-`gssim.workload`.
+The real backend cuts modules so, and predictions take their layers from here. See [Note: units] in `gssim.workload`.
 """
 
 from collections.abc import Sequence
@@ -13,17 +12,18 @@ from gssim.plan import splitting
 from gssim.workload import Layer, Model, Parameter, Polynomial
 
 
-def units_held(units: int, parts: Sequence[float]) -> tuple[int, ...]:
-    """Return how many of a block's units each rank holds: largest remainders, as `shares.split`.
+def units_of_ranks(units: int, parts: Sequence[float]) -> tuple[int, ...]:
+    """Return the number of a block's units on each rank: largest remainders, as `splitting.split`.
 
-    >>> units_held(8, [0.7, 0.2, 0.1])
+    >>> units_of_ranks(8, [0.7, 0.2, 0.1])
     (6, 1, 1)
     """
     return splitting.split(units, parts)
 
 
 @lru_cache(maxsize=256)
-def _held_layer(layer: Layer, units: int) -> Layer:
+def _sliced_layer(layer: Layer, units: int) -> Layer:
+    """Return the slice of a layer that has so many units."""
     changes: dict[str, Any] = {
         "parameters": tuple(parameter.held(units) for parameter in layer.parameters),
         "buffers": tuple(replace(buffer, size_bytes=buffer.size_bytes.held(units)) for buffer in layer.buffers),
@@ -37,26 +37,27 @@ def _held_layer(layer: Layer, units: int) -> Layer:
 
 
 def native_tensors(model: Model) -> int:
-    """Return how many parameters of a rank are DTensors where blocks of linear maps are cut natively.
+    """Return the number of a rank's parameters that are DTensors where blocks of linear maps are cut natively.
 
-    All of a map that is cut in any of them: a bias that every rank has whole is one too.
+    Every parameter of a map of which any is cut counts: also a bias that is replicated.
     """
-    return sum(layer.repeats * len(_of_cut_maps(layer)) for layer in model.sliced_layers if layer.linear)
-
-
-def _of_cut_maps(layer: Layer) -> list[Parameter]:
-    cut = {_map_of(parameter) for parameter in layer.parameters if parameter.cut is not None}
-    return [parameter for parameter in layer.parameters if _map_of(parameter) in cut]
+    count = 0
+    for layer in model.sliced_layers:
+        if layer.linear:
+            cut_maps = {_map_of(parameter) for parameter in layer.parameters if parameter.cut is not None}
+            count += layer.repeats * sum(_map_of(parameter) in cut_maps for parameter in layer.parameters)
+    return count
 
 
 def _map_of(parameter: Parameter) -> str:
+    """Return the name of the linear map that has the parameter."""
     return parameter.name.rpartition(".")[0]
 
 
-def held_model(model: Model, parts: Sequence[float], position: int) -> Model:
-    """Return the model as the rank at `position` of a tensor group holds it; `parts`: every rank's share."""
+def model_slice(model: Model, parts: Sequence[float], position: int) -> Model:
+    """Return the slice of the model on the rank at `position` of a tensor group; `parts`: every rank's share."""
     layers = []
     for layer in model.sliced_layers:
-        held = units_held(layer.units, parts)[position] if layer.units else 0
-        layers.append(_held_layer(layer, held) if layer.units else layer)
+        units = units_of_ranks(layer.units, parts)[position] if layer.units else 0
+        layers.append(_sliced_layer(layer, units) if layer.units else layer)
     return replace(model, layers=tuple(layers), sliced_layers=())

@@ -18,7 +18,7 @@ from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Sent, Steps, uncounted, what_lowering_reads
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
-from gssim.scenario import Loaded, Scenario, as_it_runs
+from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
 from gssim.simulation.footprint import Occupancy, misfit, occupancies, tightest
 from gssim.simulation.report import (
     collectives_of,
@@ -253,7 +253,7 @@ def _walked(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
 
 def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *, recorded: bool = False) -> _Steady:
     seed = scenario.run.seed
-    cluster = as_it_runs(scenario.cluster, scenario.workload)
+    cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
     machine = Machine(cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded, shared=shared)
     if recorded:
         machine.memory = [Recorded(memory.held, lambda: float(machine.env.now)) for memory in machine.memory]

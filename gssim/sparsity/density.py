@@ -1,25 +1,22 @@
-"""What a threshold makes of measured gradient statistics: the fraction of elements that reach it.
+"""Density of thresholded pushes and publications: fractions of elements that reach a threshold, from statistics.
 
-Statistics are taken at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
-the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, for
-training changes gradients ever more slowly: the scale on a curve, the fraction straight, so that no higher threshold
-is ever told to send more. What a threshold drops changes the training and with it later gradients, so
-statistics are taken under thresholds too, and the densities that they give are interpolated in the logarithm of the
-threshold.
+Statistics are sampled at some of the steps. Between these the scale of |g| is interpolated in its logarithm, and so is
+the fraction of elements that reach a threshold in units of that scale, both over the logarithm of the step, because
+training changes gradients ever more slowly: the scale on a curve, the fraction linearly, so that a higher threshold
+never has a higher density. Dropped gradients change the training and with it later gradients, so statistics are
+measured under thresholds too, and their densities are interpolated in the logarithm of the threshold.
 
-Without error feedback the density is the tail of |g|. With it, it is the rate at which elements come to reach the
-threshold with all that was not sent before; it is measured at a grid of thresholds, for it depends on how steadily each
-element's gradient points one way, which no distribution of one step's gradients tells.
+Without error feedback the density is the tail of |g|. With it, it is the rate at which elements reach the threshold
+with their residuals added; it is measured at a grid of thresholds, because it depends on the correlation of an
+element's gradients over steps, which the distribution of one step's gradients does not contain.
 
-What a relative threshold sends depends on how magnitudes are distributed, not on their scale: it is measured at a grid
-of multiples of the mean, with error feedback and without. One that is estimated for a target density is an absolute one
-until it is estimated again: of the first step's gradients at first, then of what has gathered under the one before.
+The density of a relative threshold depends on the shape of the distribution of magnitudes, not on their scale: it is
+measured at a grid of multiples of the mean, with error feedback and without. A threshold that is estimated for a target
+density is an absolute one until the next estimate: from the first step's gradients at first, then from gradients and
+residuals under the previous threshold.
 
-Where a step lies among those that were looked at, and what lies between their values.
-
-How many elements at least one of several ranks sends.
-
-How far behind the parameters are that ranks compute with, where owners publish only what has moved far enough.
+The module also has the interpolation between sampled steps (`Moment`), the union of several ranks' pushes (`united`),
+and the staleness of parameters under thresholded publication (`staleness_steps`).
 """
 
 import math
@@ -50,40 +47,40 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a step lies between two sampled ones, or between the first step and the first sampled one."""
+    """Position of a step between two sampled ones, or between the first step and the first sampled one."""
 
     before: int
-    """Which of the sampled steps is the last before it; -1: the first step."""
+    """Index of the last sampled step before it; -1: the first step."""
     after: int
     weight: float
-    """Of the value at `after`."""
+    """Weight of the value at `after`."""
     around: tuple[int, ...]
-    """Which sampled steps tell how values change there: these two, and the next on either side where there is one."""
+    """Indices of the sampled steps for the interpolation: these two, and the next on either side, if any."""
     times: tuple[float, ...]
-    """Of `around`: logarithms of 1 + step."""
+    """Logarithms of 1 + step, for `around`."""
 
     def of(self, values: Sequence[T], first: T | None = None) -> list[T]:
-        """Return what there is for each of the two; `first`: for the first step."""
-        return [self._at(values, first, each) for each in (self.before, self.after)]
+        """Return the values at both steps; `first`: at the first step."""
+        return [self._at(values, first, sampled) for sampled in (self.before, self.after)]
 
     def all_of(self, values: Sequence[T], first: T | None = None) -> list[T]:
-        """Return what there is for each of `around`."""
-        return [self._at(values, first, each) for each in self.around]
+        """Return the values at `around`."""
+        return [self._at(values, first, sampled) for sampled in self.around]
 
     def _at(self, values: Sequence[T], first: T | None, sampled: int) -> T:
         return values[max(0, sampled)] if sampled >= 0 or first is None else first
 
     def mixed(self, pair: Sequence[float]) -> float:
-        """Return what lies between two values, straight."""
+        """Return the interpolation between two values, linear in the logarithm."""
         return mixed(pair[0], pair[1], self.weight)
 
     def curved(self, values: Sequence[float]) -> float:
-        """Return what lies between the two values in the middle of those for `around`, on a curve without corners.
+        """Return the interpolation between the two middle values of those for `around`, on a smooth curve.
 
-        Training changes gradients fast at first and ever more slowly: straight lines from one sampled step to the next
-        lie above such a curve. It is the cubic one, over the logarithm of 1 + step, of the values' logarithms, that
-        rises and falls only where they do. Source: Fritsch and Butland, A Method for Constructing Local Monotone
-        Piecewise Cubic Interpolants, SIAM J. Sci. Stat. Comput. 5 (1984), with Brodlie's weights.
+        Training changes gradients fast at first and ever more slowly: straight lines between sampled steps lie above
+        such a curve. It is the monotone cubic interpolation of the values' logarithms over that of 1 + step.
+        Source: Fritsch and Butland, A Method for Constructing Local Monotone Piecewise Cubic Interpolants, SIAM J. Sci.
+        Stat. Comput. 5 (1984), with Brodlie's weights.
 
         >>> steps = (0, 1, 3, 7)  # halves of the way each, in the logarithm of 1 + step
         >>> moment_of(steps, 2).curved([1.0, 0.5, 0.25, 0.125]) == moment_of(steps, 2).mixed([0.5, 0.25])
@@ -105,7 +102,7 @@ class Moment:
         return low * math.exp(weight * rise + bend)
 
     def _slope(self, values: Sequence[float], at: int, beside: int) -> float:
-        """Return the slope of the curve where the stretch that begins `at` meets the one that begins `beside` it."""
+        """Return the slope of the curve between the interval that begins `at` and the one that begins `beside` it."""
         width, slope = self._chord(values, at)
         if beside not in range(len(values) - 1) or not (values[beside] > 0 and values[beside + 1] > 0):
             return slope
@@ -117,26 +114,26 @@ class Moment:
         return 3 * (width + other_width) / ((width + 2 * other_width) / slope + (2 * width + other_width) / other)
 
     def _chord(self, values: Sequence[float], at: int) -> tuple[float, float]:
-        """Return how wide a stretch is, and how steep."""
+        """Return the width and the slope of an interval."""
         width = self.times[at + 1] - self.times[at]
         return width, math.log(values[at + 1] / values[at]) / width if width > 0 else 0.0
 
 
 def moment_of(sampled_steps: Sequence[int], step: float, first_step: int = 0) -> Moment:
-    """Return where the step lies among the sampled ones; after the last, all is as it was there."""
+    """Return the position of a step among the sampled ones; after the last, its values are constant."""
     after = bisect_left(sampled_steps, step)
     if after == len(sampled_steps):
         return Moment(after - 1, after - 1, 0.0, (after - 1,), (math.log1p(sampled_steps[-1]),))
     before = after - 1
     around = tuple(range(max(before - 1, min(before, 0)), min(after + 2, len(sampled_steps))))
-    times = tuple(math.log1p(sampled_steps[each] if each >= 0 else first_step) for each in around)
+    times = tuple(math.log1p(sampled_steps[index] if index >= 0 else first_step) for index in around)
     start, end = times[around.index(before)], times[around.index(after)]
     at = max(start, math.log1p(max(0, step)))
     return Moment(before, after, (at - start) / (end - start) if end > start else 1.0, around, times)
 
 
 def mixed(a: float, b: float, weight: float) -> float:
-    """Return what lies between `a` and `b`: in logarithm, where neither is 0.
+    """Return the interpolation between `a` and `b`: in the logarithm, if neither is 0.
 
     >>> mixed(1.0, 4.0, 0.5), mixed(0.0, 4.0, 0.5)
     (2.0, 2.0)
@@ -148,8 +145,8 @@ def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -
     """Return the fraction of elements that at least one of `ranks` ranks sends, where each sends the fraction `sent`.
 
     The gradients of an element are normal, with a scale that the ranks share and that is log-normally distributed over
-    the elements, as wide as the ratio of mean to rms of |g| tells; of two ranks they have the given `correlation`, by a
-    part that is the same for all.
+    the elements, with the width implied by the ratio of mean to rms of |g|; between ranks they have the given
+    `correlation`, by a common part.
 
         p(s, c) = P(|sqrt(r) c + sqrt(1-r) z| >= t / s);  sent = E[p];  united = E[1 - (1 - p)^ranks]
 
@@ -160,7 +157,7 @@ def united(sent: float, *, ranks: int, mean_to_rms: float, correlation: float) -
     >>> united(0.1, ranks=1, mean_to_rms=0.5, correlation=0.3)
     0.1
     """
-    from scipy.special import ndtr  # here, for only unions need it
+    from scipy.special import ndtr  # lazy: only unions need it
 
     if ranks == 1 or sent <= 0 or sent >= 1:
         return sent
@@ -202,8 +199,8 @@ def push_density(
 ) -> float:
     """Return the fraction of a tensor's elements that a rank with `samples` samples sends under `push` at `step`.
 
-    `part`: what is thresholded is this part of the rank's mean gradient over its samples. `first`, `last`: the range of
-    the tensor that is meant, as fractions of its elements.
+    `part`: factor of the rank's mean gradient over its samples before it is thresholded. `first`, `last`: the range of
+    the tensor, as fractions of its elements.
 
     >>> from gssim.gradient_statistics import SKETCH_EDGES, BlockTrace, RankTrace, Sketch, TensorTrace
     >>> sketch = Sketch(mean=1.0, rms=1.0, tail_ratios=tuple(float(edge < 2) for edge in SKETCH_EDGES))
@@ -227,13 +224,13 @@ def push_ratios(
     part: float = 1.0,
     lag_steps: float = 0.0,
 ) -> "Ratios":
-    """Return what `push_density` does, of any range of the tensor.
+    """Return the densities of `push_density` by block, for any range of the tensor.
 
-    `lag_steps`: by how much the parameters lag behind that gradients are taken at; see `staleness_steps`.
+    `lag_steps`: the lag of the parameters at which gradients are computed; see `staleness_steps`.
     """
     if push.threshold is None or not push.selects or step < push.warmup_steps:
         return EVERYTHING
-    if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or a push that is silent
+    if samples == 0 or part == 0 or math.isinf(push.threshold):  # a gradient of zeros, or an infinite threshold
         return SILENCE
     view = _View(statistics, samples, tensor, bool(push.error_feedback), lag_steps)
     if push.kind == "target-density":
@@ -248,13 +245,13 @@ def publish_density(
 ) -> float:
     """Return the fraction of a tensor's elements whose |master - published| reaches the threshold after `step`.
 
-    What is not sent stays in that difference. `first`, `last`: the range of the tensor, as fractions of its elements.
+    Unsent changes stay in that difference. `first`, `last`: the range of the tensor, as fractions of its elements.
     """
     return publish_ratios(statistics, publish, tensor=tensor, step=step).over(first, last)
 
 
 def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: str, step: int) -> "Ratios":
-    """Return what `publish_density` does, of any range of the tensor."""
+    """Return the densities of `publish_density` by block, for any range of the tensor."""
     if not publish.threshold:
         return EVERYTHING
     if math.isinf(publish.threshold):
@@ -267,9 +264,9 @@ def publish_ratios(statistics: GradientStatistics, publish: Publish, *, tensor: 
 def union_density(
     statistics: GradientStatistics, sent: float, *, ranks: int, samples: int, tensor: str, step: int
 ) -> float:
-    """Return the fraction of a tensor's elements that at least one of `ranks` alike ranks sends; see `united`.
+    """Return the fraction of a tensor's elements that at least one of `ranks` equal ranks sends; see `united`.
 
-    `sent`: what one of them sends, by `push_density`.
+    `sent`: the density of one of them, by `push_density`.
     """
     trace = traces_of(statistics, samples)[0].tensors[tensor]
     moment = moment_of(statistics.sampled_steps, step)
@@ -295,16 +292,16 @@ def _clipped(ratio: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """The fractions that are sent of a tensor's blocks of equal size."""
+    """Densities of a tensor's blocks, which are of equal size."""
 
     values: tuple[float, ...]
     below: tuple[float, ...] = ()
-    """The same in a run under a lower threshold: what is meant lies between."""
+    """The same in a run under a lower threshold, for interpolation."""
     weight: float = 0.0
-    """Of `values`, where there is something below."""
+    """Weight of `values` over `below`."""
 
     def over(self, first: float, last: float) -> float:
-        """Return the fraction that is sent of the tensor's range from `first` to `last`, as fractions of its elements.
+        """Return the density of the tensor's range from `first` to `last`, as fractions of its elements.
 
         >>> Ratios((0.25, 0.75)).over(0.0, 1.0), Ratios((0.25, 0.75)).over(0.5, 1.0)
         (0.5, 0.75)
@@ -317,7 +314,7 @@ EVERYTHING, SILENCE = Ratios((1.0,)), Ratios((0.0,))
 
 
 class _View:
-    """One tensor's gradient as ranks with a number of samples see it, with or without error feedback."""
+    """Densities of one tensor's gradient on ranks with a number of samples, with or without error feedback."""
 
     def __init__(
         self, statistics: GradientStatistics, samples: int, tensor: str, error_feedback: bool, lag_steps: float
@@ -327,12 +324,15 @@ class _View:
         traces = traces_of(statistics, samples, error_feedback=error_feedback)
         self.thresholds = [trace.threshold for trace in traces]
         self.tensors = [trace.tensors[tensor] for trace in traces]
-        self.scale = _scale(self.tensors[0], traces[0].samples / samples)
+        # with fewer samples the gradients' common part stays, and the variance of their noise grows
+        correlations = self.tensors[0].correlations
+        common = _clipped(fmean(correlations)) if correlations else 1.0
+        self.scale = math.sqrt(common + (1 - common) * (traces[0].samples / samples))
 
     def moment(self, step: int) -> Moment:
-        """Return where a step lies between those that were looked at."""
+        """Return the position of a step among the sampled ones."""
         sampled = self.statistics.sampled_steps
-        least = min(step, sampled[0]) if self.error_feedback else 0  # what is kept gathers, however old parameters are
+        least = min(step, sampled[0]) if self.error_feedback else 0  # residuals accumulate, however old parameters are
         return moment_of(sampled, max(least, step - self.lag_steps), self.statistics.first_step)
 
     def sent_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
@@ -340,16 +340,16 @@ class _View:
         return self._under(threshold, threshold, self._with_feedback if self.error_feedback else _reached, step, part)
 
     def held_ratio(self, level: float, threshold: float, step: int, part: float) -> "Ratios":
-        """Return the fraction that would reach a level, where the threshold was another one until then."""
+        """Return the fraction that reaches a level, where the threshold was another one before."""
         factor = level / threshold
 
-        def found(block: BlockTrace, scaled: float, moment: Moment) -> float:
+        def fraction(block: BlockTrace, scaled: float, moment: Moment) -> float:
             return self._held(block, scaled / factor, factor, moment)
 
-        return self._under(threshold, level, found, step, part)
+        return self._under(threshold, level, fraction, step, part)
 
     def untouched_ratio(self, threshold: float, step: int, part: float) -> "Ratios":
-        """Return the fraction that reaches an absolute threshold where none was before."""
+        """Return the fraction that reaches the first absolute threshold."""
         level = threshold / (part * self.scale)
         return Ratios(tuple(_reached(each, level, self.moment(step)) for each in self.tensors[0].blocks))
 
@@ -357,7 +357,7 @@ class _View:
         """Return the fraction that reaches a multiple of the tensor's mean magnitude."""
         moment, grid = self.moment(step), self.statistics.multiples
         if not grid:
-            raise UserError(f"statistics of {self.statistics.model}: relative thresholds were not looked at")
+            raise UserError(f"statistics of {self.statistics.model}: relative thresholds were not measured")
         ratios = []
         for block in self.tensors[0].blocks:
             rows = [
@@ -370,15 +370,15 @@ class _View:
         self,
         threshold: float,
         level: float,
-        found: Callable[[BlockTrace, float, Moment], float],
+        fraction: Callable[[BlockTrace, float, Moment], float],
         step: int,
         part: float,
     ) -> "Ratios":
-        """Return the values between those in the runs under the two thresholds next to this one."""
+        """Return the values interpolated between the runs under the two thresholds closest to this one."""
         moment, level = self.moment(step), level / (part * self.scale)
 
         def values(tensor: TensorTrace) -> tuple[float, ...]:
-            return tuple(found(block, level, moment) for block in tensor.blocks)
+            return tuple(fraction(block, level, moment) for block in tensor.blocks)
 
         above = min(bisect_left(self.thresholds, threshold), len(self.thresholds) - 1)
         high = values(self.tensors[above])
@@ -391,15 +391,15 @@ class _View:
         return self._held(block, level, 1.0, moment)
 
     def _held(self, block: BlockTrace, level: float, factor: float, moment: Moment) -> float:
-        """Return the fraction of a block that reaches `factor` times a level that was the threshold until then."""
+        """Return the fraction of a block that reaches `factor` times a level that was the threshold before."""
         pairs = zip(moment.all_of(block.sketches), moment.all_of(block.feedback), strict=True)
         ratios = [self._held_at(sketch, row, level, factor) for sketch, row in pairs]
-        if moment.before < 0 and block.first is not None:  # at the first step nothing has gathered yet
+        if moment.before < 0 and block.first is not None:  # no residuals at the first step
             ratios[0] = _tail(block.first, factor * level)
         return moment.curved(ratios)
 
     def _held_at(self, sketch: Sketch, row: FeedbackDensity, level: float, factor: float) -> float:
-        if level < self.grid[0]:  # feedback matters ever less
+        if level < self.grid[0]:  # feedback matters less and less
             more = row.sent_ratios[0] / max(_tail(sketch, self.grid[0]), _SMALLEST)
             return min(1.0, float(_tail(sketch, factor * level) * more ** (level / self.grid[0])))
         sent = _on_grid(self.grid, row.sent_ratios, level)
@@ -411,20 +411,11 @@ class _View:
         return _on_grid([each for each, _ in known], [ratio for _, ratio in known], factor)
 
 
-def _scale(tensor: TensorTrace, ratio: float) -> float:
-    """Return how much larger gradients are over `ratio` times fewer samples.
-
-    What two ranks' gradients have in common stays, and the noise's variance grows as samples become fewer.
-    """
-    common = _clipped(fmean(tensor.correlations)) if tensor.correlations else 1.0
-    return math.sqrt(common + (1 - common) * ratio)
-
-
 def _reestimated(view: _View, push: Push, step: int, part: float) -> "Ratios":
-    """Return the density at `step` under thresholds that are estimated from time to time, to send a fraction then.
+    """Return the density at `step` under thresholds that are periodically estimated for a target density.
 
-    With error feedback the estimate is of what has gathered under the one before: that is gone through from the start,
-    or from four estimates ago.
+    With error feedback the estimate is made from residuals under the previous threshold: all estimates are repeated
+    from the start, or from four estimates ago.
     """
     assert push.threshold is not None
     since, target = (step - push.warmup_steps) % push.reestimate_steps, push.threshold
@@ -433,13 +424,18 @@ def _reestimated(view: _View, push: Push, step: int, part: float) -> "Ratios":
     threshold: float | None = None
     for at in range(earliest, latest + 1, push.reestimate_steps):
         reaching = _estimate(view, push, at, threshold, part)
-        threshold = _reached_by(reaching, target)
+        low, high = math.log(1e-12), math.log(1e4)
+        for _ in range(30):  # bisection for the level that the target fraction of the whole tensor reaches
+            middle = (low + high) / 2
+            above = reaching(math.exp(middle)).over(0.0, 1.0) - target > 0
+            low, high = (middle, high) if above else (low, middle)
+        threshold = math.exp(middle)
     assert threshold is not None
     return reaching(threshold) if since == 0 else view.sent_ratio(threshold, step, part)
 
 
 def _estimate(view: _View, push: Push, step: int, threshold: float | None, part: float) -> Callable[[float], "Ratios"]:
-    """Return the fraction that reaches a level when the threshold is estimated; `threshold`: until then."""
+    """Return the fraction that reaches a level when the threshold is estimated; `threshold`: the previous one."""
     if step == push.warmup_steps:
         return lambda level: view.untouched_ratio(level, step, part)
     if threshold is None or not view.error_feedback:
@@ -447,33 +443,19 @@ def _estimate(view: _View, push: Push, step: int, threshold: float | None, part:
     return lambda level: view.held_ratio(level, threshold, step, part)
 
 
-def _reached_by(reaching: Callable[[float], "Ratios"], target: float) -> float:
-    """Return the level that a fraction of the whole tensor reaches."""
-    return _root(lambda level: reaching(level).over(0.0, 1.0) - target)
-
-
-def _root(falling: Callable[[float], float]) -> float:
-    """Return where a falling function of a threshold turns negative."""
-    low, high = math.log(1e-12), math.log(1e4)
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(math.exp(middle)) > 0 else (low, middle)
-    return math.exp(middle)
-
-
 def _between(threshold: float, low: float, high: float) -> float:
-    """Return how far `threshold` is from `low` to `high` in logarithm; dense training counts as a decade below."""
+    """Return the weight of `high` at `threshold`, in the logarithm; dense training counts as a decade below."""
     floor = low or high / 10
     return _clipped(math.log(threshold / floor) / math.log(high / floor))
 
 
 def _over_range(values: Sequence[float], first: float, last: float) -> float:
-    """Return the mean over the range of what blocks of equal size have."""
+    """Return the mean over a range of the values of blocks of equal size."""
     if len(values) == 1 or last <= first:
         return values[0]
     begin, end, sent, whole = first * len(values), last * len(values), 0.0, 0.0
     blocks = range(int(begin), min(len(values), math.ceil(end)))
-    if len(blocks) == 1:  # to the last digit, so that all ranges inside a block are alike
+    if len(blocks) == 1:  # exact, so that all ranges inside a block are equal
         return values[blocks[0]]
     for i in blocks:
         inside = max(0.0, min(end, i + 1) - max(begin, i))
@@ -494,8 +476,8 @@ def _reached(block: BlockTrace, level: float, moment: Moment) -> float:
 def _tail(sketch: Sketch, level: float) -> float:
     """Return the fraction of numbers of at least `level`.
 
-    Between two edges, the quantile of a normal distribution that belongs to the fraction (of the numbers that are not
-    0) is a power of the level: exact for a normal distribution, and near it for those with heavier tails.
+    Between two edges, the quantile of a normal distribution for the fraction (of the numbers that are not 0) is a power
+    of the level: exact for a normal distribution, and approximate for those with heavier tails.
     """
     ratios = sketch.tail_ratios
     position = (math.log10(level) - LOWEST_DECADE) * EDGES_PER_DECADE - sketch.first_edge
@@ -509,7 +491,7 @@ def _tail(sketch: Sketch, level: float) -> float:
 
 
 def _on_grid(grid: Sequence[float], ratios: Sequence[float], threshold: float) -> float:
-    """Return what is sent at a threshold, of what is at a grid's: between these as in `_tail`, and beyond."""
+    """Return the density at a threshold from those at a grid, interpolated as in `_tail`, and extrapolated."""
     at = min(max(bisect_right(grid, threshold) - 1, 0), max(0, len(grid) - 2))
     if len(grid) == 1:
         return ratios[0]
@@ -518,19 +500,19 @@ def _on_grid(grid: Sequence[float], ratios: Sequence[float], threshold: float) -
 
 
 def _powered(low: float, high: float, weight: float) -> float:
-    """Return the ratio at `weight` on the way from one ratio to the next, smaller one."""
+    """Return the interpolation at `weight` from one ratio to the next, smaller one."""
     if high <= 0 or high >= low:
         return low + _clipped(weight) * (high - low)
     quantiles = [-_NORMAL.inv_cdf(ratio / 2) for ratio in (min(low, _ALMOST_ALL), high)]
-    found = quantiles[0] ** (1 - weight) * quantiles[1] ** weight
-    return 2 * _NORMAL.cdf(-found)
+    quantile = quantiles[0] ** (1 - weight) * quantiles[1] ** weight
+    return 2 * _NORMAL.cdf(-quantile)
 
 
 def staleness_steps(movements: Sequence[float], threshold: float) -> float:
-    """Return by how many steps of training the parameters lag with which gradients are computed after some steps.
+    """Return the lag, in steps of training, of the parameters at which gradients are computed after some steps.
 
-    `movements`: by how much owners' parameters moved in each of them. Nobody hears of it until they have moved by the
-    threshold; from then on what is not told lies evenly between 0 and the threshold:
+    `movements`: distances by which owners' parameters moved in these steps. Nothing is published until they have moved
+    by the threshold; from then on unpublished changes are evenly distributed between 0 and the threshold:
 
         M(t) = v(0) + ... + v(t - 1);   lag = t, where M(t) < threshold;   else M(t) - M(t - lag) = threshold / 2
 
@@ -546,7 +528,7 @@ def staleness_steps(movements: Sequence[float], threshold: float) -> float:
 
 
 def movements(statistics: GradientStatistics, elements: Mapping[str, int], *, steps: int) -> list[float]:
-    """Return by how much the mean element moves in each of the first steps; `elements`: of each tensor.
+    """Return the distance by which the mean element moves in each of the first steps; `elements`: of each tensor.
 
     It is what was published in a step at whatever threshold, threshold times fraction, the most of them: at a threshold
     far above a step's movement v an element is told of every threshold / v steps, and in dense training's first steps

@@ -1,4 +1,4 @@
-"""The workload: a model's layers as traced, and how the model is trained."""
+"""The workload: a model's layers as traced, the batch, the optimizer and the data of a training."""
 
 from gssim.workload.layer import (
     Buffer,
@@ -8,8 +8,8 @@ from gssim.workload.layer import (
     PartialBackward,
     Polynomial,
     Reduction,
-    handed_back,
-    handed_on,
+    layer_input_gradient,
+    layer_output,
 )
 from gssim.workload.model import (
     HuggingFace,
@@ -54,9 +54,9 @@ __all__ = [
     "TokenInput",
     "Workload",
     "gradient_order",
-    "handed_back",
-    "handed_on",
     "implementation_on",
+    "layer_input_gradient",
+    "layer_output",
     "optimizer_moved_values",
     "optimizer_operations",
     "optimizer_state_bytes",

@@ -1,14 +1,10 @@
-"""One layer as it was traced.
+"""One layer of a model as traced: FLOP and bytes as polynomials, buffers with their lifetimes, parameters, reductions.
 
-Quantities as functions of batch size and sequence length.
-
-Memory that a layer allocates, and when it lives.
+All quantities are functions of the batch size and the sequence length.
 
 [Note: moments] A moment is a place in one training step: `f3` is the 4th operation of the layer's own forward, `b7`
 the 8th of its backward, `b7@+1` that of the backward of the next layer, `end` the end of the backward pass. Buffers
-are born and freed at moments, so memory can be replayed for any plan without the module.
-
-Parameters of a layer, and the sums over ranks that a cut one makes.
+are allocated (born) and freed at moments, so memory can be replayed for any plan without the module.
 """
 
 import re
@@ -31,11 +27,11 @@ class Polynomial:
 
     terms: Terms
     unit_terms: Terms = ()
-    """What counts once for each unit u that a rank holds; see [Note: units]."""
+    """Terms that count once for each unit u on a rank; see [Note: units]."""
 
     @classmethod
     def parse(cls, text: object) -> "Polynomial":
-        """Return the polynomial that `text` spells.
+        """Return the polynomial that `text` denotes.
 
         >>> Polynomial.parse("3 + 2*b*s^2").at(b=10, s=4)
         323
@@ -58,11 +54,11 @@ class Polynomial:
         return cls(tuple(terms[False]), tuple(terms[True]))
 
     def at(self, *, b: int, s: int) -> int:
-        """Return the value at batch size `b` and sequence length `s`; what counts by units is left out."""
+        """Return the value at batch size `b` and sequence length `s`, without the terms that depend on units."""
         return sum(c * b**i * s**j for c, i, j in self.terms)
 
     def held(self, units: int) -> "Polynomial":
-        """Return the polynomial where a rank holds so many units.
+        """Return the polynomial for a rank with so many units.
 
         >>> str(Polynomial.parse("8*b + 3*b*u + 2*s*u").held(2))
         '14*b + 4*s'
@@ -76,14 +72,14 @@ class Polynomial:
         return Polynomial(tuple((c, i, j) for (i, j), c in sums.items() if c) or ((0, 0, 0),))
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text form, which `parse` reads."""
         powers = ("", "*{0}", "*{0}^2")
-        found = [
+        terms_as_text = [
             f"{c}{powers[i].format('b')}{powers[j].format('s')}{unit}"
             for terms, unit in ((self.terms, ""), (self.unit_terms, "*u"))
             for c, i, j in terms
         ]
-        return " + ".join(found) or "0"
+        return " + ".join(terms_as_text) or "0"
 
 
 Quantity = Annotated[
@@ -95,7 +91,7 @@ Quantity = Annotated[
 
 
 def text_of(cls: Any) -> Any:
-    """Return the type of a value of `cls`, which has `parse`, as files have it: the text that `parse` reads."""
+    """Return the field type for a `cls` with a method `parse`, which is a text in files."""
     schema = {"type": "string", "description": cls.parse.__doc__}
     return Annotated[cls, BeforeValidator(cls.parse), PlainSerializer(str), WithJsonSchema(schema)]
 
@@ -114,7 +110,7 @@ class Moment:
 
     @classmethod
     def parse(cls, text: object) -> "Moment":
-        """Return the moment that `text` spells.
+        """Return the moment that `text` denotes.
 
         >>> Moment.parse("b7@+1")
         Moment(phase='b', position=7, layer_offset=1)
@@ -128,7 +124,7 @@ class Moment:
         return cls(phase or "end", int(position or 0), int(offset or 0))
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text form, which `parse` reads."""
         if self.phase == "end":
             return "end"
         return f"{self.phase}{self.position}" + (f"@{self.layer_offset:+d}" if self.layer_offset else "")
@@ -136,7 +132,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that a layer allocates: size in bytes, category, when it is born and when it is freed."""
+    """Memory that a layer allocates: size in bytes, category, and the moments of allocation and release."""
 
     born: Moment
     freed: Moment
@@ -145,7 +141,7 @@ class Buffer:
 
     @classmethod
     def parse(cls, text: object) -> "Buffer":
-        """Return the buffer that `text` spells.
+        """Return the buffer that `text` denotes.
 
         >>> str(Buffer.parse("f0 b3@+1 activations 512*b*s"))
         'f0 b3@+1 activations 512*b*s'
@@ -160,18 +156,18 @@ class Buffer:
         return cls(Moment.parse(born), Moment.parse(freed), category, Polynomial.parse(size))
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text form, which `parse` reads."""
         return f"{self.born} {self.freed} {self.category} {self.size_bytes}"
 
 
-def handed_on(buffers: Sequence[Buffer]) -> Buffer | None:
-    """Return what a layer makes for the next: the last made of its buffers that live beyond it."""
+def layer_output(buffers: Sequence[Buffer]) -> Buffer | None:
+    """Return a layer's output: the last allocated of its buffers that outlive it."""
     crossing = [b for b in buffers if b.born.phase == "f" and b.freed.layer_offset > 0]
     return max(crossing, key=lambda buffer: buffer.born.position, default=None)
 
 
-def handed_back(buffers: Sequence[Buffer]) -> Buffer | None:
-    """Return the gradient that a layer makes for the one before it."""
+def layer_input_gradient(buffers: Sequence[Buffer]) -> Buffer | None:
+    """Return the gradient of a layer's input, which the backward of the layer before uses."""
     crossing = [b for b in buffers if b.born.phase == b.freed.phase == "b" and b.freed.layer_offset == -1]
     return max(crossing, key=lambda buffer: buffer.born.position, default=None)
 
@@ -183,9 +179,9 @@ _PARAMETER = re.compile(r"^(\S+) ((?:\d+u?(?:x\d+u?)*)|scalar) (\S+) (\S+)$")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter tensor: its name (`{}` stands for the layer's module), shape, and when its gradient is born, ready.
+    """A parameter tensor: its name (`{}` stands for the layer's module), shape, and the moments of its gradient.
 
-    Moments are relative to the layer that lists it.
+    The gradient is allocated at `born` and complete at `ready`; both are relative to the layer that lists it.
     """
 
     name: str
@@ -193,11 +189,11 @@ class Parameter:
     born: Moment
     ready: Moment
     cut: int | None = None
-    """The dimension in which it is cut, whose size in `shape` is that of one unit; see [Note: units]."""
+    """Dimension that is cut in units; its size in `shape` is that of one unit; see [Note: units]."""
 
     @classmethod
     def parse(cls, text: object) -> "Parameter":
-        """Return the parameter that `text` spells.
+        """Return the parameter that `text` denotes.
 
         >>> Parameter.parse("{}.weight 4x3 b1 b2").elements
         12
@@ -216,7 +212,7 @@ class Parameter:
         return cls(name, whole, Moment.parse(born), Moment.parse(ready), cut[0] if cut else None)
 
     def held(self, units: int) -> "Parameter":
-        """Return the parameter where a rank holds so many units of its layer.
+        """Return the parameter for a rank with so many units of its layer.
 
         >>> str(Parameter.parse("{}.weight 8ux3 b1 b2").held(2))
         '{}.weight 16x3 b1 b2'
@@ -227,7 +223,7 @@ class Parameter:
         return Parameter(self.name, tuple(sizes), self.born, self.ready)
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text form, which `parse` reads."""
         sizes = [f"{size}u" if dimension == self.cut else str(size) for dimension, size in enumerate(self.shape)]
         return f"{self.name} {'x'.join(sizes) or 'scalar'} {self.born} {self.ready}"
 
@@ -242,14 +238,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A sum over the ranks that share a cut block: an all-reduce of so many bytes right after a moment of the layer."""
+    """An all-reduce over the ranks that share a sliced block, right after a moment of the layer."""
 
     moment: Moment
     size_bytes: Polynomial
 
     @classmethod
     def parse(cls, text: object) -> "Reduction":
-        """Return the reduction that `text` spells.
+        """Return the reduction that `text` denotes.
 
         >>> str(Reduction.parse("f5 64*b*s"))
         'f5 64*b*s'
@@ -262,7 +258,7 @@ class Reduction:
         return cls(Moment.parse(moment), Polynomial.parse(size))
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text form, which `parse` reads."""
         return f"{self.moment} {self.size_bytes}"
 
 
@@ -276,31 +272,31 @@ STREAMED = (
 
 @spec
 class PartialBackward:
-    """What is left of a layer's training where some parameters are frozen, so that others get their gradients alone.
+    """Costs of a layer's training where some parameters are frozen, and only the others get gradients.
 
-    Its forward costs the same; what it keeps for the backward, and the backward, are less.
+    Its forward costs the same; its saved tensors and its backward are less.
     """
 
     backward_flop: Quantity
-    """Of this backward."""
+    """FLOP of this backward."""
     backward_bytes: Quantity
-    """Bytes read and written in it."""
+    """Bytes read and written by it."""
     backward_operations: Count
-    """How many the host issues."""
+    """Number of operations that the host launches for it."""
     backward_streamed_bytes: Quantity | None = None
-    """Of these bytes, those of operations that do next to no arithmetic; absent: not known apart."""
+    """Of these bytes, those of operations with next to no arithmetic; absent: not traced."""
     parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
-    """Those that are trained, with their moments in this backward."""
+    """The trained parameters, with their moments in this backward."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
-    """Tensors of the layer, with their lives in this backward."""
+    """Tensors of the layer, with their lifetimes in this backward."""
     input_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
-    """When it lets go of what the layer before handed on; absent: that one keeps it longer itself."""
+    """Moment at which it releases the output of the layer before; absent: that layer keeps it longer itself."""
     gradient_freed: text_of(Moment) | None = None  # type: ignore[valid-type]
-    """When it lets go of the gradient of its output; absent: not known to differ."""
+    """Moment at which it releases the gradient of its output; absent: not known to differ."""
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data: what is not known apart makes no other calibration."""
+        """Return plain data without absent fields, which leaves the identity of earlier traces unchanged."""
         data: dict[str, Any] = inner(self)
         if data.get("backward_streamed_bytes") is None:
             data.pop("backward_streamed_bytes", None)
@@ -312,50 +308,51 @@ class Layer:
     """One layer, or `repeats` identical ones in a row; FLOP, bytes and buffers are of one, for a whole batch."""
 
     name: str
-    """The name in profiles, and in traces of steps."""
+    """Name in profiles, and in traces of steps."""
     modules: tuple[str, ...]
-    """Dotted path of each repetition's module in the model; empty for what runs outside any (the loss)."""
+    """Dotted path of each repetition's module in the model; empty for operations outside any (the loss)."""
     block: bool = False
-    """An element of the model's repeated stack: FSDP shards it on its own; all else belongs to the root."""
+    """Whether it is an element of the model's repeated stack, which FSDP shards as a unit of its own."""
     parameters: tuple[text_of(Parameter), ...] = ()  # type: ignore[valid-type]
-    """Each with its shape and its moments: when its gradient is born, and when it is ready."""
+    """Each with its shape, and the moments at which its gradient is allocated and ready."""
     forward_flop: Quantity
-    """Multiply-adds count twice."""
+    """FLOP of one forward; multiply-adds count twice."""
     backward_flop: Quantity
-    """The same; recomputation left out."""
+    """FLOP of one backward, without recomputation."""
     forward_bytes: Quantity
     """Bytes read and written by the operations of one forward."""
     backward_bytes: Quantity
-    """The same for one backward."""
+    """Bytes read and written by the operations of one backward."""
     saved_bytes: Quantity
-    """Unique storages that autograd keeps for the backward, parameters and inputs left out."""
+    """Bytes of unique storages that autograd saves for the backward, without parameters and inputs."""
     output_bytes: Quantity
-    """What the next layer gets."""
+    """Bytes of the input of the next layer."""
     forward_operations: Count
-    """How many the host issues."""
+    """Number of operations that the host launches in the forward."""
     backward_operations: Count
-    """The same in the backward."""
+    """Number of operations that the host launches in the backward."""
     recompute_flop: Quantity | None = None
-    """Of the forward, what checkpointing runs again: up to the last tensor that autograd saves; absent: all of it."""
+    """FLOP of the forward that checkpointing recomputes: up to the last tensor that autograd saves; absent: all."""
     recompute_bytes: Quantity | None = None
-    """Bytes that this reads and writes."""
+    """Bytes read and written by the recomputation."""
     recompute_operations: Count | None = None
-    """How many the host issues for it."""
+    """Number of operations that the host launches for the recomputation."""
     recompute_positions: Count | None = None
-    """How many of the forward's positions that takes."""
+    """Number of the forward's operations that are recomputed."""
     recompute_releases: tuple[Count, ...] | None = None
-    """Where in a forward that saves nothing those buffers go which are kept for the layer's own backward, in order."""
+    """Positions in a forward that saves nothing at which the buffers for the layer's own backward are freed, in order.
+    """
     selective_flop: Quantity | None = None
-    """Of that, what is run again where the outputs of compute-heavy operations are kept; absent: not known."""
+    """FLOP that are recomputed where the outputs of compute-heavy operations are kept; absent: not traced."""
     selective_bytes: Quantity | None = None
-    """Bytes that this reads and writes."""
+    """Bytes read and written by that recomputation."""
     selective_operations: Count | None = None
-    """How many the host issues for it."""
+    """Number of operations that the host launches for it."""
     selective_positions: tuple[Count, ...] | None = None
-    """Of the forward's compute-heavy operations: matrix products, convolutions, attention."""
+    """Positions of the forward's compute-heavy operations: matrix products, convolutions, attention."""
     forward_streamed_bytes: Quantity | None = None
-    """Of `forward_bytes`, those of operations that do next to no arithmetic (norms, activations, softmax, sums): they
-    take their time at memory bandwidth, beside that of matrix products. Absent: not known apart."""
+    """Of `forward_bytes`, those of operations with next to no arithmetic (norms, activations, softmax, sums), whose
+    time at memory bandwidth adds to that of matrix products. Absent: not traced."""
     backward_streamed_bytes: Quantity | None = None
     """The same of `backward_bytes`."""
     recompute_streamed_bytes: Quantity | None = None
@@ -363,33 +360,33 @@ class Layer:
     selective_streamed_bytes: Quantity | None = None
     """The same of `selective_bytes`."""
     buffers: tuple[text_of(Buffer), ...] = ()  # type: ignore[valid-type]
-    """Every tensor that it makes, with its life: born and freed at which operation of which phase, category, size."""
+    """Every tensor that it allocates: the moments of its allocation and release, category and size."""
     units: PositiveInt | None = None
-    """Of a block that is cut: how many units there are of it; see [Note: units]."""
+    """Number of units of a sliced block; see [Note: units]."""
     reductions: tuple[text_of(Reduction), ...] = ()  # type: ignore[valid-type]
-    """Of a block that is cut: the sums over ranks, in the order of their moments."""
+    """All-reduces of a sliced block, in the order of their moments."""
     linear: bool | None = None
-    """Of a block that is cut: whether all that is cut are linear maps, which DTensor cuts; absent: not known."""
+    """Whether only linear maps of a sliced block are cut, as DTensor can; absent: not traced."""
     untrained_buffers: tuple[text_of(Buffer), ...] | None = None  # type: ignore[valid-type]
-    """Its buffers where neither it nor a layer before it is trained: autograd keeps nothing; absent: not traced."""
+    """Its buffers where neither it nor a layer before it is trained: autograd saves nothing; absent: not traced."""
     frozen: PartialBackward | None = None
-    """Where a layer before it is trained, but not itself; absent in the first layer, and where not traced."""
+    """Costs where a layer before it is trained, but not itself; absent in the first layer, and where not traced."""
     deepest: PartialBackward | None = None
-    """Where it is trained, but no layer before it; absent in the first layer, whose backward is this, without
-    parameters, and where not traced."""
+    """Costs where it is trained, but no layer before it; absent in the first layer, whose backward without parameters
+    is this, and where not traced."""
 
     @model_serializer(mode="wrap")
     def _as_traced(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return plain data: what is not known apart makes no other question."""
+        """Return plain data without absent fields, which leaves the identity of earlier traces unchanged."""
         data: dict[str, Any] = inner(self)
         for key in STREAMED:
             if data.get(key) is None:
-                data.pop(key, None)  # where none are wanted, it is not there
+                data.pop(key, None)
         return data
 
     @property
     def repeats(self) -> int:
-        """How many identical layers this entry stands for."""
+        """Number of identical layers that this entry represents."""
         return max(1, len(self.modules))
 
     @property

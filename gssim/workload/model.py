@@ -1,9 +1,9 @@
-"""A model: where its module comes from, what it reads, its layers.
+"""A traced model: its module, its input, and its layers.
 
 [Note: units] A block that can be cut among ranks (tensor parallelism) is cut in units: an attention head with its part
 of the perceptron's columns, or a norm group's channels. The layers of `Model.sliced_layers` are traced with their
-blocks cut: each quantity is a polynomial in b and s for what every rank has, and another that counts once for each of
-the u units that the rank holds. `gssim.plan.tensor_slices` makes layers as above of them.
+blocks cut: each quantity is a polynomial in b and s for the part that every rank has, and another that counts once for
+each of the u units on the rank. `gssim.plan.tensor_slices` makes ordinary layers of them.
 """
 
 from collections import Counter
@@ -26,25 +26,25 @@ class HuggingFace:
     model_type: str
     """As in `AutoConfig.for_model`, for example `gpt2`."""
     auto_class: str = "AutoModelForCausalLM"
-    """Of transformers: what makes a model of the config."""
+    """Class of transformers that builds a model from the config."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What differs from the architecture's own config. `use_cache` is off; a hub's code and weights are refused."""
+    """Differences from the architecture's default config. `use_cache` is off; a hub's code and weights are refused."""
 
 
 @spec
 class Module:
-    """Where the real module comes from: a factory by its dotted path, or a Hugging Face config."""
+    """Source of the real module: a factory by its dotted path, or a Hugging Face config."""
 
     factory: str | None = None
-    """Dotted path of what returns the module. `gsreal` calls it: one of `gsreal.models` and `transformers.models`, and
-    any other with `--trust-code`."""
+    """Dotted path of a callable that returns the module. `gsreal` calls those of `gsreal.models` and
+    `transformers.models`, and any other with `--trust-code`."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the factory, by name."""
+    """Keyword arguments of the factory."""
     hugging_face: HuggingFace | None = None
-    """In its place."""
+    """Used instead of a factory."""
 
     def __post_init__(self) -> None:
-        """Refuse none and both."""
+        """Refuse neither and both."""
         if (self.factory is None) == (self.hugging_face is None):
             raise ValueError("exactly one of factory and hugging_face is needed")
 
@@ -56,25 +56,24 @@ class TokenInput:
     kind: Literal["tokens"]
     """The form of this table."""
     vocabulary: PositiveInt
-    """How many tokens there are."""
+    """Number of tokens."""
     task: Literal["next-token", "masked-token", "sequence-classification"] = "next-token"
-    """What the loss is of: the next token at each place, masked tokens, or the class of a sequence."""
+    """Task of the loss: the next token at each position, masked tokens, or the class of a sequence."""
     maximum_sequence_length: PositiveInt
-    """Of what the model takes."""
+    """Longest sequence that the model accepts."""
     classes: PositiveInt | None = None
-    """Of sequence classification, and of it alone."""
+    """Number of classes, for sequence classification only."""
     padding: Count | None = None
-    """Sequence classification: the token that fills sequences up, which the model leaves out; absent: it attends to
-    all tokens."""
+    """Sequence classification: the padding token, which the model ignores; absent: it attends to all tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse classes without a task that has them, and the other way round."""
+        """Refuse classes without a task that has them, and the reverse."""
         if (self.task == "sequence-classification") != (self.classes is not None):
             raise ValueError(f"classes = {self.classes}: needed with task = 'sequence-classification', and only there")
         if self.padding is not None and self.classes is None:
-            raise ValueError(f"padding = {self.padding}: only sequences to be classified are filled up")
+            raise ValueError(f"padding = {self.padding}: only for task = 'sequence-classification'")
         if self.padding is not None and self.padding >= self.vocabulary:
-            raise ValueError(f"padding = {self.padding}: is no token of the vocabulary of {self.vocabulary}")
+            raise ValueError(f"padding = {self.padding}: not in the vocabulary of {self.vocabulary} tokens")
 
 
 @spec
@@ -84,11 +83,11 @@ class ImageInput:
     kind: Literal["image"]
     """The form of this table."""
     shape: tuple[PositiveInt, PositiveInt, PositiveInt]
-    """Of one image: channels, height, width."""
+    """Shape of one image: channels, height, width."""
     classes: PositiveInt
-    """How many."""
+    """Number of classes."""
     task: Literal["classification"] = "classification"
-    """What the loss is of."""
+    """Task of the loss."""
 
 
 @spec
@@ -96,28 +95,28 @@ class Model:
     """A model as traced from its real module; see `gsreal trace`."""
 
     name: str
-    """By which profiles and gradient statistics know it."""
+    """Name, which profiles and gradient statistics refer to."""
     source: str
-    """What it was traced from, with which versions."""
+    """Origin of the trace, with versions."""
     module: Module
-    """Where the real module comes from."""
+    """Source of the real module."""
     input: Annotated[TokenInput | ImageInput, Field(discriminator="kind")]
-    """What a batch is."""
+    """Form of a batch."""
     traced_precision: Precision = "fp32"
-    """Bytes are of this precision, and scaled to a workload's; whole numbers, masks and sums that are kept in fp32 are
-    scaled with them, so that a trace in the workload's own precision is the more exact one."""
+    """Precision of the traced bytes, which are scaled to a workload's; integers, masks and sums that stay in fp32 are
+    scaled with them, so that a trace in the workload's own precision is more exact."""
     traced_batch_sizes: tuple[PositiveInt, ...]
-    """Sizes at which the real module was traced; all others follow by polynomials."""
+    """Batch sizes at which the real module was traced; others follow by polynomials."""
     traced_sequence_lengths: tuple[PositiveInt, ...] = ()
-    """The same, for models of tokens."""
+    """Traced sequence lengths, for models of tokens."""
     exact_sequence: bool = True
-    """False: the sequence dependence is no polynomial; only `traced_sequence_lengths` may be used."""
+    """False: the dependence on the sequence length is no polynomial; only `traced_sequence_lengths` may be used."""
     buffer_bytes: tuple[Count, ...] = ()
     """Module buffers (not parameters), a number for each data type: DDP broadcasts them in every forward."""
     layers: tuple[Layer, ...]
-    """In the order of the forward."""
+    """Layers in the order of the forward."""
     sliced_layers: tuple[Layer, ...] = ()
-    """The layers with their blocks cut among ranks, see [Note: units]; empty: not known how to cut them."""
+    """The layers with their blocks cut among ranks, see [Note: units]; empty: they cannot be cut."""
 
     def __post_init__(self) -> None:
         """Refuse a model that is too large, and layers that share a name."""
@@ -145,7 +144,7 @@ class Model:
 
 @dataclass(frozen=True)
 class LayerInstance:
-    """One layer of the unrolled model: the entry it repeats, and which repetition it is."""
+    """One layer of the unrolled model: the entry and the index of its repetition."""
 
     index: int
     layer: Layer

@@ -1,4 +1,4 @@
-"""What torch's optimizers keep between steps, hold while they update, and do: by kind and by implementation.
+"""State, temporary memory, operations and memory traffic of torch's optimizers, by kind and implementation.
 
 [Note: implementations] torch has three of each optimizer (torch 2.13, torch/optim: sgd.py, adam.py). `for-loop` updates
 one tensor after another, each with several operations. `foreach` runs the same operations over lists of tensors: on
@@ -19,26 +19,27 @@ DEFAULT_IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": "for-loop", "cuda":
 STEP_COUNTER_BYTES = 4
 """torch's Adam keeps a float32 step counter for each tensor."""
 VALUES_KEPT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
-"""Values of an element that are kept from step to step."""
+"""Values per element in the optimizer's state."""
 COUNTS_STEPS = ("adam", "adamw")
 DECOUPLES_DECAY = ("adamw",)
 """Weight decay scales the parameters in place; the others add it to (a copy of) the gradient."""
 OPERATIONS = {"sgd": 1, "sgd-momentum": 3, "adam": 7, "adamw": 7}
-"""Operations on a tensor, or on all in a list, without weight decay, which is one more."""
+"""Operations on a tensor, or on all in a list, without weight decay, which adds one."""
 VALUES_MOVED = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 18}
-"""Values of an element that these operations read and write one after another, none of them kept in a cache.
+"""Values per element that these operations read and write one after another, none of them from a cache.
 
 Adam: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4; momentum: mul 2, add 3, add 3. A calibrated H200's
 slope agrees: 71, 33 and 14 bytes an element for foreach AdamW, momentum and SGD.
 """
 FUSED_VALUES_MOVED = {"sgd": 3, "sgd-momentum": 5, "adam": 7, "adamw": 7}
-"""Each value once: parameter and state read and written, the gradient read."""
+"""Values per element, each once: parameter and state read and written, the gradient read."""
 TENSORS_PER_LAUNCH = 36
-"""Of four tensors an element; ATen/native/cuda/MultiTensorApply.cuh, depth_to_max_tensors."""
+"""Tensors per kernel launch with four tensors an element; ATen/native/cuda/MultiTensorApply.cuh, depth_to_max_tensors.
+"""
 
 
 def implementation_on(device_kind: str, wanted: str) -> Implementation:
-    """Return the implementation that runs on a kind of device where `wanted` was asked for.
+    """Return the implementation that runs on a kind of device where the user set `wanted`.
 
     >>> [implementation_on(kind, "default") for kind in ("cpu", "cuda", "tpu")], implementation_on("cuda", "fused")
     (['for-loop', 'foreach', 'fused'], 'fused')
@@ -50,7 +51,7 @@ def implementation_on(device_kind: str, wanted: str) -> Implementation:
 
 
 def optimizer_state_bytes(optimizer: str, *, elements: int, tensors: int, value_bytes: int) -> float:
-    """Return the bytes that the optimizer keeps between steps.
+    """Return the bytes of the optimizer's state.
 
     >>> optimizer_state_bytes("adamw", elements=1000, tensors=2, value_bytes=4)
     8008.0
@@ -67,7 +68,7 @@ def optimizer_temporary_bytes(
     value_bytes: int,
     weight_decay: float = 0.0,
 ) -> float:
-    """Return what an optimizer step holds beside its state at its worst moment (not the first, which makes the state).
+    """Return the peak memory of an optimizer step beside its state (not of the first, which allocates the state).
 
     fused: nothing. foreach: one value of every element, Adam's root of the second moment or the gradients with weight
     decay added; the latter are gone before the former is made. for-loop: a copy of the gradient where weight decay is
@@ -90,7 +91,7 @@ def optimizer_temporary_bytes(
 def optimizer_operations(
     optimizer: str, *, implementation: Implementation, tensors: int, device_kind: str, weight_decay: float = 0.0
 ) -> int:
-    """Return how many operations the host issues in a step.
+    """Return the number of operations that the host launches in a step.
 
     for-loop, and foreach on a CPU: all of each tensor. foreach on CUDA: a launch of each for as many tensors as one
     takes, and Adam's step counters, which are on the host, one by one. fused: one operation for as many, or for each.
@@ -110,7 +111,7 @@ def optimizer_operations(
 
 
 def optimizer_moved_values(optimizer: str, *, implementation: Implementation, weight_decay: float = 0.0) -> int:
-    """Return how many values of each element a step reads and writes.
+    """Return the number of values per element that a step reads and writes.
 
     >>> optimizer_moved_values("adamw", implementation="foreach", weight_decay=0.01)
     20

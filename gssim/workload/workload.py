@@ -1,7 +1,4 @@
-"""What is trained, on how much at a time, and how.
-
-What is trained on: folders and files that a scenario names, or real data that every machine has.
-"""
+"""The workload of a scenario: model, batch, precision, optimizer, and the data to train on."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,17 +18,17 @@ class ImageFolder:
     kind: Literal["image-folder"]
     """The form of this table."""
     folder: str
-    """Beside the scenario."""
+    """Path relative to the scenario."""
     split: str = "train"
-    """The folder inside that holds the classes; `folder` itself where there is none of this name."""
+    """Subfolder that holds the classes; `folder` itself where there is none of this name."""
     augment: bool = False
     """Random resized crop and horizontal flip; else the shorter side is resized and the centre cropped."""
     mean: tuple[Mean, ...] = (0.485, 0.456, 0.406)
-    """Of each channel, values being 0..1; a model of one channel takes the average. Default: ImageNet's."""
+    """Mean of each channel, values being 0..1; a model of one channel takes the average. Default: ImageNet's."""
     std: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
-    """The same, of their standard deviation."""
+    """Standard deviation of each channel, likewise."""
     cache_bytes: Annotated[int, Field(ge=0, strict=True)] = 2**28
-    """Decoded images that a rank keeps in host memory, at most."""
+    """Largest cache of decoded images in a rank's host memory."""
 
 
 @spec
@@ -41,16 +38,16 @@ class Glue:
     kind: Literal["glue"]
     """The form of this table."""
     folder: str
-    """Beside the scenario."""
+    """Path relative to the scenario."""
     task: GlueTask
-    """Its name in the benchmark."""
+    """Name of the task in the benchmark."""
     split: str = "train"
-    """Which file: SPLIT.tsv (of MNLI also `dev_matched`, `dev_mismatched`)."""
+    """File to use: SPLIT.tsv (of MNLI also `dev_matched`, `dev_mismatched`)."""
     tokenizer: str | None = None
     """A `tokenizer.json`; by default a token is a byte."""
 
     def __post_init__(self) -> None:
-        """Refuse the task that has no classes."""
+        """Refuse the regression task."""
         if self.task == "STS-B":
             raise ValueError("task = 'STS-B': its labels are scores (a regression), the loss here is of classes")
 
@@ -62,15 +59,15 @@ class TextFolder:
     kind: Literal["text-folder"]
     """The form of this table."""
     folder: str
-    """Beside the scenario."""
+    """Path relative to the scenario."""
     tokenizer: str | None = None
     """A `tokenizer.json`; by default a token is a byte."""
     cache: str | None = None
-    """Folder for the file of tokens that is made once and then mapped; the user's cache folder by default."""
+    """Folder for the tokenised file, which is written once and then mapped; default: the user's cache folder."""
 
 
 def _kind_of(value: Any) -> Any:
-    """Return which of the forms a user's value has, as a tag for pydantic; in brackets: no key of the file."""
+    """Return the tag of a user's value for pydantic's union; in brackets, as it is no key of the file."""
     if isinstance(value, dict):
         return value.get("kind")
     return "[name]" if isinstance(value, str) else getattr(value, "kind", None)
@@ -94,7 +91,7 @@ PATHS = ("folder", "tokenizer", "cache")
 
 @spec
 class Workload:
-    """What is trained, on how much at a time, and how."""
+    """Model, batch, precision, optimizer and data of a training."""
 
     model: Model
     """A model file (`gsreal trace`), or its table."""
@@ -103,26 +100,26 @@ class Workload:
     global_batch_size: Annotated[PositiveInt, limited("samples")]
     """Samples of one step, of all ranks together."""
     sequence_length: Annotated[PositiveInt, limited("sequence_length")] | None = None
-    """Tokens of a sample; models of tokens need it, others have none."""
+    """Tokens of a sample; needed for models of tokens only."""
     precision: Precision = "fp32"
-    """`bf16`, `fp16`: parameters, activations and gradients in it, and an fp32 master copy that the optimizer updates.
+    """`bf16`, `fp16`: for parameters, activations and gradients, with an fp32 master copy that the optimizer updates.
     `fp16` is predicted only: a real run would have to scale its loss."""
     optimizer: Literal["sgd", "sgd-momentum", "adam", "adamw"] = "adamw"
-    """As torch has them."""
+    """Optimizer, as in torch."""
     optimizer_implementation: Literal["default", "for-loop", "foreach", "fused"] = "default"
-    """Which of torch's: `default` is foreach on CUDA, for-loop on a CPU and fused on a TPU, where XLA compiles the
-    update; they differ in memory and time."""
+    """Implementation in torch: `default` is foreach on CUDA, for-loop on a CPU and fused on a TPU, where XLA compiles
+    the update; they differ in memory and time."""
     learning_rate: PositiveFloat = 1e-3
     """Constant over the run."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of sgd-momentum."""
+    """Momentum of sgd-momentum."""
     weight_decay: NonNegativeFloat = 0.0
-    """As the optimizer has it: decoupled in adamw."""
+    """Weight decay as the optimizer defines it: decoupled in adamw."""
     data: Data = "auto"
     """`auto`: bytes of the Python standard library's source for tokens, scikit-learn's digits for images."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes and data that the model cannot take."""
+        """Refuse shapes and data that do not fit the model."""
         source = self.model.input
         if not isinstance(self.data, str) and (task := _task_of(self.data, source)) != source.task:
             raise ValueError(f"data.kind = '{self.data.kind}': is for {task}, the model's task is {source.task}")

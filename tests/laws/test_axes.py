@@ -94,7 +94,7 @@ def test_linked_axes_change_together(tmp_path):
     assert found == [(2, 8), (3, 12), (4, 16)] * 2
     assert points_in(path)[1].name == "sweep--seed-1--steps-3"
     path.write_text(path.read_text().replace("[8, 12, 16]", "[8, 12]"))
-    with pytest.raises(UserError, match=r"linked\[0\]: lists of equally many values are needed; run.steps has 3"):
+    with pytest.raises(UserError, match=r"linked\[0\]: lists of equal lengths are needed; run.steps has 3"):
         load_sweep(path)
     path.write_text(path.read_text().replace("[8, 12]", "[8, 12, 16]\nrun.seed = [1, 2, 3]"))
     with pytest.raises(UserError, match=r"linked: run.seed is an axis already"):
@@ -172,7 +172,7 @@ def test_a_point_that_is_no_scenario_is_not_left_out_by_what_it_does_not_have(tm
         ("keep = '1 / 0'", r"'1 / 0': : division by zero"),
         ("keep = 'ranks > 99'", r"keep and skip leave out all of 1 points"),
         ("keep = 3", r"keep = 3: must be an array"),
-        (f"keep = '{'(' * 5000}'", r"keep: '\(+\.\.\.': too deep"),
+        (f"keep = '{'(' * 5000}'", r"keep: '\(+\.\.\.': nested too deep"),
     ],
 )
 def test_a_bad_condition_is_told(tmp_path, line, message):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from strategies import cluster_of, device_type, machine_for, star
 from test_machine import work
 
-from gssim.cluster import Emulation, core_shares, dealt, neighbourhoods
-from gssim.scenario import as_it_runs, load_scenario
+from gssim.cluster import Emulation, contention_groups, core_shares, dealt
+from gssim.scenario import load_scenario, with_profile_slowdowns
 from gssim.simulation import simulate
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -44,13 +44,13 @@ def test_a_device_is_dealt_to_a_core_that_has_most_left(shares, cores):
 
 
 def test_devices_are_neighbours_on_a_core_though_each_is_a_host():
-    assert neighbourhoods(lab(0.8, 0.4, 0.2)) == ("core 0", "core 1", "core 1")
+    assert contention_groups(lab(0.8, 0.4, 0.2)) == ("core 0", "core 1", "core 1")
     assert core_shares(lab(0.8, 0.4, 0.2)) == (0.8, 0.4, 0.2)
 
 
 def test_where_it_is_not_known_how_many_cores_there_are_hosts_are_neighbourhoods():
     cluster = lab(0.4, 0.4, 0.4, 0.4, cores=None)
-    assert neighbourhoods(cluster) == tuple(device.host for device in cluster.devices)
+    assert contention_groups(cluster) == tuple(device.host for device in cluster.devices)
     assert core_shares(cluster) is None
     assert ends_s(cluster, 1.0, 1.0, 1.0, 1.0) == pytest.approx([1.0] * 4)
 
@@ -89,9 +89,9 @@ def test_a_model_has_a_ratio_of_its_own_and_others_the_devices():
     ]
     changed = replace(kind, neighbour_slowdown_ratio=1.1, profiles=(*others, *ours))
     cluster = replace(scenario.cluster, device_types={name: changed})
-    assert as_it_runs(cluster, scenario.workload).device_types[name].neighbour_slowdown_ratio == 1.25
+    assert with_profile_slowdowns(cluster, scenario.workload).device_types[name].neighbour_slowdown_ratio == 1.25
     bare = replace(cluster, device_types={name: replace(changed, profiles=tuple(others))})
-    assert as_it_runs(bare, scenario.workload) is bare
+    assert with_profile_slowdowns(bare, scenario.workload) is bare
 
 
 @pytest.mark.parametrize(("cores", "slower"), [(2, True), (4, False)])
@@ -122,7 +122,7 @@ def test_four_hosts_compute_slower_on_two_cores_than_on_four(cores, slower):
 
 def test_hosts_that_are_no_lab_keep_their_law():
     cluster = star(2, types={"fast": device_type(neighbour_slowdown_ratio=2.0)})
-    assert neighbourhoods(cluster) == ("host0", "host1")
+    assert contention_groups(cluster) == ("host0", "host1")
 
 
 def test_calibration_gives_each_model_what_was_measured_of_it():

@@ -117,7 +117,7 @@ def test_some_points_can_be_chosen(tmp_path):
     names = [point.name for point in chosen(points, ["short--*", "*-0.1"], file=path)]
     assert names == ["short--ddp", "short--gs", "long--gs--threshold-0.1"]
     assert chosen(points, [], file=path) == points
-    with pytest.raises(UserError, match=r"--only nothing: no point of .*sweep\.toml is so named; the first is short"):
+    with pytest.raises(UserError, match=r"--only nothing: no point of .*sweep\.toml matches; the first is short"):
         chosen(points, ["nothing"], file=path)
 
 

@@ -17,7 +17,7 @@ from gssim.errors import UserError
 from gssim.plan import Plan, resolve
 from gssim.program import lower
 from gssim.result import Result
-from gssim.scenario import Scenario, held_model, load_model, native_tensors, units_held
+from gssim.scenario import Scenario, load_model, model_slice, native_tensors, units_of_ranks
 from gssim.simulation import simulate
 from gssim.units import validated
 from gssim.workload import Layer, Model, Parameter, Polynomial, Reduction
@@ -105,7 +105,7 @@ def test_what_is_no_word_is_refused(word, text, message):
 @given(units=st.integers(2, 64), weights=st.lists(st.floats(0.1, 1), min_size=2, max_size=8))
 def test_ranks_hold_whole_units_and_together_all(units, weights):
     parts = [weight / sum(weights) for weight in weights]
-    held = units_held(units, parts)
+    held = units_of_ranks(units, parts)
     assert sum(held) == units
     assert all(abs(n - units * part) < 1 for n, part in zip(held, parts, strict=True))
 
@@ -120,7 +120,7 @@ SMALL_TRANSFORMERS = ["gpt-byte-1m", "bert-byte-1m"]
 def test_ranks_together_hold_every_cut_parameter_once(name):
     model = load_model(MODELS / f"{name}.toml")
     parts = (0.6, 0.4)
-    held = [held_model(model, parts, position) for position in range(2)]
+    held = [model_slice(model, parts, position) for position in range(2)]
     for whole, sliced in zip(unrolled_layers(model), zip(*map(unrolled_layers, held), strict=True), strict=True):
         for number, parameter in enumerate(whole.parameters):
             own = [layer.parameters[number] for layer in sliced]
@@ -137,7 +137,7 @@ def unrolled_layers(model: Model) -> list[Layer]:
 def test_a_rank_with_all_units_computes_what_one_device_does(name):
     """FLOP exactly; a rank on its own would sum with nobody."""
     model = load_model(MODELS / f"{name}.toml")
-    for whole, sliced in zip(unrolled_layers(model), unrolled_layers(held_model(model, (1.0,), 0)), strict=True):
+    for whole, sliced in zip(unrolled_layers(model), unrolled_layers(model_slice(model, (1.0,), 0)), strict=True):
         for phase in ("forward_flop", "backward_flop", "saved_bytes", "output_bytes"):
             shape = {"b": 2, "s": 64}
             assert getattr(sliced, phase).at(**shape) == getattr(whole, phase).at(**shape), (whole.name, phase)
@@ -158,7 +158,7 @@ def test_a_block_saves_what_korthikanti_and_others_count(name, heads, ranks):
         p.shape[0] for layer in model.layers for p in layer.parameters if p.name.endswith("attention.out.bias")
     )
     value, b, s = 4, 3, 64
-    for layer in held_model(model, (1 / ranks,) * ranks, 0).layers:
+    for layer in model_slice(model, (1 / ranks,) * ranks, 0).layers:
         if not layer.block:
             continue
         whole_bytes = 4 * value * width + 4 * value
@@ -242,7 +242,7 @@ def test_shares_by_compute_follow_the_devices():
     cluster = star(2, types=types, type_names=["fast", "slow"])
     scenario = scenario_of(cluster, {"method": "gs_tp", "shares": {"shards": "compute"}}, model=sliced_model())
     assert scenario.slice_shares == pytest.approx((0.75, 0.25))
-    layers = [held_model(sliced_model(), scenario.slice_shares, position).layers[1] for position in range(2)]
+    layers = [model_slice(sliced_model(), scenario.slice_shares, position).layers[1] for position in range(2)]
     assert [layer.parameters[0].shape for layer in layers] == [(3, 4), (1, 4)]
 
 
@@ -263,7 +263,7 @@ def test_a_profile_of_a_whole_block_is_shared_out_as_the_roofline_is():
     cluster = star(2, types={"fast": device_type(profiles=[profile])})
     scenario = scenario_of(cluster, {"method": "tensor"}, model=sliced_model())
     device, whole = cluster.type_of(0), sliced_model().layers[1]
-    own = held_model(sliced_model(), (0.5, 0.5), 0).layers[1]
+    own = model_slice(sliced_model(), (0.5, 0.5), 0).layers[1]
     assert layer_time_s(device, scenario.workload, own, phase="f", batch_size=8, whole=whole) == pytest.approx(40.0)
     assert layer_time_s(device, scenario.workload, whole, phase="f", batch_size=8, whole=whole) == 80.0
 
@@ -434,8 +434,8 @@ def test_shards_of_gs_are_among_the_ranks_that_hold_the_same_part():
     ("plan", "ranks", "message"),
     [
         ({"method": "tensor"}, 3, "plan.tp = 3: does not divide the 4 units of h "),
-        ({"method": "tensor"}, 5, "plan.tp = 5: h has but 4 units"),
-        ({"method": "gs_tp"}, 5, "plan.tp = 5: h has but 4 units"),
+        ({"method": "tensor"}, 5, "plan.tp = 5: h has only 4 units"),
+        ({"method": "gs_tp"}, 5, "plan.tp = 5: h has only 4 units"),
         ({"method": "gs_tp", "shares": {"shards": (0.95, 0.05)}}, 2, "leaves a rank none of the 4 units"),
         ({"method": "gs_tp", "shares": {"shards": (0.5, 0.25, 0.25)}}, 2, "3 shares for 2 ranks"),
         ({"method": "tensor", "shares": {"shards": (0.75, 0.25)}}, 2, "cannot shard unevenly"),

@@ -328,14 +328,14 @@ REFUSED = [
     (simple("ring", 3, link={**LINK, "latency_s": "3 parsec"}), "topology.link.latency_s = '3 parsec': "),
     (simple("ring", 3, devices=[{"device": "quick", "count": 1}]), "unknown type 'quick'; allowed: fast, slow"),
     (torus(), "at least one dimension is needed"),
-    (torus(4, 4, host_shape=[3, 2]), "host_shape = [3, 2]: blocks of it do not fill shape = [4, 4]"),
+    (torus(4, 4, host_shape=[3, 2]), "host_shape = [3, 2]: does not tile shape = [4, 4]"),
     (servers(), "servers: at least one is needed"),
     (servers({"count": 2}), "fabric: missing; 2 servers need one"),
     (servers({"inside": "none"}), "inside_link: none is used with 'none'"),
     (servers({"inside_link": None}), "inside_link: missing with 'nvswitch'"),
     (servers({"inside": "cube-mesh", "devices": 4, "nics": 4}), "devices = 4: a cube-mesh joins 8"),
     (servers({"nics": 3}), "nics = 3: cannot be shared evenly by 8 devices"),
-    (servers({"nics": 0}), "nic_link: there is nothing that uses it"),
+    (servers({"nics": 0}), "nic_link: not used; leave it out"),
     (servers({"nic_link": None}), "nic_link: missing"),
     (servers({"pcie_link": None}), "pcie_link: missing"),
     (servers({"nics": 0, "nic_link": None, "pcie_link": None}, fabric={"kind": "switch"}), "cannot reach the fabric"),
@@ -368,7 +368,7 @@ def test_what_does_not_fit_is_refused_in_one_line(topology, message):
     ],
 )
 def test_a_topology_stands_for_devices_switches_and_links(key, value):
-    with pytest.raises(UserError, match=f"{key}: the topology stands for them"):
+    with pytest.raises(UserError, match=f"{key}: given by the topology"):
         cluster_with(simple("ring", 3), **{key: value})
 
 

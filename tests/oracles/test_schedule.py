@@ -132,7 +132,7 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_at_most_the_stages_that_are_left
     [
         (GPIPE, 2, 4, 4, "one stage on each of 2 ranks"),
         (ONE_FORWARD_ONE_BACKWARD, 4, 4, 3, "at least as many micro-batches as stages: 4, not 3"),
-        (INTERLEAVED, 2, 3, 4, "cannot be dealt out evenly"),
+        (INTERLEAVED, 2, 3, 4, "cannot be divided evenly"),
         (INTERLEAVED, 4, 8, 9, "9 micro-batches in 2 rounds"),
     ],
 )

@@ -20,7 +20,7 @@ from analysis.literature.tables.reading import read_table
 from analysis.literature.transformer import layers_of
 from gssim.errors import UserError
 from gssim.program import Task, lower
-from gssim.scenario import Loaded, Scenario, check, held_model
+from gssim.scenario import Loaded, Scenario, check, model_slice
 from gssim.simulation import simulate
 from gssim.workload import Layer
 
@@ -72,7 +72,7 @@ def test_maps_have_two_flop_a_parameter_and_token_and_attention_four_a_score_and
 def test_ranks_that_cut_a_model_share_its_flop(software):
     run = replace(RUN, tp=4, software=software)
     model = scenario_of(run, 1).workload.model
-    held = held_model(model, (0.25,) * 4, 0)
+    held = model_slice(model, (0.25,) * 4, 0)
     assert held.elements < model.elements / 3
     for whole, part in zip(model.layers, held.layers, strict=True):
         assert 4 * part.forward_flop.at(b=1, s=256) == whole.forward_flop.at(b=1, s=256)

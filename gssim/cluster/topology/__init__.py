@@ -1,4 +1,4 @@
-"""Topologies: a few lines in a cluster file for each usual kind, and the directed links that they stand for."""
+"""Topologies: rings, switches, tori, servers with fabrics and sites, built into arrays of directed links."""
 
 from gssim.cluster.topology.builders import build, structure_of
 from gssim.cluster.topology.kinds import (

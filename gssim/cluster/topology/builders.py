@@ -1,7 +1,4 @@
-"""From what a file says to devices, switches and links, all at once: no object for each link.
-
-How devices are wired: a few lines in a cluster file for each usual kind, and the directed links they stand for.
-"""
+"""Builders of topologies: the devices, switches and directed links of each kind, made as whole arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +25,12 @@ from gssim.cluster.topology.kinds import (
     Topology,
     Torus,
 )
-from gssim.cluster.topology.wiring import Built, Links, Wiring, wired
+from gssim.cluster.topology.wiring import BuiltTopology, Links, Wiring, wired
 from gssim.units import Ints, distinct
 
 Ends = tuple[Ints, Ints]
 MOST_KEPT = 64
-"""Topologies: a sweep of rates goes round as many."""
+"""Cached topologies: a sweep of rates cycles through as many."""
 
 CUBE_MESH = {
     **dict.fromkeys([(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)], 2),
@@ -41,13 +38,13 @@ CUBE_MESH = {
 }
 """NVLinks between two GPUs of a DGX-1V.
 
-Source: NVIDIA 2017, "DGX-1 with Tesla V100 system architecture", and what `nvidia-smi topo -m` prints there.
+Source: NVIDIA 2017, "DGX-1 with Tesla V100 system architecture", and the output of `nvidia-smi topo -m` there.
 """
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def build(topology: Topology) -> Built:
-    """Return what a topology stands for. Equal topologies share one answer.
+def build(topology: Topology) -> BuiltTopology:
+    """Return the devices, switches and links of a topology; equal topologies share one result.
 
     >>> link = {"bandwidth_bytes_per_s": "10 GB/s", "latency_s": "2 us", "source": "example"}
     >>> ring = Ring(kind="ring", devices=(Group(device="a", count=3),), link=LinkType(**link))
@@ -67,32 +64,32 @@ def build(topology: Topology) -> Built:
             return _sites(topology)
 
 
-def _direct(topology: Ring | FullyConnected) -> Built:
-    """A ring, or a complete graph.
+def _direct(topology: Ring | FullyConnected) -> BuiltTopology:
+    """Build a ring, or a complete graph.
 
-    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", for the ring as all that it takes.
+    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", for the sufficiency of a ring.
     """
     devices = _grouped(topology.devices, topology.devices_per_host)
     count, link = len(devices), topology.link
 
     def wire() -> Wiring:
-        a, b = _neighbours((count,), 0) if isinstance(topology, Ring) else np.triu_indices(count, 1)
+        a, b = _adjacent((count,), 0) if isinstance(topology, Ring) else np.triu_indices(count, 1)
         part = Links(a.astype(np.int64), b.astype(np.int64), link.bandwidth_bytes_per_s, link.latency_s)
         return wired(_names(devices), [part])
 
-    return Built(devices, (), wire)
+    return BuiltTopology(devices, (), wire)
 
 
-def _switched(topology: Switch) -> Built:
-    """A star: one crossbar in the middle, as in a single NVSwitch or Ethernet switch."""
+def _switched(topology: Switch) -> BuiltTopology:
+    """Build a star: one crossbar in the middle, as a single NVSwitch or Ethernet switch."""
     devices = _grouped(topology.devices, topology.devices_per_host)
     count, link = len(devices), topology.link
     part = Links(np.arange(count), np.full(count, count), link.bandwidth_bytes_per_s, link.latency_s / 2)
-    return Built(devices, ("switch",), lambda: wired((*_names(devices), "switch"), [part]), ("switch",))
+    return BuiltTopology(devices, ("switch",), lambda: wired((*_names(devices), "switch"), [part]), ("switch",))
 
 
-def _torus(topology: Torus) -> Built:
-    """A torus of any dimension, ranks in row-major order.
+def _torus(topology: Torus) -> BuiltTopology:
+    """Build a torus of any dimension, ranks in row-major order.
 
     Source: Jouppi et al. 2020, "A domain-specific supercomputer for training deep neural networks" (TPU v2 and v3:
     2-D); Jouppi et al. 2023, "TPU v4" (3-D).
@@ -106,20 +103,20 @@ def _torus(topology: Torus) -> Built:
         for place, host in zip(places, hosts, strict=True)
     )
     parts = [
-        Links(*_neighbours(shape, axis), link.bandwidth_bytes_per_s, link.latency_s)
+        Links(*_adjacent(shape, axis), link.bandwidth_bytes_per_s, link.latency_s)
         for axis, link in enumerate(topology.links)
     ]
-    return Built(devices, (), lambda: wired(_names(devices), parts))
+    return BuiltTopology(devices, (), lambda: wired(_names(devices), parts))
 
 
-def _neighbours(shape: tuple[int, ...], axis: int) -> Ends:
+def _adjacent(shape: tuple[int, ...], axis: int) -> Ends:
     """Return the ends of a torus's links along a dimension: from each place to the next.
 
-    >>> [ends.tolist() for ends in _neighbours((2, 3), 1)]
+    >>> [ends.tolist() for ends in _adjacent((2, 3), 1)]
     [[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]]
     """
     grid = np.arange(prod(shape), dtype=np.int64).reshape(shape)
-    links = shape[axis] if shape[axis] > 2 else shape[axis] - 1  # two places have one link, a single one has none
+    links = shape[axis] if shape[axis] > 2 else shape[axis] - 1  # two places share one link, a single one has none
     here = grid.take(range(links), axis).ravel()
     return here, np.roll(grid, -1, axis).take(range(links), axis).ravel()
 
@@ -133,8 +130,8 @@ def _names(devices: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
     return tuple(name for name, _, _ in devices)
 
 
-def _servers(topology: Servers) -> Built:
-    """Servers one after another, then the fabric that joins their network cards."""
+def _servers(topology: Servers) -> BuiltTopology:
+    """Build servers one after another, then the fabric that joins their network cards."""
     devices: list[tuple[str, str, str]] = []
     inner: list[str] = []
     ranks = sum(group.count * group.devices for group in topology.servers)
@@ -142,30 +139,32 @@ def _servers(topology: Servers) -> Built:
     nics: list[_Nics] = []
     first = 0
     for group in topology.servers:
-        words = _words(group)
+        node_names = _inner_nodes(group)
         numbers = range(first, first + group.count)
         shape = (group.count, group.devices)
         gpus = len(devices) + np.arange(prod(shape)).reshape(shape)
-        nodes = ranks + len(inner) + np.arange(group.count * len(words)).reshape(group.count, len(words))
+        nodes = ranks + len(inner) + np.arange(group.count * len(node_names)).reshape(group.count, len(node_names))
         devices += [(f"server{s}/gpu{i}", group.device, f"server{s}") for s in numbers for i in range(group.devices)]
-        inner += [f"server{s}/{word}" for s in numbers for word in words]
-        parts += _inside(group, gpus, dict(zip(words, nodes.T, strict=True)))
-        nics.append(_nics_of(group, first, nodes, words))
+        inner += [f"server{s}/{name}" for s in numbers for name in node_names]
+        parts += _inside(group, gpus, dict(zip(node_names, nodes.T, strict=True)))
+        cards = nodes[:, [node_names.index(f"nic{k}") for k in range(group.nics)]].ravel()
+        servers = np.repeat(np.array(numbers), group.nics)
+        nics.append(_Nics(cards, servers, np.tile(np.arange(group.nics), group.count), group.nic_link))
         first += group.count
     fabric, links = _fabric(topology, nics, ranks + len(inner))
     switches = (*inner, *fabric)
     tops = tuple(name for name in fabric if name.startswith("spine")) or tuple(fabric)
-    return Built(tuple(devices), switches, lambda: wired((*_names(devices), *switches), [*parts, *links]), tops)
+    return BuiltTopology(tuple(devices), switches, lambda: wired((*_names(devices), *switches), [*parts, *links]), tops)
 
 
-def _words(group: ServerGroup) -> list[str]:
-    """Return the names of a server's nodes that are no devices."""
+def _inner_nodes(group: ServerGroup) -> list[str]:
+    """Return the names of a server's nodes other than devices."""
     joint = [group.inside] if group.inside in ("nvswitch", "pcie") else []
     return [*joint, *(f"nic{k}" for k in range(group.nics)), *(["memory"] if group.host_memory else [])]
 
 
 def _inside(group: ServerGroup, gpus: Ints, nodes: dict[str, Ints]) -> list[Links]:
-    """Return the links inside servers; `gpus` by server and place, `nodes` by name and server.
+    """Return the links inside servers; `gpus` by server and index, `nodes` by name and server.
 
     NVSwitch: each GPU has its whole NVLink bandwidth to a crossbar. Sources: NVIDIA 2020, "DGX A100 system
     architecture"; NVIDIA 2022, "H100 tensor core GPU architecture".
@@ -177,7 +176,10 @@ def _inside(group: ServerGroup, gpus: Ints, nodes: dict[str, Ints]) -> list[Link
         both = np.broadcast_to(joint[:, None], gpus.shape)
         parts.append(Links(gpus.ravel(), both.ravel(), link.bandwidth_bytes_per_s, link.latency_s / 2))
     if group.inside == "cube-mesh" and group.inside_link is not None:
-        parts += _cube_mesh(gpus, group.inside_link)
+        # a hybrid cube mesh (DGX-1V) of single and double NVLinks, six for each GPU
+        link = group.inside_link
+        one = link.bandwidth_bytes_per_s / CUBE_MESH_LINKS
+        parts += [Links(gpus[:, a], gpus[:, b], count * one, link.latency_s) for (a, b), count in CUBE_MESH.items()]
     if group.pcie_link is None:
         return parts
     pcie = (group.pcie_link.bandwidth_bytes_per_s, group.pcie_link.latency_s / 2)
@@ -190,12 +192,6 @@ def _inside(group: ServerGroup, gpus: Ints, nodes: dict[str, Ints]) -> list[Link
     return parts
 
 
-def _cube_mesh(gpus: Ints, link: LinkType) -> list[Links]:
-    """Return the NVLinks of a DGX-1V: a hybrid cube mesh of single and double links, six for each GPU."""
-    one = link.bandwidth_bytes_per_s / CUBE_MESH_LINKS
-    return [Links(gpus[:, a], gpus[:, b], count * one, link.latency_s) for (a, b), count in CUBE_MESH.items()]
-
-
 @dataclass(frozen=True)
 class _Nics:
     """The network cards of a group of servers, one after another."""
@@ -206,12 +202,6 @@ class _Nics:
     link: LinkType | None
 
 
-def _nics_of(group: ServerGroup, first: int, nodes: Ints, words: Sequence[str]) -> _Nics:
-    columns = [words.index(f"nic{k}") for k in range(group.nics)]
-    servers = np.repeat(np.arange(first, first + group.count), group.nics)
-    return _Nics(nodes[:, columns].ravel(), servers, np.tile(np.arange(group.nics), group.count), group.nic_link)
-
-
 def _fabric(topology: Servers, groups: Sequence[_Nics], first: int) -> tuple[list[str], list[Links]]:
     """Return the switches of the fabric, of which the first is node `first`, and their links."""
     fabric = topology.fabric
@@ -219,11 +209,11 @@ def _fabric(topology: Servers, groups: Sequence[_Nics], first: int) -> tuple[lis
         return [], []
     ports = [(nics, nics.link) for nics in groups if nics.link is not None]
     if isinstance(fabric, OneSwitch):
-        return ["switch"], [_down(nics.nodes, np.full(len(nics.nodes), first), link) for nics, link in ports]
+        return ["switch"], [_to_leafs(nics.nodes, np.full(len(nics.nodes), first), link) for nics, link in ports]
     return _leaf_spine(fabric, ports, first)
 
 
-def _down(nodes: Ints, leafs: Ints, link: LinkType) -> Links:
+def _to_leafs(nodes: Ints, leafs: Ints, link: LinkType) -> Links:
     return Links(nodes, leafs, link.bandwidth_bytes_per_s, link.latency_s / 2)
 
 
@@ -243,7 +233,7 @@ def _leaf_spine(
     ]
     leafs = 1 + max(int(leaf.max()) for leaf, _, _ in placed)
     down_bytes_per_s = sum(np.bincount(leaf, minlength=leafs) * link.bandwidth_bytes_per_s for leaf, link, _ in placed)
-    links = [_down(nics.nodes, first + leaf, link) for leaf, link, nics in placed]
+    links = [_to_leafs(nics.nodes, first + leaf, link) for leaf, link, nics in placed]
     if fabric.spines:
         up = np.asarray(down_bytes_per_s) / (fabric.oversubscription * fabric.spines)
         below = np.repeat(np.arange(leafs), fabric.spines)
@@ -252,8 +242,8 @@ def _leaf_spine(
     return [*(f"leaf{i}" for i in range(leafs)), *(f"spine{i}" for i in range(fabric.spines))], links
 
 
-def _sites(topology: Sites) -> Built:
-    """Sites beside each other: their devices and switches, prefixed with the site's name, and a gateway each.
+def _sites(topology: Sites) -> BuiltTopology:
+    """Build sites: their devices and switches, prefixed with the site's name, and a gateway each.
 
     Source: for rates and delays of such links, Yuan et al. 2022, "Decentralized training of foundation models in
     heterogeneous environments".
@@ -264,17 +254,17 @@ def _sites(topology: Sites) -> Built:
     names = (*_names(devices), *switches)
 
     def wire() -> Wiring:
-        return wired(names, _of_sites(topology, {name: i for i, name in enumerate(names)}, built))
+        return wired(names, _links_of_sites(topology, {name: i for i, name in enumerate(names)}, built))
 
-    return Built(devices, tuple(switches), wire)
+    return BuiltTopology(devices, tuple(switches), wire)
 
 
-def _of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str, Built]]) -> list[Links]:
-    """Return the links of all sites, by where nodes are among those of all, and those between sites."""
+def _links_of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str, BuiltTopology]]) -> list[Links]:
+    """Return the links inside and between sites; `place`: index of a node by its name."""
     parts = []
     for s, part in built:
         index = np.array([place[f"{s}/{name}"] for name in part.wiring.names], dtype=np.int64)
-        half = part.wiring.source < part.wiring.target  # each link has its way back
+        half = part.wiring.source < part.wiring.target  # each link exists in both directions
         wires = part.wiring
         ends = index[wires.source[half]], index[wires.target[half]]
         parts += [
@@ -292,13 +282,13 @@ def _of_sites(topology: Sites, place: dict[str, int], built: Sequence[tuple[str,
 
 
 RATES = frozenset({"oversubscription", "hop_latency_s"})
-"""Keys that say how fast, not how: like all that is a link's, no part of the structure."""
+"""Keys of rates, which like those of links are no part of the structure."""
 
 _ANY: TypeAdapter[Any] = TypeAdapter(Topology)
 
 
 def structure_of(topology: Topology) -> dict[str, Any]:
-    """Return how a topology wires what, without rates, sources and names: equal where only numbers differ.
+    """Return a topology's structure without rates, sources and names, equal for topologies that differ in these only.
 
     Device types are numbered as ranks first use them.
     """

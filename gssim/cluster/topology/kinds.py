@@ -1,9 +1,7 @@
-"""What a cluster file says of its wiring: a few lines for each usual kind.
+"""Kinds of topologies in cluster files (ring, switch, torus, servers, sites), and the sizes of those they describe.
 
 A link's `latency_s` is the time of an empty message from one device to another over this kind of link, software
-included. Where a switch stands between them, each of the two links has half of it.
-
-How many devices, other nodes and links a topology has: reckoned before any of them is made.
+included. Where a switch is between them, each of the two links has half of it.
 """
 
 from functools import partial
@@ -17,7 +15,7 @@ from gssim.limits import excess
 from gssim.units import BytesPerSecond, Count, PositiveFloat, PositiveInt, Seconds, spec
 
 CUBE_MESH_DEVICES, CUBE_MESH_LINKS = 8, 6
-"""Devices of a hybrid cube mesh, and NVLinks of each of them."""
+"""Number of devices of a hybrid cube mesh, and of NVLinks of each of them."""
 
 
 @spec
@@ -25,11 +23,11 @@ class LinkType:
     """A kind of link: a table, or the name of a preset."""
 
     bandwidth_bytes_per_s: BytesPerSecond
-    """Of one direction; there are always both."""
+    """Bandwidth of each direction."""
     latency_s: Seconds
-    """Of an empty message from device to device."""
+    """Latency of an empty message from device to device."""
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
 
 NamedLink = Annotated[LinkType, BeforeValidator(partial(expanded, "links"))]
@@ -42,7 +40,7 @@ class Group:
     device: str
     """A key of `device_types`."""
     count: PositiveInt
-    """How many."""
+    """Number of devices."""
 
 
 @spec
@@ -54,9 +52,9 @@ class Ring:
     devices: tuple[Group, ...]
     """In rank order."""
     devices_per_host: PositiveInt = 1
-    """So many in a row share a host."""
+    """Number of consecutive devices that share a host."""
     link: NamedLink
-    """Between neighbours."""
+    """Between adjacent devices."""
 
 
 @spec
@@ -68,41 +66,41 @@ class FullyConnected:
     devices: tuple[Group, ...]
     """In rank order."""
     devices_per_host: PositiveInt = 1
-    """So many in a row share a host."""
+    """Number of consecutive devices that share a host."""
     link: NamedLink
     """Between any two."""
 
 
 @spec
 class Switch:
-    """Every device is linked to one switch that never blocks."""
+    """Every device is linked to one non-blocking switch."""
 
     kind: Literal["switch"]
     """The form of this table."""
     devices: tuple[Group, ...]
     """In rank order."""
     devices_per_host: PositiveInt = 1
-    """So many in a row share a host."""
+    """Number of consecutive devices that share a host."""
     link: NamedLink
     """From a device to the switch and back."""
 
 
 @spec
 class Torus:
-    """A grid whose opposite sides meet."""
+    """A grid of devices with wrap-around links."""
 
     kind: Literal["torus"]
     """The form of this table."""
     device: str
     """A key of `device_types`."""
     shape: tuple[PositiveInt, ...]
-    """Devices along each dimension. Along a dimension of two, neighbours share one link, not two."""
+    """Devices along each dimension. Along a dimension of two, the devices share one link, not two."""
     host_shape: tuple[PositiveInt, ...] | None = None
-    """Block of devices that one host drives; absent: one."""
+    """Block of devices of one host; absent: one device."""
     link: NamedLink | None = None
-    """Of all dimensions."""
+    """Link of all dimensions."""
     dimension_links: tuple[NamedLink, ...] = ()
-    """One for each dimension, in the place of `link`."""
+    """One for each dimension, instead of `link`."""
 
     @property
     def links(self) -> tuple[LinkType, ...]:
@@ -119,34 +117,34 @@ class Torus:
         if not self.shape:
             raise ValueError("shape: at least one dimension is needed")
         if block and (len(block) != len(self.shape) or any(n % b for n, b in zip(self.shape, block, strict=True))):
-            raise ValueError(f"host_shape = {list(block)}: blocks of it do not fill shape = {list(self.shape)}")
+            raise ValueError(f"host_shape = {list(block)}: does not tile shape = {list(self.shape)}")
 
 
 @spec
 class ServerGroup:
-    """Servers that are built alike."""
+    """Identical servers."""
 
     count: PositiveInt
-    """How many servers."""
+    """Number of servers."""
     device: str
     """A key of `device_types`."""
     devices: PositiveInt
-    """In each server."""
+    """Number of devices in each server."""
     inside: Literal["nvswitch", "pcie", "cube-mesh", "none"] = "none"
-    """What joins the devices of a server."""
+    """Interconnect of the devices of a server."""
     inside_link: NamedLink | None = None
-    """All that one device has: of a cube mesh, its six NVLinks together."""
+    """Total of one device's links: in a cube mesh, of its six NVLinks."""
     nics: Count = 0
     """Network cards of each server, shared evenly by its devices in rank order."""
     nic_link: NamedLink | None = None
-    """From one network card to the fabric."""
+    """Between a network card and the fabric."""
     pcie_link: NamedLink | None = None
-    """From a device to its network card and to the host's memory."""
+    """Between a device and its network card, and the host's memory."""
     host_memory: bool = False
     """Whether the host's memory is a node of its own."""
 
     def __post_init__(self) -> None:
-        """Refuse a server whose parts do not fit."""
+        """Refuse inconsistent parts of a server."""
         if (self.inside == "none") != (self.inside_link is None):
             raise ValueError(f"inside_link: {'none is used' if self.inside_link else 'missing'} with {self.inside!r}")
         if self.inside == "none" and self.devices > 1 and not self.nics:
@@ -157,12 +155,12 @@ class ServerGroup:
             raise ValueError(f"nics = {self.nics}: cannot be shared evenly by {self.devices} devices")
         for key, needed in (("nic_link", self.nics), ("pcie_link", self.nics or self.host_memory)):
             if bool(needed) != (getattr(self, key) is not None):
-                raise ValueError(f"{key}: {'missing' if needed else 'there is nothing that uses it'}")
+                raise ValueError(f"{key}: {'missing' if needed else 'not used; leave it out'}")
 
 
 @spec
 class OneSwitch:
-    """One switch for all servers, that never blocks."""
+    """One non-blocking switch for all servers."""
 
     kind: Literal["switch"]
     """The form of this table."""
@@ -170,20 +168,20 @@ class OneSwitch:
 
 @spec
 class LeafSpine:
-    """Leaf switches for the servers, each of them linked to every spine: a fat tree of two levels."""
+    """Leaf switches for the servers, each linked to every spine: a fat tree of two levels."""
 
     kind: Literal["leaf-spine"]
     """The form of this table."""
     servers_per_leaf: PositiveInt
-    """Servers of a group: they share a leaf, or as many leafs as they have network cards if `rails`."""
+    """Servers of a group: they share a leaf, or with `rails` as many leafs as they have network cards."""
     spines: Count
-    """None: rails that only meet inside the servers."""
+    """Number of spines; 0: rails that are joined inside the servers only."""
     rails: bool = False
-    """Whether card k of every server of a group goes to the group's leaf k."""
+    """Whether card k of every server of a group is linked to the group's leaf k."""
     oversubscription: PositiveFloat = 1.0
-    """Bandwidth of a leaf's servers over that of its links to the spines."""
+    """Bandwidth of a leaf's links to servers over that of its links to the spines."""
     hop_latency_s: Seconds = 0.5e-6
-    """Of each link between leaf and spine (0.5 us: assumed, a switch and its cable)."""
+    """Latency of each link between leaf and spine (0.5 us: assumed, a switch and its cable)."""
 
 
 @spec
@@ -195,7 +193,7 @@ class Servers:
     servers: tuple[ServerGroup, ...]
     """In rank order."""
     fabric: Annotated[OneSwitch | LeafSpine, Field(discriminator="kind")] | None = None
-    """Absent: a single server."""
+    """Interconnect of the servers; absent: a single server."""
 
     def __post_init__(self) -> None:
         """Refuse servers that are not connected."""
@@ -218,15 +216,15 @@ class Servers:
 
 @spec
 class Site:
-    """Part of a cluster at a place of its own."""
+    """A part of a cluster at its own location, such as a data center."""
 
     name: str
-    """Which no other site has."""
+    """Name, unique among the sites."""
     topology: Annotated[Switch | Servers, Field(discriminator="kind")]
-    """How it is wired."""
+    """Topology of the site."""
 
     def __post_init__(self) -> None:
-        """Refuse a site that has nothing to link a gateway to."""
+        """Refuse a site without switches to which its gateway could be linked."""
         if isinstance(self.topology, Servers) and self.topology.fabric is None:
             raise ValueError("topology.fabric: missing; a site's gateway is linked to its switches")
 
@@ -240,7 +238,7 @@ class Sites:
     sites: tuple[Site, ...]
     """In rank order."""
     link: NamedLink
-    """Between two gateways; a gateway reaches its site's uppermost switches as fast, in no time."""
+    """Between two gateways; a gateway's links to its site's uppermost switches are as fast, without latency."""
 
     def __post_init__(self) -> None:
         """Refuse sites that share a name."""
@@ -256,17 +254,17 @@ Topology = Annotated[
 
 
 class Size(NamedTuple):
-    """Numbers of what a topology has."""
+    """Numbers of a topology's devices, other nodes and links."""
 
     devices: int
     switches: int
     """Switches, network cards and other nodes that are no devices."""
     links: int
-    """In one direction each."""
+    """Directed links."""
 
 
 def size_of(topology: Topology) -> Size:
-    """Return how much a topology stands for, at most.
+    """Return an upper bound on a topology's size, computed without building it.
 
     >>> link = {"bandwidth_bytes_per_s": 1e9, "latency_s": 0, "source": "example"}
     >>> size_of(FullyConnected(kind="fully-connected", devices=({"device": "a", "count": 4},), link=link))
@@ -293,19 +291,16 @@ def size_of(topology: Topology) -> Size:
 def _size_of_servers(topology: Servers) -> Size:
     devices = sum(group.count * group.devices for group in topology.servers)
     nodes = sum(group.count * (group.nics + 2) for group in topology.servers)  # a joint switch and the host's memory
-    links = sum(2 * group.count * _links_of_server(group) for group in topology.servers)
+    links = 0
+    for group in topology.servers:  # at most: inside a server, to its network cards, from these to the fabric
+        inside = 16 if group.inside == "cube-mesh" else group.devices
+        links += 2 * group.count * (inside + 2 * group.devices + group.nics * 2)
     fabric = topology.fabric
     if not isinstance(fabric, LeafSpine):
         return Size(devices, nodes + 1, links)
     rails = max(1, *(group.nics for group in topology.servers)) if fabric.rails else 1
     leafs = ceil(sum(group.count for group in topology.servers) / fabric.servers_per_leaf) * rails
     return Size(devices, nodes + leafs + fabric.spines, links + 2 * leafs * fabric.spines)
-
-
-def _links_of_server(group: ServerGroup) -> int:
-    """Return how many links a server has at most: inside, to its network cards, from these to the fabric."""
-    inside = 16 if group.inside == "cube-mesh" else group.devices
-    return inside + 2 * group.devices + group.nics * 2
 
 
 def check_size(topology: Topology) -> None:

@@ -1,4 +1,4 @@
-"""Directed links as arrays: what a topology, or a list of links, comes to."""
+"""Directed links of a cluster as arrays, made from a topology or from a list of links."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Wiring:
     """The directed links of a cluster as arrays, one row each; at most one link from a node to another."""
 
     names: tuple[str, ...]
-    """Of the nodes: devices in rank order, then switches."""
+    """Names of the nodes: devices in rank order, then switches."""
     source: Ints
     """Index of the node where each link begins."""
     target: Ints
@@ -35,16 +35,16 @@ class Wiring:
 
 
 @dataclass(frozen=True, eq=False)
-class Built:
+class BuiltTopology:
     """A topology as devices, switches and links."""
 
     devices: tuple[tuple[str, str, str], ...]
     """Name, type and host of each device, in rank order."""
     switches: tuple[str, ...]
     wire: Callable[[], Wiring]
-    """Makes the links: who asks what devices there are needs none, and there may be a million."""
+    """Makes the links, lazily: there may be a million, and callers that need the devices only do without."""
     tops: tuple[str, ...] = ()
-    """The uppermost switches: where a gateway would be linked."""
+    """The uppermost switches, to which a gateway is linked."""
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -63,7 +63,7 @@ class Links:
 
 
 class Connection(Protocol):
-    """An explicit link, as `gssim.cluster.cluster.Link` is one."""
+    """An explicit link, such as `gssim.cluster.cluster.Link`."""
 
     @property
     def between(self) -> tuple[str, str]: ...  # noqa: D102
@@ -76,9 +76,9 @@ class Connection(Protocol):
 
 
 def wiring_of_links(names: Sequence[str], links: Iterable[Connection]) -> Wiring:
-    """Return explicit links as a wiring: both directions unless directed, parallel links as one.
+    """Return explicit links as a wiring: in both directions unless directed, parallel links merged.
 
-    Parallel links add their bandwidths; a message takes the one with the least latency.
+    Parallel links add up their bandwidths, and have the latency of the fastest.
     """
     place = {name: i for i, name in enumerate(names)}
     edges: dict[tuple[int, int], tuple[float, float]] = {}
@@ -113,5 +113,5 @@ def wired(names: tuple[str, ...], parts: Sequence[Links]) -> Wiring:
 def _frozen(names: tuple[str, ...], *columns: Any) -> Wiring:
     arrays = [np.ascontiguousarray(column) for column in columns]
     for array in arrays:
-        array.flags.writeable = False  # one wiring serves every user of the cluster
+        array.flags.writeable = False  # shared by all users of the cluster
     return Wiring(names, *arrays)

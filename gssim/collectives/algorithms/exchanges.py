@@ -1,7 +1,4 @@
-"""Exchanges between pairs: all with all, one with one, and with partners at doubling distances.
-
-Level by level: inside hosts and between them, or one dimension of a torus after another.
-"""
+"""Exchange algorithms: direct (all-to-all), send, halving-doubling, and hierarchical and torus ones by levels."""
 
 import hashlib
 import math
@@ -9,17 +6,17 @@ import math
 import numpy as np
 
 from gssim.cache import Same
-from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
 from gssim.collectives.pairs import Exchange, Pairs
 from gssim.collectives.stage import Hops, Stage
 
 SINGLE_FLOWS = 2**14
-"""Exchanges of more flows are one session, whose flows keep pace and end together: exact where one kind of link is the
-bottleneck of all, as in exchanges among equals; else a lower bound, for every link is then busy until the end."""
+"""Exchanges of more flows are one session, whose flows progress and end together: exact where one kind of link is the
+bottleneck of all, as in exchanges among equals; else a lower bound, because every link is then busy until the end."""
 
 
-@made_once
+@cached_hops
 def _pairs(members: Members) -> Hops:
     """Return a hop for every ordered pair of members."""
     source, target = np.nonzero(~np.eye(members.count, dtype=bool))
@@ -27,7 +24,7 @@ def _pairs(members: Members) -> Hops:
 
 
 def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Everybody sends to everybody at once; an all-reduce is a reduce-scatter and an all-gather."""
+    """All members send to all others at once; an all-reduce is a reduce-scatter and an all-gather."""
     if communication.pair_bytes:
         return direct_uneven(members, communication)
     n = members.count
@@ -41,7 +38,7 @@ def direct(members: Members, communication: Communication) -> tuple[Stage, ...]:
 
 
 def direct_uneven(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Everybody sends to everybody what there is for them; exchanges in the same proportions share their hops."""
+    """All members send uneven parts to all others; exchanges in the same proportions share their hops."""
     pairs, many = communication.pair_bytes, members.count * (members.count - 1) > SINGLE_FLOWS
     if many and isinstance(pairs, Pairs) and pairs.most and pairs.kind_count < members.count // 4:
         return (Stage(_exchange(members, pairs), pairs.most, coupled=True),)
@@ -50,20 +47,20 @@ def direct_uneven(members: Members, communication: Communication) -> tuple[Stage
     most = float(matrix.max()) or 1.0
     matrix /= most
 
-    def made() -> Hops:
+    def uneven_hops() -> Hops:
         source, target = np.nonzero(matrix)
-        if len(source) == members.count * (members.count - 1):  # nobody is left out: all such have the same ends
+        if len(source) == members.count * (members.count - 1):  # no pair is left out: all such have the same ends
             every = _pairs(members)
             return Hops(every.source, every.target, matrix[source, target])
         return Hops(members.ranks[source], members.ranks[target], matrix[source, target])
 
     key = ("exchange", Same(members), hashlib.sha256(matrix.tobytes()).digest())
-    hops = members.kept.once(key, made, weight=lambda hops: len(hops.source))
+    hops = members.kept.once(key, uneven_hops, weight=lambda hops: len(hops.source))
     return (Stage(hops, most, coupled=len(hops.source) > SINGLE_FLOWS),)
 
 
 def _exchange(members: Members, pairs: Pairs) -> Exchange:
-    """Return the hops of many members, most of whom send the same; those in the same proportions once."""
+    """Return the hops of many members, most of which send the same; cached by proportions."""
     rows = np.array(pairs.rows, dtype=float) / pairs.most
     key = ("exchange", Same(members), hashlib.sha256(rows.tobytes()).digest(), tuple(pairs.kinds))
     return members.kept.once(
@@ -75,19 +72,17 @@ def _exchange(members: Members, pairs: Pairs) -> Exchange:
 
 def send(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """The first member sends to the second."""
-    return (Stage(_link(members), communication.size_bytes),)
+    return (Stage(_first_pair(members), communication.size_bytes),)
 
 
-@made_once
-def _link(members: Members) -> Hops:
-    return Hops.of([(int(members.ranks[0]), int(members.ranks[1]), 1.0)])
+_first_pair = cached_hops(lambda members: Hops.of([(int(members.ranks[0]), int(members.ranks[1]), 1.0)]))
 
 
 def halving_doubling(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Exchange of halves with partners at half the distance each time, then back (Thakur, Rabenseifner, Gropp 2005).
 
-    Members beyond a power of two hand theirs to a partner first, and get the result from it at the end; only for an
-    all-reduce, as parts of other collectives would be of two sizes then.
+    Members beyond a power of two send theirs to a partner first, and get the result from it at the end; only for an
+    all-reduce, because the parts of other collectives would be of two sizes then.
     """
     size = communication.size_bytes
     power = 2 ** (members.count.bit_length() - 1)
@@ -102,26 +97,28 @@ def halving_doubling(members: Members, communication: Communication) -> tuple[St
         halving.append(Stage(hops, part, reduced_bytes=part))
         doubling.insert(0, Stage(hops, part))
     stages = {"all-reduce": [*halving, *doubling], "reduce-scatter": halving, "all-gather": doubling}
-    found = stages[communication.kind]
+    chosen = stages[communication.kind]
     if extra:
         into, out = _fold_hops(members, power)
-        found = [Stage(into, size, reduced_bytes=size), *found, Stage(out, size)]
-    return tuple(found)
+        chosen = [Stage(into, size, reduced_bytes=size), *chosen, Stage(out, size)]
+    return tuple(chosen)
 
 
-@made_once
+@cached_hops
 def _exchange_hops(members: Members, power: int) -> tuple[Hops, ...]:
+    """Return the pairwise exchanges of halving-doubling, at halving distances."""
     positions = np.arange(power)
-    found = []
+    exchanges = []
     distance = power // 2
     while distance:
-        found.append(Hops(members.ranks[positions], members.ranks[positions ^ distance], np.ones(power)))
+        exchanges.append(Hops(members.ranks[positions], members.ranks[positions ^ distance], np.ones(power)))
         distance //= 2
-    return tuple(found)
+    return tuple(exchanges)
 
 
-@made_once
+@cached_hops
 def _fold_hops(members: Members, power: int) -> tuple[Hops, Hops]:
+    """Return the hops from the members beyond a power of two to their partners, and back."""
     extra, partner = members.ranks[power:], members.ranks[: members.count - power]
     ones = np.ones(len(extra))
     return Hops(extra, partner, ones), Hops(partner, extra, ones)
@@ -145,9 +142,9 @@ def hierarchical(members: Members, communication: Communication) -> tuple[Stage,
     return tuple(stage for stage in stages[communication.kind] if len(stage.hops.source) and stage.size_bytes)
 
 
-@made_once
+@cached_hops
 def _levels(members: Members) -> tuple[Hops, Hops]:
-    """Return a ring inside every host, and a ring over the hosts for each place inside them."""
+    """Return a ring inside every host, and a ring over the hosts for each local rank."""
     starts, sizes = members.blocks
     if len(set(sizes.tolist())) != 1:
         raise ValueError("a hierarchical collective needs as many members on every host")
@@ -160,12 +157,12 @@ def _levels(members: Members) -> tuple[Hops, Hops]:
 
 
 def torus(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Dimension by dimension, round rings in both directions at once, each with half (Jouppi et al. 2020)."""
+    """Dimension by dimension, rings in both directions at once, each with half (Jouppi et al. 2020)."""
     return _by_dimension(members, communication, both=True)
 
 
 def one_way_torus(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Dimension by dimension, round rings in one direction."""
+    """Dimension by dimension, rings in one direction."""
     return _by_dimension(members, communication, both=False)
 
 
@@ -182,12 +179,12 @@ def _by_dimension(members: Members, communication: Communication, *, both: bool)
     return tuple(stages[communication.kind])
 
 
-@made_once
+@cached_hops
 def _dimension_hops(members: Members, both: bool) -> tuple[tuple[int, Hops], ...]:
     if math.prod(members.shape) != members.count:
         raise ValueError("a torus algorithm needs a group that fills a torus")
     grid = np.arange(members.count).reshape(members.shape)
-    found = []
+    dimensions = []
     for axis, size in enumerate(members.shape):
         if size == 1:
             continue
@@ -195,5 +192,5 @@ def _dimension_hops(members: Members, both: bool) -> tuple[tuple[int, Hops], ...
         targets = (ahead, behind) if both else (ahead,)
         source = members.ranks[np.tile(grid.ravel(), len(targets))]
         target = members.ranks[np.concatenate(targets)]
-        found.append((size, Hops(source, target, np.full(len(source), 1 / len(targets)))))
-    return tuple(found)
+        dimensions.append((size, Hops(source, target, np.full(len(source), 1 / len(targets)))))
+    return tuple(dimensions)

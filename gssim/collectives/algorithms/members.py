@@ -1,4 +1,4 @@
-"""A group of ranks, and where they are."""
+"""The members of a collective: ranks of a group with their hosts, torus shape and rings inside hosts."""
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -9,31 +9,31 @@ from gssim.cache import MOST_LARGE, Recent
 from gssim.collectives.stage import Hops
 from gssim.units import Ints, distinct
 
-made_once = lru_cache(maxsize=512)
-"""Hops of the groups of recent simulations are kept."""
+cached_hops = lru_cache(maxsize=512)
+"""Cache of the hops of recent simulations' groups."""
 
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """A group and where its members are. Compared by identity: made once for a group."""
+    """A group of ranks and their placement. Compared by identity: one object for each group."""
 
     ranks: Ints
     hosts: Ints
     """Host of each member, as a number."""
     shape: tuple[int, ...] = ()
-    """Of the torus that the group fills in row-major order; empty: it is none."""
+    """Shape of the torus that the group fills in row-major order; empty: none."""
     multirail: bool = False
-    """Rings enter and leave a host by every one of its devices in turn (NCCL's channels), not by one alone."""
+    """Rings enter and leave a host by each of its devices in turn (NCCL's channels), not by one only."""
     inside: Hops | None = None
-    """Rings inside the hosts, between positions, weights summing to 1 for each sender: where links between devices
-    make some orders better than others. Absent: in order of rank."""
+    """Rings inside the hosts, between positions, weights summing to 1 for each sender, where the links between devices
+    favour some orders. Absent: in order of rank."""
 
     kept: Recent = field(default_factory=lambda: Recent(MOST_LARGE), repr=False)
-    """Holds the hops of the latest uneven exchanges."""
+    """Cache of the hops of the latest uneven exchanges."""
 
     @property
     def count(self) -> int:
-        """How many members there are."""
+        """Number of members."""
         return len(self.ranks)
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Algorithms of collectives, each from members of a group to stages of hops.
+"""Registry of the algorithms of collectives, which map the members of a group to stages of hops.
 
-Members are given by their ranks and hosts. Hops are made once for an algorithm and group (sizes only scale them), so
-that a model of a hundred layers costs no more than one. Time of every algorithm on idle links: `closed_forms`.
+Hops are made once for an algorithm and group (sizes only scale them), so that a model of a hundred layers costs no more
+than one. Closed forms of the algorithms' times on idle links: `closed_forms`.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,10 +76,10 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
 
 
 def algorithms_for(kind: str) -> Sequence[str]:
-    """Return the names of the algorithms that there are for a kind."""
-    return [name for name, each in ALGORITHMS if each == kind]
+    """Return the names of the algorithms for a kind of collective."""
+    return [name for name, implemented in ALGORITHMS if implemented == kind]
 
 
 def carried_by_rank(hops: Hops, ranks: int) -> tuple[Floats, Floats]:
-    """Return what each rank sends and receives for each byte of the size."""
+    """Return the bytes that each rank sends and receives for each byte of the size."""
     return hops.carried_by_rank(ranks)

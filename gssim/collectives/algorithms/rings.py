@@ -1,4 +1,4 @@
-"""Rings: every member passes on to the next what it got from the one before."""
+"""Ring algorithms: every member forwards to the next one the part that it received from the previous one."""
 
 import math
 from dataclasses import replace
@@ -6,18 +6,18 @@ from dataclasses import replace
 import numpy as np
 
 from gssim.cache import Same
-from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage
-from gssim.units import Floats, Ints
+from gssim.units import Ints
 
 
-@made_once
+@cached_hops
 def ring_hops(members: Members, direction: int) -> Hops:
     """Return a ring over all members, in rank order; with several rails, as many rings, each with its part.
 
     Ring c enters host k by its device c-k, visits all devices in turn and leaves by the last one's rail, so that every
-    device of a host sends on every rail: each local hop carries all rings but those that leave there.
+    device of a host sends on every rail: each local hop carries all rings but those that leave from its device.
     """
     n = members.count
     starts, sizes = members.blocks
@@ -46,7 +46,7 @@ def _in_rank_order(starts: Ints, sizes: Ints) -> Hops:
 
 
 def _crossings(starts: Ints, sizes: Ints, rings: int) -> tuple[Ints, Ints]:
-    """Return the positions at which every ring leaves a host, and at which it enters the next."""
+    """Return the positions at which every ring leaves a host, and those at which it enters the next."""
     none = np.zeros(0, np.int64)
     if len(starts) == 1:
         return none, none
@@ -55,13 +55,13 @@ def _crossings(starts: Ints, sizes: Ints, rings: int) -> tuple[Ints, Ints]:
     following = (hosts + 1) % len(starts)
     turn = ring - hosts - 1
     entering = turn % sizes[following]
-    if rings % sizes[0]:  # else rings that come back on another's rail would enter host 0 unevenly
+    if rings % sizes[0]:  # rings that return on another rail would otherwise enter host 0 unevenly
         entering = np.where(following == 0, ring % sizes[0], entering)
     return starts[hosts] + turn % sizes[hosts], starts[following] + entering
 
 
 def _ring(members: Members, size_bytes: float, *, turns: int, reduces: bool = False) -> Stage:
-    """Return `turns` (1 or 2) rounds about the ring, each of n-1 steps with an n-th of the size.
+    """Return `turns` (1 or 2) rounds of the ring, each of n-1 steps with an n-th of the size.
 
     gloo reduces towards lower ranks and gathers towards higher ones (measured); NCCL's rings have one direction.
     """
@@ -76,7 +76,7 @@ def _ring(members: Members, size_bytes: float, *, turns: int, reduces: bool = Fa
 
 
 def ring_all_reduce(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Reduce-scatter, then all-gather round the same ring (Patarasuk & Yuan 2009)."""
+    """Reduce-scatter, then all-gather in the same ring (Patarasuk & Yuan 2009)."""
     return (_ring(members, communication.size_bytes, turns=2, reduces=True),)
 
 
@@ -91,18 +91,18 @@ def ring_all_gather(members: Members, communication: Communication) -> tuple[Sta
 
 
 SEGMENT_BYTES = 2**20
-"""What gloo's all-reduce sends at most in one message (kMaxSegmentSize)."""
+"""Largest message of gloo's all-reduce (kMaxSegmentSize)."""
 
 
 def _segmented(stage: Stage, members: Members, segments: int, turns: int) -> Stage:
-    """Return a ring whose rounds are of `segments` messages each, two of which are under way at a time.
+    """Return a ring whose rounds are of `segments` messages each, two of which are in flight at a time.
 
-    A message's receive is posted when the last but one has come. Two ranks send to each other over one connection: the
-    notice of a receive waits behind the message that is under way the other way, and comes with its end.
+    A message's receive is posted when the last but one has arrived. Two ranks share one connection for both directions:
+    the notice of a receive queues behind the message in flight the other way, and arrives with its end.
 
-    Where it waits in a queue of other ranks' messages, in the network, the rounds after it are in step with that queue:
-    it happens once, for the length of a message at most (of simulated rings of 3 to 8 ranks, 4 to 56 messages each,
-    that begin at random moments: 0.6 to 1.3 of a message in the mean).
+    Where it queues behind other ranks' messages, in the network, the rounds after it are in step with that queue: this
+    happens once, for the length of a message at most (of simulated rings of 3 to 8 ranks, 4 to 56 messages each, that
+    begin at random moments: 0.6 to 1.3 of a message in the mean).
     """
     if members.count == 1:
         return stage
@@ -115,35 +115,35 @@ def _segmented(stage: Stage, members: Members, segments: int, turns: int) -> Sta
 
 
 def segmented_all_reduce(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Ring all-reduce whose chunks go in at least two segments (pytorch/gloo, gloo/allreduce.cc, ring)."""
+    """Ring all-reduce whose chunks are sent in at least two segments (pytorch/gloo, gloo/allreduce.cc, ring)."""
     segments = max(2, math.ceil(communication.size_bytes / SEGMENT_BYTES / members.count))
     (ring,) = ring_all_reduce(members, communication)
     return (_segmented(ring, members, segments, turns=2),)
 
 
 def segmented_all_gather(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Ring all-gather whose parts go in two halves (pytorch/gloo, gloo/allgather.cc)."""
+    """Ring all-gather whose parts are sent in two halves (pytorch/gloo, gloo/allgather.cc)."""
     (ring,) = ring_all_gather(members, communication)
     return (_segmented(ring, members, 2, turns=1),)
 
 
 def ring_all_to_all(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Every message is passed on by the neighbours between: n(n-1)/2 steps of an n-th of the size."""
+    """Every message is forwarded by the ranks between its ends: n(n-1)/2 steps of an n-th of the size."""
     n = members.count
     steps = n * (n - 1) / 2
     return (Stage(ring_hops(members, 1), steps / n * communication.size_bytes, steps=steps),)
 
 
 WHOLE_BYTES = 2**20
-"""Parts of a reduce-scatter that are larger go in two halves, of which one is under way while the other is added."""
+"""Larger parts of a reduce-scatter are sent in two halves, one of which is in flight while the other is added."""
 
 
 def store_and_forward(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Ring of unequal parts, each passed on once it has come whole: in step r, member i sends the part of member i-r.
+    """Ring of unequal parts, each forwarded when it is complete: in step r, member i sends the part of member i-r.
 
-    What gsreal's ring of point-to-point messages does; a reduce-scatter is the same, backwards. Without parts they are
-    equal, and all steps are one stage; so are those of a reduce-scatter of equal parts. Receives are posted ahead, but
-    in a reduce-scatter of unequal parts among more than three, whose output cannot hold what is passed on.
+    This is gsreal's ring of point-to-point messages; a reduce-scatter runs backwards. Without parts they are equal, and
+    all steps are one stage; so are those of a reduce-scatter of equal parts. Receives are posted in advance, except in
+    a reduce-scatter of unequal parts among more than three, whose output has no room for the parts to forward.
     """
     n = members.count
     backwards = communication.carried_kind == "reduce-scatter-v"
@@ -153,53 +153,45 @@ def store_and_forward(members: Members, communication: Communication) -> tuple[S
         halved = backwards and size / n > WHOLE_BYTES
         return (replace(ring, notices=1, hidden_ratio=(n - 2) / (2 * (n - 1)) if halved else 0.0),)
     parts = np.array(communication.part_bytes, dtype=float)
-    ahead = not backwards or n == 3
-    stages = []
-    for step, hops in enumerate(_passed_on(members, parts, backwards=backwards)):
-        reduced = float(hops.weight.max(initial=0.0)) if backwards else 0.0
-        stages.append(Stage(hops, 1.0, notices=0 if step and ahead else None, coupled=False, reduced_bytes=reduced))
-    return tuple(stages)
 
-
-def _passed_on(members: Members, parts: Floats, *, backwards: bool) -> tuple[Hops, ...]:
-    """Return who passes on how much in every step; the same for the same parts, as long as these are kept."""
-
-    def made() -> tuple[Hops, ...]:
-        n, positions, found = members.count, np.arange(members.count), []
+    def forwarded() -> tuple[Hops, ...]:
+        positions, steps = np.arange(n), []
         for step in range(n - 1):
             sent = parts[(positions + step + 1 if backwards else positions - step) % n]
             senders = np.flatnonzero(sent)
             targets = (senders + (-1 if backwards else 1)) % n
-            found.append(Hops(members.ranks[senders], members.ranks[targets], sent[senders]))
-        return tuple(found)
+            steps.append(Hops(members.ranks[senders], members.ranks[targets], sent[senders]))
+        return tuple(steps)
 
-    key = ("passed on", Same(members), backwards, parts.tobytes())
-    return members.kept.once(key, made, weight=lambda found: sum(hops.count for hops in found))
+    key = ("forwarded", Same(members), backwards, parts.tobytes())
+    in_advance = not backwards or n == 3
+    stages = []
+    hops_of_steps = members.kept.once(key, forwarded, weight=lambda steps: sum(hops.count for hops in steps))
+    for step, hops in enumerate(hops_of_steps):
+        reduced = float(hops.weight.max(initial=0.0)) if backwards else 0.0
+        notices = 0 if step and in_advance else None
+        stages.append(Stage(hops, 1.0, notices=notices, coupled=False, reduced_bytes=reduced))
+    return tuple(stages)
 
 
 def pipelined_ring(members: Members, communication: Communication) -> tuple[Stage, ...]:
     """Ring of unequal parts in small pieces: every link carries all parts but its receiver's (D.1, v-variants)."""
     parts = np.array(communication.part_bytes, dtype=float)
     backwards = communication.kind == "reduce-scatter-v"
-    hops = _carried_round(members, parts, backwards=backwards)
-    reduced = float(hops.weight.max(initial=0.0)) if backwards else 0.0
-    return (Stage(hops, 1.0, steps=members.count - 1, reduced_bytes=reduced),)
 
-
-def _carried_round(members: Members, parts: Floats, *, backwards: bool) -> Hops:
-    """Return what every link of a ring carries of all parts; the same for the same parts, as long as these are kept."""
-
-    def made() -> Hops:
+    def one_round() -> Hops:
         receivers = (np.arange(members.count) + 1) % members.count
         carried = parts.sum() - parts[receivers]
         some = np.flatnonzero(carried)
         source, target = members.ranks[some], members.ranks[receivers[some]]
         return Hops(target, source, carried[some]) if backwards else Hops(source, target, carried[some])
 
-    key = ("carried round", Same(members), backwards, parts.tobytes())
-    return members.kept.once(key, made, weight=lambda hops: hops.count)
+    key = ("one round", Same(members), backwards, parts.tobytes())
+    hops = members.kept.once(key, one_round, weight=lambda hops: hops.count)
+    reduced = float(hops.weight.max(initial=0.0)) if backwards else 0.0
+    return (Stage(hops, 1.0, steps=members.count - 1, reduced_bytes=reduced),)
 
 
 def in_switch(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """All-reduce inside the switch (NVLink SHARP): every device sends its tensor up, and its part of the sum to all."""
+    """All-reduce inside the switch (NVLink SHARP): devices send their tensors up, and their parts of the sum to all."""
     return (Stage(ring_hops(members, 1), (1 + 1 / members.count) * communication.size_bytes, steps=2),)

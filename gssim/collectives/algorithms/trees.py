@@ -1,39 +1,38 @@
-"""Trees and chains: from a root to all, or from all to a root."""
+"""Tree and chain algorithms: broadcast, reduce and all-reduce over binomial and double binary trees, or a chain."""
 
 import math
 
 import numpy as np
 
-from gssim.collectives.algorithms.members import Members, made_once
+from gssim.collectives.algorithms.members import Members, cached_hops
 from gssim.collectives.communication import Communication
 from gssim.collectives.stage import Hops, Stage
 
 CHUNK_BYTES = 2**19
-"""Piece that a pipelined chain passes on before it has the next (NCCL's 512 KiB slices)."""
+"""Chunk that a pipelined chain forwards before it receives the next (NCCL's 512 KiB slices)."""
 
 
 def binomial(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Broadcast in which every holder sends to one more in each step; a reduce is the same, backwards."""
+    """Broadcast in which every rank that has the data sends to one more in each step; a reduce runs backwards."""
     stages = [Stage(hops, communication.size_bytes) for hops in _binomial_hops(members)]
     if communication.kind != "reduce":
         return tuple(stages)
     size = communication.size_bytes
-    backwards = [Stage(hops, size, reduced_bytes=size) for hops in _backwards(members)]
-    return tuple(backwards)
+    return tuple(Stage(hops, size, reduced_bytes=size) for hops in _reversed_binomial_hops(members))
 
 
-@made_once
+@cached_hops
 def _binomial_hops(members: Members) -> tuple[Hops, ...]:
-    found, reach = [], 1
+    steps, reach = [], 1
     while reach < members.count:
         senders = np.arange(min(reach, members.count - reach))
-        found.append(Hops(members.ranks[senders], members.ranks[senders + reach], np.ones(len(senders))))
+        steps.append(Hops(members.ranks[senders], members.ranks[senders + reach], np.ones(len(senders))))
         reach *= 2
-    return tuple(found)
+    return tuple(steps)
 
 
 def binomial_at_once(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Broadcast over the same tree, in which a holder sends to all its children at once (gloo/broadcast.cc).
+    """Broadcast over the same tree, in which a node sends to all its children at once (gloo/broadcast.cc).
 
     They share its link, so that it takes longer than step by step. All but the root post their receives at once.
     """
@@ -42,24 +41,24 @@ def binomial_at_once(members: Members, communication: Communication) -> tuple[St
     return (Stage(first, size, coupled=False), *(Stage(hops, size, notices=0, coupled=False) for hops in later))
 
 
-@made_once
+@cached_hops
 def _levels(members: Members) -> tuple[Hops, ...]:
-    """Return the tree's hops by how far their senders are from the root: as many as their number has ones."""
+    """Return the tree's hops by the depth of their senders: the number of ones in a sender's position."""
     steps = _binomial_hops(members)
     senders = np.concatenate([np.arange(len(hops.source)) for hops in steps])
     source, target = (np.concatenate([getattr(hops, end) for hops in steps]) for end in ("source", "target"))
     depth = np.array([int(sender).bit_count() for sender in senders])
-    each = [np.flatnonzero(depth == level) for level in range(int(depth.max()) + 1)]
-    return tuple(Hops(source[some], target[some], np.ones(len(some))) for some in each)
+    by_level = [np.flatnonzero(depth == level) for level in range(int(depth.max()) + 1)]
+    return tuple(Hops(source[hops], target[hops], np.ones(len(hops))) for hops in by_level)
 
 
-@made_once
-def _backwards(members: Members) -> tuple[Hops, ...]:
+@cached_hops
+def _reversed_binomial_hops(members: Members) -> tuple[Hops, ...]:
     return tuple(Hops(hops.target, hops.source, hops.weight) for hops in reversed(_binomial_hops(members)))
 
 
 def chain(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """Broadcast (or reduce) along all members in chunks: each passes on what it has while more comes.
+    """Broadcast (or reduce) along all members in chunks: each member forwards a chunk while it receives the next.
 
     t = (n - 2 + k) * (latency + chunk / bandwidth), of k chunks (D.1, pipelined broadcast).
     """
@@ -72,7 +71,7 @@ def chain(members: Members, communication: Communication) -> tuple[Stage, ...]:
     return (Stage(_chain_hops(members, backwards), size, steps=steps, stretch_ratio=stretch, reduced_bytes=reduced),)
 
 
-@made_once
+@cached_hops
 def _chain_hops(members: Members, backwards: bool) -> Hops:
     first, second = members.ranks[:-1], members.ranks[1:]
     source, target = (second, first) if backwards else (first, second)
@@ -80,7 +79,7 @@ def _chain_hops(members: Members, backwards: bool) -> Hops:
 
 
 def double_tree(members: Members, communication: Communication) -> tuple[Stage, ...]:
-    """All-reduce up and down two binary trees at once, each with half: who is inside one tree is a leaf of the other.
+    """All-reduce up and down two binary trees at once, each with half: inner nodes of one are leaves of the other.
 
     Source: Sanders, Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"; within
     a host the devices form a chain to the one that is in the tree, another one in each ring of rails, as in NCCL.
@@ -92,16 +91,16 @@ def double_tree(members: Members, communication: Communication) -> tuple[Stage, 
 
 def _parents(n: int) -> list[int]:
     """Return the parent of each node of a binary tree whose odd nodes are leaves; -1 at the root, node 0."""
-    found = [-1]
+    parents = [-1]
     for node in range(1, n):
         bit = node & -node
         up = (node ^ bit) | (bit << 1)
-        found.append(up if up < n else node ^ bit)
-    return found
+        parents.append(up if up < n else node ^ bit)
+    return parents
 
 
 def tree_depth(n: int) -> int:
-    """Return how many hops the farthest node of the binary tree over n nodes is from its root.
+    """Return the depth of the binary tree over n nodes, in hops.
 
     >>> tree_depth(8), tree_depth(5), tree_depth(1)
     (3, 3, 0)
@@ -109,7 +108,7 @@ def tree_depth(n: int) -> int:
     return math.ceil(math.log2(n)) if n > 1 else 0
 
 
-@made_once
+@cached_hops
 def _tree_hops(members: Members) -> tuple[Hops, int]:
     starts, sizes = members.blocks
     hosts = len(starts)

@@ -1,4 +1,4 @@
-"""NCCL's constants from a table of nccl-tests."""
+"""Fit of NCCL's constants to a table of nccl-tests."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from gssim.cluster import GENERATIONS, Array, Kind, NcclTuning
 from gssim.collectives.nccl.times import Group, ways
 
-# What `fit` may move, with its bounds and the size of a step worth trying.
+# Fitted constants: (name, lower bound, upper bound, step size).
 _Constant = tuple[str, float, float, float]
 _BOUNDS: tuple[_Constant, ...] = (
     ("latency_s", 0.0, 0.1, 1e-5),
@@ -23,8 +23,8 @@ _STARTS = tuple(
     for hops in ((1e-5, 1.0), (5e-5, 0.3), (1e-4, 8.0))
     for rest in ((1e-6, 1.0), (2e-5, 1.0), (1e-6, 0.4))
 )
-# Weights of staying at the start, against one point's relative error: they decide only what the table leaves open,
-# above all how a latency divides between `latency_s` and the hops, which one number of ranks cannot tell.
+# Weights of the prior (the start values), against one point's relative error: they decide only what the table leaves
+# undetermined, above all the split of a latency between `latency_s` and the hops, given one number of ranks.
 _PRIOR_WEIGHT = 0.001
 _HOP_PRIOR_WEIGHT = 0.02
 
@@ -39,8 +39,8 @@ def fit(
     """Return `start` with four constants fitted to (size in bytes, time in seconds) of `kind` between `group`.
 
     The four: `latency_s`, `simple_hop_ratio`, `pipeline_latency_s`, and `bandwidth_ratio`, or with several nodes
-    `network_bandwidth_ratio`. Least squares of relative errors, soft beyond 10 % (one outlier must not bend the rest),
-    many sizes of one octave counting less each, from a few fixed starts: the same table gives the same constants.
+    `network_bandwidth_ratio`. Least squares of relative errors with a soft loss beyond 10 % (robust to outliers), in
+    which many sizes of one octave count less each, from a few fixed starts: equal tables give equal constants.
     `start` (of `GENERATIONS`; Ampere) has all other constants. Raises ValueError for fewer than four sizes.
 
     >>> wires = Group(ranks=8, bandwidth_bytes_per_s=300e9)
@@ -71,7 +71,7 @@ def fit(
 
 
 def _columns(table: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
-    """Return sizes and times of a table, sorted; without what has no size or no time."""
+    """Return sizes and times of a table, sorted, without rows that lack either."""
     rows = sorted((size, time_s) for size, time_s in table if size > 0 and time_s > 0)
     if len({size for size, _ in rows}) < 4:
         raise ValueError(f"table: has {len(rows)} usable rows, but four constants need four sizes")
@@ -82,8 +82,8 @@ def _columns(table: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
 def _octave_weights(sizes: Array) -> Array:
     """Return square roots of weights by which an octave of sizes with c rows counts as sqrt(c) rows; mean 1.
 
-    A table with a row per MiB has a thousand large messages and a handful of small ones; either extreme, all rows alike
-    or all octaves alike, would spoil one end.
+    A table with a row per MiB has a thousand large messages and a handful of small ones; equal weights of all rows, or
+    of all octaves, would fit one end badly.
     """
     octaves = np.floor(np.log2(sizes))
     _, place, counts = np.unique(octaves, return_inverse=True, return_counts=True)
@@ -92,9 +92,8 @@ def _octave_weights(sizes: Array) -> Array:
 
 
 def _least(residuals: Callable[[Array], Array], origin: Array, constants: Sequence[_Constant], scale: Array) -> Array:
-    """Return the values of the least cost over the fixed starts, each kept within its bounds."""
-    # here, for `import gssim` must stay quick
-    from scipy.optimize import least_squares
+    """Return the values of the least cost over the fixed starts, each within its bounds."""
+    from scipy.optimize import least_squares  # lazy: keeps `import gssim` fast
 
     lower = np.array([low for _, low, _, _ in constants])
     upper = np.array([high for _, _, high, _ in constants])

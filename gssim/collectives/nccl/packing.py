@@ -1,4 +1,4 @@
-"""Rings over the direct links between the GPUs of a host."""
+"""Packing of rings onto the direct links between the GPUs of a host, at the largest total rate."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def ring_packing(link_bytes_per_s: Sequence[Sequence[float]]) -> list[tuple[tupl
     # in units of the fastest link: the solver's tolerances are absolute
     fastest = rates.max()
     limits = np.array([rates[link] / fastest for link in links])
-    from scipy.optimize import linprog  # here, for `import gssim` must stay quick
+    from scipy.optimize import linprog  # lazy: keeps `import gssim` fast
 
     solution = linprog(-np.ones(len(cycles)), A_ub=uses, b_ub=limits, method="highs")
     return [(cycle, float(x * fastest)) for cycle, x in zip(cycles, np.asarray(solution.x), strict=True) if x > 1e-9]
@@ -49,7 +49,7 @@ def _links(cycle: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _cycles(rates: Array) -> list[tuple[int, ...]]:
-    """Return the rings over links that there are, each from GPU 0 on."""
+    """Return all Hamiltonian cycles over the links, each from GPU 0."""
     rest = np.array(list(permutations(range(1, len(rates)))), dtype=np.int64)
     orders = np.concatenate([np.zeros((len(rest), 1), np.int64), rest], axis=1)
     closed = (rates[orders, np.roll(orders, -1, axis=1)] > 0).all(axis=1)
@@ -60,10 +60,10 @@ COVER_STEPS = 10_000
 
 
 def _cover(rates: Array, cycles: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], float]] | None:
-    """Return rings that use up every link, if such are found soon: nothing can be faster, and no solver is needed.
+    """Return rings that use up every link, if a short search finds them; they are optimal without a solver.
 
-    Exact cover where every GPU has as many links of one unit in and out as every other: always take a ring over the
-    first link that is left.
+    Exact cover, for GPUs that all have the same number of unit links in and out: always take a ring over the first link
+    that is left.
     """
     unit = float(rates[rates > 0].min())
     left = np.rint(rates / unit).astype(int)

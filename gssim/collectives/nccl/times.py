@@ -1,4 +1,4 @@
-"""What NCCL runs for a collective, and how long it takes on idle links."""
+"""NCCL's performance model: the algorithm and protocol that it chooses for a collective, and its time on idle links."""
 
 import math
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ HOP_LATENCY_S: dict[Joint, dict[Algorithm, dict[Protocol, float]]] = {
         "ring": {"ll": 2.7e-6, "ll128": 4e-6, "simple": 14e-6},
     },
 }
-# Inside a server, LL takes longer where other ranks of its ring sit behind a network.
+# Inside a server, LL takes longer where other ranks of its ring are behind a network.
 LL_BESIDE_NETWORK_RATIO = 1.8
 PLATEAU_BYTES_PER_CHANNEL_AND_RANK = 64
-# What the planner lets a protocol reach of the links; LL spends half of its bytes on flags, LL128 8 of 128.
+# Fraction of the links' bandwidth that NCCL assumes; LL spends half of its bytes on flags, LL128 8 of 128.
 PROTOCOL_RATIO: dict[Algorithm, dict[Protocol, float]] = {
     "tree": {"ll": 1 / 3.8, "ll128": 0.92 * 0.92, "simple": 0.92},
     "ring": {"ll": 1 / 2, "ll128": 0.92, "simple": 1.0},
@@ -45,10 +45,10 @@ NVLS_MIN_RANKS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The ranks of a collective and the wires between them; rates are of one direction, per GPU, as the wire has them.
+    """The ranks of a collective and the links between them; rates are wire rates of one direction, per GPU.
 
-    `bandwidth_bytes_per_s` is what a GPU can send within its node: behind NVSwitch all its links, else what
-    `ring_packing` yields. `network_bytes_per_s` is a GPU's part of its node's network cards.
+    `bandwidth_bytes_per_s` is the rate of a GPU within its node: behind NVSwitch of all its links, else of
+    `ring_packing`. `network_bytes_per_s` is a GPU's part of its node's network cards.
 
     >>> Group(ranks=16, nodes=2, bandwidth_bytes_per_s=450e9, network_bytes_per_s=25e9).per_node
     8
@@ -75,11 +75,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What NCCL runs, and its time on idle links: `latency_s`, then the slower of two transfers.
+    """The algorithm and protocol of a collective, and its time on idle links: `latency_s`, then the slower transfer.
 
     A GPU sends `node_bytes` over its links within the node at `bandwidth_ratio` of their wire rate, and `network_bytes`
-    over its part of the network at `network_bandwidth_ratio`. What shares links waits `latency_s`, then puts
-    bytes / ratio on the wire.
+    over its part of the network at `network_bandwidth_ratio`. On shared links it waits for `latency_s`, then transfers
+    bytes / ratio.
     """
 
     algorithm: Algorithm = "direct"
@@ -94,7 +94,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One algorithm with one protocol: all that its time depends on, apart from the size."""
+    """One algorithm with one protocol, and the parameters of its time as a function of the size."""
 
     algorithm: Algorithm
     protocol: Protocol
@@ -110,7 +110,7 @@ class _Way:
     pipeline_s: float
 
     def latency_s(self, size_bytes: Array) -> Array:
-        """All but the transfer: base, hops, the last copy, and the filling of the chunk pipeline."""
+        """Return the time besides the transfer: base, hops, the last copy, and the filling of the chunk pipeline."""
         steady = self.fixed_s + np.where(size_bytes >= self.plateau_bytes, self.plateau_s, 0.0)
         filling = 2 * np.sqrt(self.pipeline_s * self.transfer_s_per_byte * size_bytes)
         return np.asarray(steady + self.copy_s_per_byte * size_bytes + filling, dtype=np.float64)
@@ -155,7 +155,7 @@ def _fastest(tuning: NcclTuning, kind: Kind, size_bytes: float, group: Group) ->
 
 @lru_cache(maxsize=2**8)
 def ways(tuning: NcclTuning, kind: Kind, group: Group) -> list[_Way]:
-    """Return every algorithm and protocol that NCCL may take."""
+    """Return every algorithm and protocol that NCCL may choose, with its times."""
     return [_way(tuning, kind, group, algorithm, protocol) for algorithm, protocol in _allowed(tuning, kind, group)]
 
 
@@ -206,9 +206,9 @@ def _hops_s(kind: Kind, group: Group, algorithm: Algorithm, protocol: Protocol) 
     """
     if algorithm == "nvls":
         return 0.0
-    prices: Algorithm = "tree" if algorithm == "tree" else "ring"
-    inside_s = HOP_LATENCY_S[group.joint][prices][protocol]
-    across_s = HOP_LATENCY_S["network"][prices][protocol]
+    table: Algorithm = "tree" if algorithm == "tree" else "ring"
+    inside_s = HOP_LATENCY_S[group.joint][table][protocol]
+    across_s = HOP_LATENCY_S["network"][table][protocol]
     if group.nodes > 1 and protocol == "ll":
         inside_s *= LL_BESIDE_NETWORK_RATIO
     if algorithm == "direct":
@@ -225,7 +225,7 @@ def _shares(kind: Kind, group: Group, algorithm: Algorithm) -> tuple[float, floa
     Rings: 2(M-1)/M for an all-reduce, half of it for its two halves, 1 along the chain of a broadcast; every GPU of a
     node has a ring of its own that leaves the node there, so that each network part carries a g-th. Trees: all bytes go
     up and down, within a node through every GPU, between k nodes 2(k-1)/k a node on average. NVLS: a GPU sends its
-    tensor into the switch and its M-th part back to all. Direct: what is meant for GPUs of the same and of other nodes.
+    tensor into the switch and its M-th part back to all. Direct: the bytes for GPUs of the same and of other nodes.
     """
     ranks, nodes, per_node = group.ranks, group.nodes, group.per_node
     if kind == "send":
@@ -253,7 +253,7 @@ def _ratios(
 ) -> tuple[float, float]:
     """Return achieved over wire rate, within the node and on the network.
 
-    LL is also bounded by what a GPU's threads can store, `ll_..._bytes_per_s`, whatever the links could do.
+    LL is also bounded by the rate of stores of a GPU's threads, `ll_..._bytes_per_s`, whatever the links are.
     """
     share = PROTOCOL_RATIO[algorithm][protocol]
     if protocol == "ll128" and algorithm == "tree" and group.nodes == 1:
@@ -264,14 +264,9 @@ def _ratios(
         share *= tuning.low_latency_ratio
     node_ratio, network_ratio = share * tuning.bandwidth_ratio, share * tuning.network_bandwidth_ratio
     if protocol == "ll":
-        most = _ll_bytes_per_s(tuning, group) * tuning.low_latency_ratio
+        by_nodes = (tuning.ll_node_bytes_per_s, tuning.ll_two_nodes_bytes_per_s, tuning.ll_nodes_bytes_per_s)
+        most = by_nodes[min(group.nodes, 3) - 1] * tuning.low_latency_ratio
         node_ratio = min(node_ratio, most / group.bandwidth_bytes_per_s)
         if not node_share and group.network_bytes_per_s:
             network_ratio = min(network_ratio, most / group.network_bytes_per_s)
     return node_ratio, network_ratio
-
-
-def _ll_bytes_per_s(tuning: NcclTuning, group: Group) -> float:
-    if group.nodes == 1:
-        return tuning.ll_node_bytes_per_s
-    return tuning.ll_two_nodes_bytes_per_s if group.nodes == 2 else tuning.ll_nodes_bytes_per_s

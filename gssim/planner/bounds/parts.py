@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from gssim.errors import UserError
 from gssim.plan import Plan, Policies, resolve, splitting
-from gssim.scenario import Scenario, held_model, master_bytes, value_bytes, why_no_chain
+from gssim.scenario import Scenario, master_bytes, model_slice, stage_cut_error, value_bytes
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 
@@ -88,7 +88,7 @@ class Parts:
             raise UserError("the model does not say how its blocks are cut")
         if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
             raise UserError("there are fewer units than ranks")
-        layers = unrolled(held_model(self.model, parts, position))
+        layers = unrolled(model_slice(self.model, parts, position))
         return Part(key, layers, tuple(instance.layer for instance in self.layers))
 
     def stages(self, plan: Plan, policies: Policies) -> tuple[tuple[LayerInstance, ...], ...]:
@@ -98,7 +98,7 @@ class Parts:
 
         def cut() -> tuple[tuple[tuple[LayerInstance, ...], ...], str | None]:
             stages = self.with_plan(plan).stages
-            return stages, why_no_chain(stages, value_bytes=PRECISION_BYTES[self.model.traced_precision])
+            return stages, stage_cut_error(stages, value_bytes=PRECISION_BYTES[self.model.traced_precision])
 
         stages, reason = self.once(key, cut)
         if reason:

@@ -1,12 +1,12 @@
-"""Conditions that choose points: `plan.method == "gs_hier" and ranks <= 8`. Read, never executed as code.
+"""Conditions that select points of a sweep, such as `plan.method == "gs_hier" and ranks <= 8`; parsed, never executed.
 
     condition   either or either ...        either: both and both ...       both: not both, or a comparison
     comparison  sum == sum (or != < <= > >=), several in a row; sum in [value, ...]; sum not in [value, ...]
     sum         product + product - ...     product: value * value / value % value ...
     value       a number, a "text", true, false, inf, absent, a name, or (condition)
 
-A name is a scenario's key by its whole path, or a fact. A key that a point does not have is `absent`: as large as
-nothing, equal to nothing else. Text beside a key with a unit is a quantity: `... .bandwidth_bytes_per_s < "10 Gb/s"`.
+A name is the path of a scenario's key, or a fact. A key that a point does not have is `absent`: it equals nothing else,
+and is not ordered. Text beside a key with a unit is a quantity: `... .bandwidth_bytes_per_s < "10 Gb/s"`.
 """
 
 import math
@@ -46,14 +46,14 @@ PRODUCTS = {"*": operator.mul, "/": operator.truediv, "%": operator.mod}
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition as it is written, the names in it, and what tells whether it holds."""
+    """A condition: its text, the names in it, and its test."""
 
     text: str
     names: frozenset[str]
     _test: Test
 
     def holds(self, values: Values) -> bool:
-        """Return whether it holds of a point; raise UserError where its values cannot be compared or reckoned with.
+        """Return whether it holds for a point; raise UserError where its values cannot be compared or computed with.
 
         >>> condition('plan.method in ["gs", "gs_z3"] and ranks % 8 == 0').holds({"plan.method": "gs", "ranks": 16})
         True
@@ -63,29 +63,29 @@ class Condition:
         try:
             return bool(self._test(values))
         except (TypeError, ValueError, ArithmeticError) as error:
-            told = ", ".join(f"{name} = {values.get(name)!r}" for name in sorted(self.names))
+            values_of = ", ".join(f"{name} = {values.get(name)!r}" for name in sorted(self.names))
             why = "these cannot be compared" if isinstance(error, TypeError) else error
-            raise UserError(f"'{self.text}': {told}: {why}") from None
+            raise UserError(f"'{self.text}': {values_of}: {why}") from None
 
 
 def condition(text: str) -> Condition:
-    """Return what a text says; raise UserError, which does not name its file, where that is no condition."""
-    reader = _Reader(text)
+    """Return the condition of a text; raise UserError, which does not name its file, where it is invalid."""
+    parser = _Parser(text)
     try:
-        test = reader.either()
+        test = parser.either()
     except RecursionError:
-        raise UserError(f"'{text[:40]}...': too deep") from None
-    if reader.at is not None:
-        raise reader.fault("the end, 'and' or 'or'")
-    return Condition(text, frozenset(reader.names), test)
+        raise UserError(f"'{text[:40]}...': nested too deep") from None
+    if parser.at is not None:
+        raise parser.fault("the end, 'and' or 'or'")
+    return Condition(text, frozenset(parser.names), test)
 
 
-class _Reader:
-    """A text word by word."""
+class _Parser:
+    """A recursive-descent parser of conditions."""
 
     def __init__(self, text: str) -> None:
         self.text, self.names = text, set[str]()
-        self._words = _words(text)
+        self._words = _tokens(text)
         self.at: tuple[str, str] | None = next(self._words, None)
 
     def fault(self, wanted: str) -> UserError:
@@ -93,7 +93,7 @@ class _Reader:
         return UserError(f"'{self.text}': {found} where {wanted} is needed")
 
     def taken(self, *words: str) -> str | None:
-        """Return the word that comes next and go on, if it is one of these."""
+        """Consume the next word and return it, if it is one of these."""
         if self.at is None or self.at[1] not in words or self.at[0] == "text":
             return None
         word = self.at[1]
@@ -133,7 +133,7 @@ class _Reader:
                 tests.append(_compared(COMPARISONS[sign], _read(left, right_kind), _read(right, kind)))
                 left, kind = right, right_kind
             else:
-                members = [_read(each, kind) for each in self.members()]
+                members = [_read(member, kind) for member in self.members()]
                 tests.append(_contained(left, members, wanted=sign == "in"))
         if not tests:
             return left
@@ -141,11 +141,11 @@ class _Reader:
 
     def members(self) -> list[Test]:
         self.needed("[")
-        found = [self.sum()[0]]
+        members = [self.sum()[0]]
         while self.taken(","):
-            found.append(self.sum()[0])
+            members.append(self.sum()[0])
         self.needed("]")
-        return found
+        return members
 
     def sum(self) -> tuple[Test, str | None]:
         return self.chained(self.product, SUMS)
@@ -156,13 +156,13 @@ class _Reader:
     def chained(
         self, part: Callable[[], tuple[Test, str | None]], signs: Mapping[str, Callable[[Any, Any], Any]]
     ) -> tuple[Test, str | None]:
-        found, kind = part()
+        left, kind = part()
         while sign := self.taken(*signs):
-            found = _reckoned(signs[sign], found, part()[0])
-        return found, kind
+            left = _reckoned(signs[sign], left, part()[0])
+        return left, kind
 
     def value(self) -> tuple[Test, str | None]:
-        """Return what reads a value, and what kind of quantity it is."""
+        """Return the getter of a value, and its kind of quantity."""
         if self.taken("("):
             test = self.either()
             self.needed(")")
@@ -176,18 +176,17 @@ class _Reader:
         if kind_of_word == "name" and word not in WORDS:
             self.names.add(word)
             return lambda values: values.get(word), quantity_of(word)
-        constant = _constant(kind_of_word, word)
+        if kind_of_word == "text":
+            constant: Any = word[1:-1]
+        elif kind_of_word == "name":
+            constant = WORDS[word]
+        else:
+            constant = int(word) if word.replace("_", "").isdecimal() else float(word)
         return lambda values: constant, None
 
 
-def _constant(kind: str, word: str) -> Any:
-    if kind == "text":
-        return word[1:-1]
-    return WORDS[word] if kind == "name" else int(word) if word.replace("_", "").isdecimal() else float(word)
-
-
-def _words(text: str) -> Iterator[tuple[str, str]]:
-    """Yield what a text is made of, and of which kind each word is."""
+def _tokens(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of each token."""
     end = 0
     while text[end:].strip():
         match = TOKEN.match(text, end)
@@ -198,7 +197,7 @@ def _words(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _read(test: Test, kind: str | None) -> Test:
-    """Return a value with text read as a quantity, where it is beside one."""
+    """Return a getter that parses text as a quantity, if it is beside one."""
     if kind is None:
         return test
 

@@ -1,7 +1,4 @@
-"""What a sweep's file says: a base scenario, and what points differ in.
-
-Axes: the values that a key takes, one after another, listed or as a range; and keys that change together.
-"""
+"""Sweep files: a base scenario, axes of values (lists or ranges), linked axes, variants and groups of points."""
 
 import math
 import re
@@ -22,36 +19,36 @@ from gssim.workload import PATHS
 FILES = ("cluster", "workload.model", "workload.gradients", *(f"workload.data.{key}" for key in PATHS))
 """Keys whose values may name files."""
 Place = dict[str, Any]
-"""Values by their keys' whole paths: one place on an axis, or on several that are linked."""
+"""Values by key path: one place on an axis, or on several linked ones."""
 RANGE_KEYS = ("from", "to", "count", "scale")
 DIGITS = 6
-"""Significant ones of the values inside a range: nobody asks for 3.1622776601683795e-05."""
+"""Significant digits of the values inside a range, to avoid 3.1622776601683795e-05."""
 
 
 def axes_of(table: Mapping[str, Any], where: str = "axes") -> dict[str, list[Any]]:
-    """Return lists of values by their keys' whole paths; raise UserError for what is no list or range, or empty.
+    """Return lists of values by key path; raise UserError for values that are no list or range, or empty.
 
     >>> axes_of({"plan": {"push": {"threshold": [1e-4, 1e-3]}}, "plan.method": ["gs"]})
     {'plan.push.threshold': [0.0001, 0.001], 'plan.method': ['gs']}
     >>> axes_of({"workload.global_batch_size": {"from": 8, "to": 64, "count": 4, "scale": "log"}})
     {'workload.global_batch_size': [8, 16, 32, 64]}
     """
-    found: dict[str, list[Any]] = {}
+    axes: dict[str, list[Any]] = {}
     for key, value in flat(table):
         if isinstance(value, dict):
-            found[key] = values_between(key, value, f"{where}: {key}")
+            axes[key] = values_between(key, value, f"{where}: {key}")
         elif isinstance(value, list) and value:
-            found[key] = value
+            axes[key] = value
         else:
             raise UserError(
                 f"{where}: {key} = {value!r}: must be a list of values, one at least, or a range such as "
                 '{ from = 1, to = 64, count = 7, scale = "log" }'
             )
-    return found
+    return axes
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested tables by whole keys; a range is a value."""
+    """Yield the items of nested tables by key path; a range is a value."""
     for key, value in table.items():
         if isinstance(value, dict) and "from" not in value:
             yield from flat(value, f"{prefix}{key}.")
@@ -60,31 +57,31 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def dimensions(axes: Mapping[str, Any], linked: Sequence[Mapping[str, Any]], where: str = "") -> list[list[Place]]:
-    """Return what is multiplied: for each axis, and for each table of linked ones, its places.
+    """Return the factors of the product of axes: for each axis, and for each table of linked ones, its places.
 
     >>> dimensions({"run.seed": [0, 1]}, [{"plan.dp_replicate": [2, 4], "plan.dp_shard": [4, 2]}])[1]
     [{'plan.dp_replicate': 2, 'plan.dp_shard': 4}, {'plan.dp_replicate': 4, 'plan.dp_shard': 2}]
     """
-    found = [[{key: value} for value in values] for key, values in axes_of(axes, f"{where}axes").items()]
+    factors = [[{key: value} for value in values] for key, values in axes_of(axes, f"{where}axes").items()]
     for i, table in enumerate(linked):
         lists = axes_of(table, f"{where}linked[{i}]")
         sizes = {key: len(values) for key, values in lists.items()}
         if len(set(sizes.values())) != 1:
-            told = ", ".join(f"{key} has {size}" for key, size in sizes.items()) or "there is none"
-            raise UserError(f"{where}linked[{i}]: lists of equally many values are needed; {told}")
-        found.append([dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)])
-    keys = [key for places in found for key in places[0]]
+            lengths = ", ".join(f"{key} has {size}" for key, size in sizes.items()) or "there is none"
+            raise UserError(f"{where}linked[{i}]: lists of equal lengths are needed; {lengths}")
+        factors.append([dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)])
+    keys = [key for places in factors for key in places[0]]
     for key in keys:
         if keys.count(key) > 1:
             raise UserError(f"{where}linked: {key} is an axis already")
-    return found
+    return factors
 
 
 def values_between(key: str, table: Mapping[str, Any], where: str) -> list[float]:
     """Return the values of a range: `count` of them from `from` to `to`, evenly or, by `scale`, in equal ratios.
 
-    Quantities are numbers in the key's unit. What falls between has six significant digits; where all are whole numbers
-    up to that, they are whole numbers.
+    Quantities are numbers in the key's unit. Intermediate values have six significant digits; where all are integers up
+    to that, they are integers.
 
     >>> values_between("plan.push.threshold", {"from": 1e-4, "to": 1e-2, "count": 5, "scale": "log"}, "")
     [0.0001, 0.000316228, 0.001, 0.00316228, 0.01]
@@ -106,9 +103,9 @@ def values_between(key: str, table: Mapping[str, Any], where: str) -> list[float
         raise UserError(f"{where}: a logarithmic range begins and ends above 0")
     if not first < last:
         raise UserError(f"{where}: from = {table['from']!r} must be less than to = {table['to']!r}")
-    found = [first, *(_between(first, last, i / (count - 1), scale) for i in range(1, count - 1)), last]
-    whole = all(type(each) is int for each in (first, last)) and all(each == round(each) for each in found)
-    return [round(each) for each in found] if whole else [float(each) for each in found]
+    values = [first, *(_between(first, last, i / (count - 1), scale) for i in range(1, count - 1)), last]
+    whole = all(type(end) is int for end in (first, last)) and all(value == round(value) for value in values)
+    return [round(value) for value in values] if whole else [float(value) for value in values]
 
 
 def _end(key: str, table: Mapping[str, Any], name: str, where: str) -> float:
@@ -130,11 +127,11 @@ def _between(first: float, last: float, part: float, scale: str) -> float:
 
 
 RATES = ("_per_s", "latency_s", "oversubscription")
-"""How the keys of links' rates end."""
+"""Suffixes of the keys of links' rates."""
 
 
 def is_rate(key: str) -> bool:
-    """Return whether a key says how fast links are: who there is, and who is linked to whom, do not hang on it.
+    """Return whether a key sets the speed of links, which affects neither the devices nor the wiring.
 
     >>> is_rate("cluster.topology.link.bandwidth_bytes_per_s"), is_rate("cluster.topology.devices.0.count")
     (True, False)
@@ -156,7 +153,7 @@ def label(key: str, value: Any) -> str:
 
 
 def shown(key: str, value: Any) -> Any:
-    """Return a value as tables and conditions have it: quantities as numbers, files by their names, arrays as text.
+    """Return a value for tables and conditions: quantities as numbers, files by their names, arrays as text.
 
     >>> shown("cluster.topology.link.bandwidth_bytes_per_s", "1 Gb/s"), shown("cluster", "../clusters/two-sites.toml")
     (125000000.0, 'two-sites')
@@ -165,7 +162,7 @@ def shown(key: str, value: Any) -> Any:
         kind = quantity_of(key)
         try:
             return Path(value).stem if key in FILES else value if kind is None else parse_quantity(value, kind)
-        except ValueError:  # no quantity: the point is told so when it is loaded
+        except ValueError:  # an invalid quantity, reported when the point is loaded
             return value
     return value if value is None or isinstance(value, (bool, int, float)) else toml(value)
 
@@ -173,67 +170,63 @@ def shown(key: str, value: Any) -> Any:
 NAME = re.compile(r"[A-Za-z0-9._+]+(-[A-Za-z0-9._+]+)*")
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-Conditions = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-"""One or several, as `gssim.scenario.sweep.conditions` reads them."""
+Conditions = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""One or several conditions; see `gssim.scenario.sweep.conditions`."""
 
 
 @spec
 class Group:
-    """Points that are compared with one another: on the same cluster, as a rule, with the same model."""
+    """Points that are compared with one another: usually on the same cluster, with the same model."""
 
     name: str
-    """What stands before `--` in the names of its points."""
+    """Name, with which the names of its points begin, before `--`."""
     scenario: str | None = None
-    """Another file whose keys are overridden, beside this one; absent: the sweep's."""
+    """Another scenario file, beside this one, whose keys are overridden; absent: the sweep's."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Overrides of the scenario's keys, for all of the group."""
+    """Overrides of the scenario's keys, for all points of the group."""
     variants: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Names of those that it has; absent: all."""
+    """Names of its variants; absent: all."""
     axes: dict[str, Any] = field(default_factory=dict)
-    """Lists of values or ranges, by key; besides the sweep's own, or in the place of the same one."""
+    """Lists of values or ranges, by key; in addition to the sweep's, or instead of the same one."""
     linked: tuple[dict[str, Any], ...] = ()
-    """As of the sweep, besides its own."""
+    """Linked axes in addition to the sweep's."""
     keep: Conditions = ()
-    """As of the sweep, besides its own."""
+    """Conditions in addition to the sweep's."""
     skip: Conditions = ()
-    """The same."""
+    """Conditions in addition to the sweep's."""
 
 
 @spec
 class Sweep:
-    """A table of questions: every group has a point for each of its variants and each combination of axes' values.
+    """A table of scenarios: every group has a point for each of its variants and each combination of axes' values.
 
-    Where keys are overridden more than once the later counts: the sweep's, the group's, the variant's, the axes', those
-    of linked ones.
+    Where a key is overridden more than once the last override counts, in the order sweep, group, variant, axes, linked
+    axes.
     """
 
     scenario: str
-    """The file whose keys are overridden, beside this one."""
+    """The scenario file, beside this one, whose keys are overridden."""
     question: str = ""
-    """What all points together answer; the first line's comment."""
+    """Question that all points together answer; by default the comment on the file's first line."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Overrides of the scenario's keys, for all points. Files are looked up beside the sweep, then the scenario."""
+    """Overrides of the scenario's keys, for all points. Files are searched beside the sweep, then the scenario."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Overrides, by name of the variant. Besides, a variant may have `axes` and `linked` of its own, such as thresholds
+    """Overrides, by name of the variant. A variant may also have `axes` and `linked` of its own, such as thresholds
     that other methods do not have."""
     axes: dict[str, Any] = field(default_factory=dict)
     """By key, a list of values, or a range: `{ from = "1 Gb/s", to = "400 Gb/s", count = 9, scale = "log" }`, `linear`
-    if `scale` is absent. Quantities may have units. All axes are multiplied."""
+    if `scale` is absent. Quantities may have units. All axes are combined."""
     linked: tuple[dict[str, Any], ...] = ()
-    """Each a table of axes of equally many values, which change together: an axis of several keys."""
+    """Tables of axes with equal numbers of values, which change together."""
     keep: Conditions = ()
-    """Conditions of which all must hold for a point to be there, such as `workload.global_batch_size >= ranks`: over
-    keys of the scenario, and the facts `group`, `variant`, `ranks`, `devices`."""
+    """Conditions that all must hold for a point to be kept, such as `workload.global_batch_size >= ranks`: over keys of
+    the scenario, and the facts `group`, `variant`, `ranks`, `devices`."""
     skip: Conditions = ()
-    """Conditions of which none may hold."""
+    """Conditions none of which may hold."""
     groups: tuple[Group, ...] = ()
-    """None: one, named after the file."""
+    """Absent: one group, named after the file."""
     repeats: PositiveInt = 1
-    """How often each point is measured, where it is."""
+    """Number of measurements of each measured point."""
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -258,11 +251,11 @@ Parts = tuple[dict[str, Any], dict[str, Any], Sequence[dict[str, Any]]]
 
 
 def parts_of_variant(variant: dict[str, Any], where: str = "") -> Parts:
-    """Return what a variant overrides, its axes, and those that are linked; raise UserError where these are none."""
+    """Return a variant's overrides, axes and linked axes; raise UserError where these are invalid."""
     axes, linked = variant.get("axes", {}), variant.get("linked", [])
     if not isinstance(axes, dict):
         raise UserError(f"{where}axes = {axes!r}: must be a table of keys")
-    if not isinstance(linked, list) or not all(isinstance(each, dict) for each in linked):
+    if not isinstance(linked, list) or not all(isinstance(table, dict) for table in linked):
         raise UserError(f"{where}linked = {linked!r}: must be an array of tables")
     return {key: value for key, value in variant.items() if key not in ("axes", "linked")}, axes, linked
 
@@ -276,7 +269,7 @@ def _check_conditions(texts: Sequence[str], where: str) -> None:
 
 
 def _check_names(sweep: Sweep, file: Path) -> None:
-    """Raise UserError for names that cannot name files, or name nothing."""
+    """Raise UserError for names that cannot be part of file names, or refer to nothing."""
     named = [(f"groups[{i}].name", group.name) for i, group in enumerate(sweep.groups)]
     for place, name in (*((f"variants.{name}", name) for name in sweep.variants), *named):
         if not NAME.fullmatch(name):

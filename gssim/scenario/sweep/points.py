@@ -1,7 +1,4 @@
-"""The points that a sweep stands for.
-
-Which of a sweep's points are there: those that `keep` and `skip` leave.
-"""
+"""Points of a sweep: combinations of groups, variants and axes that its conditions keep."""
 
 import difflib
 import itertools
@@ -34,15 +31,15 @@ from gssim.scenario.sweep.file import (
 )
 
 OF_THE_CLUSTER = ("ranks", "devices")
-"""Facts for which a point's scenario must be loaded."""
+"""Facts that need the point's scenario to be loaded."""
 FACTS = ("group", "variant", *OF_THE_CLUSTER)
 DECIDING = ("cluster", "workload.model", "workload.global_batch_size", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
-"""How the keys begin that decide how many ranks there are, in a scenario that is one without the others too."""
+"""Prefixes of the keys that determine the number of ranks, and suffice for a valid scenario."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is true of a point beside what it sets."""
+    """Properties of a point that conditions may use besides its keys."""
 
     group: str
     variant: str | None
@@ -51,10 +48,10 @@ class Facts:
     shared: Shared
 
     def sizes(self) -> dict[str, int] | None:
-        """Return the point's ranks and devices; None where it is no scenario."""
+        """Return the point's numbers of ranks and devices; None where it is no valid scenario."""
         deciding = tuple(e for e in self.overrides if e.startswith(DECIDING) and not is_rate(e.partition("=")[0]))
-        found = self.shared.once("sizes", (self.file, deciding), lambda: self._sizes(deciding), most=4096)
-        return found if found is not None else self._sizes(self.overrides)
+        sizes = self.shared.once("sizes", (self.file, deciding), lambda: self._sizes(deciding), most=4096)
+        return sizes if sizes is not None else self._sizes(self.overrides)
 
     def _sizes(self, overrides: Sequence[str]) -> dict[str, int] | None:
         try:
@@ -65,34 +62,34 @@ class Facts:
 
 
 class Choice:
-    """Conditions on points."""
+    """The conditions of a sweep or group, which keep or skip points."""
 
     def __init__(self, keep: Sequence[str], skip: Sequence[str], file: Path) -> None:
         self.keep, self.skip = tuple(map(condition, keep)), tuple(map(condition, skip))
         self.file = file
 
     def takes(self, values: Mapping[str, Any], facts: Facts) -> bool:
-        """Return whether a point is there; raise UserError where a condition names what no point has.
+        """Return whether a point is kept; raise UserError where a condition cannot be evaluated.
 
-        A point that is no scenario is not judged by facts that it does not have: it stays, and tells why.
+        Conditions on facts are skipped for a point that is no valid scenario: it is kept, so that its error is shown.
         """
-        for each, wanted in (*((each, True) for each in self.keep), *((each, False) for each in self.skip)):
-            known = self._known(each, values, facts)
-            if known is not None and self._holds(each, known) != wanted:
+        for tested, wanted in (*((c, True) for c in self.keep), *((c, False) for c in self.skip)):
+            known = self._known(tested, values, facts)
+            if known is not None and self._holds(tested, known) != wanted:
                 return False
         return True
 
-    def _holds(self, each: Condition, known: Mapping[str, Any]) -> bool:
+    def _holds(self, tested: Condition, known: Mapping[str, Any]) -> bool:
         try:
-            return each.holds(known)
+            return tested.holds(known)
         except UserError as error:
             raise UserError(f"{self.file}: {error}") from None
 
-    def _known(self, each: Condition, values: Mapping[str, Any], facts: Facts) -> dict[str, Any] | None:
-        """Return what a condition names of a point; None where it is not to be known."""
-        known: dict[str, Any] = {key: shown(key, values[key]) for key in each.names if key in values}
-        known |= {name: getattr(facts, name) for name in ("group", "variant") if name in each.names}
-        if not each.names.isdisjoint(OF_THE_CLUSTER):
+    def _known(self, tested: Condition, values: Mapping[str, Any], facts: Facts) -> dict[str, Any] | None:
+        """Return the values of a condition's names; None where its facts are unknown."""
+        known: dict[str, Any] = {key: shown(key, values[key]) for key in tested.names if key in values}
+        known |= {name: getattr(facts, name) for name in ("group", "variant") if name in tested.names}
+        if not tested.names.isdisjoint(OF_THE_CLUSTER):
             sizes = facts.sizes()
             if sizes is None:
                 return None
@@ -101,20 +98,20 @@ class Choice:
 
 
 SEPARATOR = "--"
-"""Between the parts of a point's name; what stands before the first one is its group."""
+"""Separator of the parts of a point's name, of which the first is its group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One question of a sweep: a scenario file, and what is overridden in it."""
+    """One scenario of a sweep: a file, and overrides."""
 
     name: str
-    """`GROUP--VARIANT`, and the axes' values behind it."""
+    """`GROUP--VARIANT`, followed by the axes' values."""
     file: Path
     overrides: tuple[str, ...]
     variant: str | None = None
     values: tuple[Any, ...] = ()
-    """As tables show them: of each of the sweep's `axis_keys`."""
+    """Values of the sweep's `axis_keys`, as tables show them."""
 
     @property
     def group(self) -> str:
@@ -126,15 +123,15 @@ class Point:
         return self.name.partition(SEPARATOR)[0]
 
     def load(self, *, gradients_needed: bool = True, shared: Shared | None = None) -> Loaded:
-        """Return its scenario; raise UserError where it is none."""
+        """Return its scenario; raise UserError where it is invalid."""
         return load_scenario(self.file, self.overrides, gradients_needed=gradients_needed, shared=shared)
 
 
 def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tuple[Point, ...]:
-    """Return the points of the sweep in `file`, group by group; `overrides`: of the command line, which have the last
-    word.
+    """Return the points of the sweep in `file`, group by group; `overrides`: of the command line, which are applied
+    last.
 
-    Raises UserError where there are too many, all are left out, or two have the same name.
+    Raises UserError where there are too many points, none is kept, or two have the same name.
     """
     groups = sweep.groups or (Group(name=file.stem),)
     count = sum(variant.size for group in groups for variant in _variants(sweep, group))
@@ -152,7 +149,7 @@ def points_of(sweep: Sweep, *, file: Path, overrides: Sequence[str] = ()) -> tup
 
 
 def axis_keys(sweep: Sweep) -> tuple[str, ...]:
-    """Return the keys of all axes, linked ones too, in the order in which they are first named."""
+    """Return the keys of all axes, linked ones too, in the order of their first occurrence."""
     tables: list[tuple[dict[str, Any], Sequence[dict[str, Any]]]] = [(sweep.axes, sweep.linked)]
     tables += [(group.axes, group.linked) for group in sweep.groups]
     tables += [parts_of_variant(variant)[1:] for variant in sweep.variants.values()]
@@ -166,12 +163,12 @@ def chosen(points: Sequence[Point], patterns: Sequence[str], *, file: Path) -> t
     """
     for pattern in patterns:
         if not any(fnmatchcase(point.name, pattern) for point in points):
-            raise UserError(f"--only {pattern}: no point of {file} is so named; the first is {points[0].name}")
+            raise UserError(f"--only {pattern}: no point of {file} matches; the first is {points[0].name}")
     return tuple(p for p in points if not patterns or any(fnmatchcase(p.name, pattern) for pattern in patterns))
 
 
 def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True, shared: Shared | None = None) -> Loaded:
-    """Return the point's scenario; raise UserError that names the sweep and the point where it is none."""
+    """Return the point's scenario; raise UserError that names the sweep and the point where it is invalid."""
     try:
         return point.load(gradients_needed=gradients_needed, shared=shared)
     except UserError as error:
@@ -179,10 +176,10 @@ def loaded_point(point: Point, *, file: Path, gradients_needed: bool = True, sha
 
 
 def _check_conditions(sweep: Sweep, groups: Sequence[Group], file: Path, overrides: Sequence[str]) -> None:
-    """Raise UserError for a condition on what nothing sets."""
+    """Raise UserError for a condition on a key that nothing sets."""
     variants = [parts_of_variant(variant)[0] for variant in sweep.variants.values()]
     files = {_beside(group.scenario or sweep.scenario, file) for group in groups}
-    tables = (sweep.set, *variants, *(group.set for group in groups), *(read_toml(each)[1] for each in files))
+    tables = (sweep.set, *variants, *(group.set for group in groups), *(read_toml(scenario)[1] for scenario in files))
     keys = {key for table in tables for key, _ in flat(table)}
     keys |= {*axis_keys(sweep), *(parsed_override(override)[0] for override in overrides)}
     texts = [*sweep.keep, *sweep.skip, *(text for group in groups for text in (*group.keep, *group.skip))]
@@ -198,7 +195,7 @@ def _check_conditions(sweep: Sweep, groups: Sequence[Group], file: Path, overrid
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A variant of a group: overrides, and what is multiplied."""
+    """A variant of a group: overrides, and axes to combine."""
 
     name: str | None
     tables: tuple[dict[str, Any], ...]
@@ -206,37 +203,37 @@ class _Variant:
 
     @property
     def size(self) -> int:
-        """Number of points, before any is left out."""
+        """Number of points before conditions are applied."""
         return math.prod(map(len, self.dimensions))
 
 
 def _variants(sweep: Sweep, group: Group) -> list[_Variant]:
-    """Return a group's variants; one without a name where there is none."""
+    """Return a group's variants, or one without a name if there are none."""
     names = tuple(sweep.variants) if group.variants is None else group.variants
     common = _replaced(dimensions(sweep.axes, sweep.linked), dimensions(group.axes, group.linked), group.name)
-    found = []
+    variants = []
     for name in names:
         table, axes, linked = parts_of_variant(sweep.variants[name])
         own = _replaced(common, dimensions(axes, linked), f"{group.name}, variants.{name}")
-        found.append(_Variant(name, (sweep.set, group.set, table), own))
-    return found or [_Variant(None, (sweep.set, group.set), common)]
+        variants.append(_Variant(name, (sweep.set, group.set, table), own))
+    return variants or [_Variant(None, (sweep.set, group.set), common)]
 
 
 def _replaced(common: list[list[Place]], own: list[list[Place]], where: str) -> list[list[Place]]:
-    """Return axes, those of the same keys replaced by one's own, and one's others."""
+    """Return the common axes, with those of equal keys replaced by the own ones, and the other own ones."""
     by_keys = {tuple(places[0]): places for places in own}
-    found = [by_keys.pop(tuple(places[0]), places) for places in common]
-    found += by_keys.values()
-    for key, times in Counter(key for places in found for key in places[0]).items():
+    axes = [by_keys.pop(tuple(places[0]), places) for places in common]
+    axes += by_keys.values()
+    for key, times in Counter(key for places in axes for key in places[0]).items():
         if times > 1:
             raise UserError(f"groups.{where}: {key} is linked with others in one place, and not in another")
-    return found
+    return axes
 
 
 def _points(
     sweep: Sweep, group: Group, file: Path, overrides: Sequence[str], keys: Sequence[str], shared: Shared
 ) -> Iterator[Point]:
-    """Yield a group's points that are not left out."""
+    """Yield a group's points that the conditions keep."""
     scenario = _beside(group.scenario or sweep.scenario, file)
     written = dict(flat(read_toml(scenario)[1]))
     last = dict(map(parsed_override, overrides))
@@ -245,40 +242,41 @@ def _points(
         fixed = [override for table in variant.tables for override in _located(table, file)]
         values = written | {key: value for table in variant.tables for key, value in flat(table)}
         stem = SEPARATOR.join([group.name, *([variant.name] if variant.name else [])])
-        places = [[_Worded(place, file) for place in dimension] for dimension in variant.dimensions]
+        places = [[_NamedPlace(place, file) for place in dimension] for dimension in variant.dimensions]
         for combined in itertools.product(*places):
             name = SEPARATOR.join([stem, *(place.label for place in combined)])
             own = [override for place in combined for override in place.overrides]
-            point = Point(name, scenario, (*fixed, *own, *overrides, f'name="{name}"'), variant.name)
             known = {**values, **{key: value for place in combined for key, value in place.values.items()}, **last}
+            point = Point(
+                name,
+                scenario,
+                (*fixed, *own, *overrides, f'name="{name}"'),
+                variant.name,
+                tuple(shown(key, known.get(key)) for key in keys),
+            )
             facts = Facts(group.name, variant.name, point.file, point.overrides, shared)
             if choice.takes(known, facts):
-                yield _with_values(point, known, keys)
+                yield point
 
 
-def _with_values(point: Point, known: Mapping[str, Any], keys: Sequence[str]) -> Point:
-    values = tuple(shown(key, known.get(key)) for key in keys)
-    return Point(point.name, point.file, point.overrides, point.variant, values)
-
-
-class _Worded:
-    """A place on an axis: its part of points' names, and its overrides."""
+class _NamedPlace:
+    """A place on an axis with its part of points' names, and its overrides."""
 
     def __init__(self, place: Place, file: Path) -> None:
         key, value = next(iter(place.items()))
-        self.label = label(key, value)  # of several that are linked, the first tells which
+        self.label = label(key, value)  # the first of linked ones names the place
         self.overrides = _located(place, file)
         self.values = place
 
 
 def _located(table: dict[str, Any], file: Path) -> list[str]:
-    """Return a table as overrides, files that are beside the sweep named by where they are."""
-    found = []
+    """Return a table as overrides, with the paths of files beside the sweep resolved."""
+    overrides = []
     for override in as_overrides(table):
         key, _, value = override.partition("=")
         place = _beside(value.strip('"'), file) if key in FILES and value.startswith('"') else None
-        found.append(f'{key}="{place}"' if place is not None and place.exists() else override)
-    return found
+        overrides.append(f'{key}="{place}"' if place is not None and place.exists() else override)
+    return overrides
 
 
 def _beside(name: str, file: Path) -> Path:
