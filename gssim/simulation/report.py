@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gssim.engine import Machine, RankClass
-from gssim.program import Program, Sent
+from gssim.program import Program, StepTraffic
 from gssim.result import CATEGORIES, Collective, LinkUse, merge_collectives
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Scenario
@@ -50,7 +50,7 @@ def energy_j(scenario: Scenario, step_time_s: float, ranks: Sequence[RankOutcome
     return power_w * step_time_s
 
 
-def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, ...]:
+def collectives_of(program: Program, sent: Sequence[StepTraffic]) -> tuple[Collective, ...]:
     """Return one steady step's collectives; payloads of data-dependent ones are means over all steps."""
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
@@ -69,7 +69,7 @@ def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, 
     )
 
 
-def excess_bytes(program: Program, sent: Sequence[Sent], typical: Sent) -> float:
+def excess_bytes(program: Program, sent: Sequence[StepTraffic], typical: StepTraffic) -> float:
     """Return how much more data-dependent messages carry in the mean of all steps than in the typical one."""
     return sum(
         len(communication.groups) * (fmean(each.payload_bytes[name] for each in sent) - typical.payload_bytes[name])

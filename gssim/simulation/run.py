@@ -16,7 +16,7 @@ from gssim.cache import Shared
 from gssim.engine import Machine, Recorded, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
-from gssim.program import Program, Sent, Steps, uncounted, what_lowering_reads
+from gssim.program import Program, Steps, StepTraffic, lowering_key, unmeasured_host_time
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, as_it_runs
 from gssim.simulation.footprint import Occupancy, misfit, occupancies, tightest
@@ -161,7 +161,7 @@ def _steady(
     numbers = _distinct_steps(loaded)
     if len(numbers) == 1:
         steps.program(numbers[0])  # tells what it sends, too
-    sent = [steps.sent(number) for number in numbers]
+    sent = [steps.traffic(number) for number in numbers]
     warm = _first_steady(scenario)
     ordered = sorted(range(warm, len(numbers)), key=lambda place: sent[place].whole_bytes)
     places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
@@ -181,7 +181,7 @@ MOST_STEPS = 4
 def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float]) -> Steps:
     """Return the programs of a run, the same for all scenarios that differ in nothing that lowering reads."""
     scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
-    key = (*what_lowering_reads(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())))
+    key = (*lowering_key(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())))
 
     def made() -> Steps:
         return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, shared=shared)
@@ -269,7 +269,7 @@ def _result(
     loaded: Loaded,
     typical: _Steady,
     lightest: _Steady,
-    sent: Sequence[Sent],
+    sent: Sequence[StepTraffic],
     first: _Steady,
     shared: Shared,
     excess: float,
@@ -313,7 +313,7 @@ def _result(
             **{name: installed_version(name) for name in NUMERICS},
             "python": platform.python_version(),
             "seed": scenario.run.seed,
-            **({"uncounted": list(left_out)} if (left_out := uncounted(scenario)) else {}),
+            **({"uncounted": list(left_out)} if (left_out := unmeasured_host_time(scenario)) else {}),
         },
     )
 

@@ -23,7 +23,7 @@ from gssim.scenario import Scenario
 from gssim.units import Floats
 
 MICRO_BATCHES = 2
-LATER = MicroBatch(1, MICRO_BATCHES, leaves=True, left=True).suffix
+LATER = MicroBatch(1, MICRO_BATCHES, sends_gradients=True, sent_before=True).suffix
 MOST_RANKS = 256
 """Of more ranks, collectives are not looked at: it would take longer than it saves."""
 
