@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
-from gssim.engine import Memory
+from gssim.engine import MemoryTracker
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import Remedy, Result
@@ -75,7 +75,7 @@ def _occupied(loaded: Loaded) -> list[Occupancy]:
     program = lower(scenario, statistics, step=scenario.run.warmup_steps + scenario.run.steps - 1)
     peaks = []
     for role, tasks in enumerate(program.tasks):
-        memory = Memory(dict(program.persistent[role]))
+        memory = MemoryTracker(dict(program.persistent[role]))
         for _ in range(STEPS):
             for task in tasks:
                 memory.begin(task.stream, task.need)

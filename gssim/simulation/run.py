@@ -13,7 +13,7 @@ from statistics import fmean, median
 import numpy as np
 
 from gssim.cache import Shared
-from gssim.engine import Machine, Recorded, is_jittery
+from gssim.engine import Machine, RecordingTracker, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Steps, StepTraffic, lowering_key, unmeasured_host_time
@@ -256,7 +256,7 @@ def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *
     cluster = as_it_runs(scenario.cluster, scenario.workload)
     machine = Machine(cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded, shared=shared)
     if recorded:
-        machine.memory = [Recorded(memory.held, lambda: float(machine.env.now)) for memory in machine.memory]
+        machine.memory = [RecordingTracker(memory.current, lambda: float(machine.env.now)) for memory in machine.memory]
     steps = JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS
     # what is published meets the next step's work, which the last step of all does not have
     machine.run(steps + scenario.policies.publish_overlaps)
@@ -326,7 +326,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 def _phases(step: _Steady) -> list[dict[str, float]]:
     """Return the phases of each class's typical step."""
-    ends_s, lockstep = step.ends_s, step.machine.lockstep
+    ends_s, lockstep = step.ends_s, step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s)
     spans: dict[int, list[Span]] = defaultdict(list)

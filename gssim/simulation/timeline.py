@@ -3,14 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from gssim.engine import Machine, Meeting, Recorded
+from gssim.engine import CollectiveInstance, Machine, RecordingTracker
 from gssim.result import Arrow, Held, Span, Step, arrows_among
 
 
 def step_of(machine: Machine, number: int) -> Step:
     """Return step `number` of a machine that has run; of ranks that are alike, one stands for all.
 
-    Memory is in it where the machine records it (`Recorded`).
+    Memory is in it where the machine records it (`RecordingTracker`).
     """
     bounds_s = {each.representative: machine.ends_s[each.index][number : number + 2] for each in machine.classes}
     start_s = max(began_s for began_s, _ in bounds_s.values())
@@ -44,7 +44,7 @@ def _arrows(machine: Machine, spans: Sequence[Span]) -> list[Arrow]:
             met[*place, span.end_s].append(number)
     found = []
     for (label, which, _), members in met.items():
-        meeting = machine.meetings[label][which]
+        meeting = machine.instances[label][which]
         found += _of_message(machine, meeting, spans, members) or arrows_among(spans, members, label)
     return found
 
@@ -53,7 +53,7 @@ def _meetings(machine: Machine) -> dict[tuple[int, str, str], tuple[str, int]]:
     """Return in which communication, and which of its meetings, a rank takes part in a span of a stream and label."""
     places = {
         (each.index, label): (label, number)
-        for label, found in machine.meetings.items()
+        for label, found in machine.instances.items()
         for number, meeting in enumerate(found)
         for each in meeting.classes
     }
@@ -65,7 +65,9 @@ def _meetings(machine: Machine) -> dict[tuple[int, str, str], tuple[str, int]]:
     }
 
 
-def _of_message(machine: Machine, meeting: Meeting, spans: Sequence[Span], members: Sequence[int]) -> list[Arrow]:
+def _of_message(
+    machine: Machine, meeting: CollectiveInstance, spans: Sequence[Span], members: Sequence[int]
+) -> list[Arrow]:
     """Return arrows from those that send to those that receive, where that is said."""
     receiving = {machine.classes[index].representative for index in meeting.receivers}
     senders = [number for number in members if spans[number].rank not in receiving]
@@ -77,7 +79,7 @@ def _of_message(machine: Machine, meeting: Meeting, spans: Sequence[Span], membe
 
 def _logs(machine: Machine) -> Iterable[tuple[int, list[tuple[float, dict[str, float]]]]]:
     for each, memory in zip(machine.classes, machine.memory, strict=True):
-        if isinstance(memory, Recorded):
+        if isinstance(memory, RecordingTracker):
             yield each.representative, memory.log
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from gssim import collectives
 from gssim.cache import Shared
 from gssim.collectives import Communication, Stage
-from gssim.engine import Scheduled, router_of, scheduler_of
+from gssim.engine import CollectiveSchedule, router_of, scheduler_of
 from gssim.scenario import Scenario
 from gssim.units import Floats
 
@@ -64,7 +64,7 @@ class Collectives:
             self._taken[communication] = Taken(alone_s, np.min([each.links_s for each in ways], axis=0))
         return self._taken[communication]
 
-    def of_way(self, scheduled: Scheduled) -> Taken:
+    def of_way(self, scheduled: CollectiveSchedule) -> Taken:
         """Return what one way of carrying it out takes: no stage ends before its busiest link has carried it all."""
         busy_s = np.zeros(self.links)
         if scheduled.measured:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gssim.cache import Shared
-from gssim.engine import Machine, Memory
+from gssim.engine import Machine, MemoryTracker
 from gssim.planner.bounds.collectives import Collectives
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task
@@ -43,11 +43,11 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
     machine = Machine(scenario.cluster, program, conditions=scenario.network, shared=shared)
     alone_s: list[dict[str, float]] = [{} for _ in machine.classes]
     known: dict[tuple[int, int], float] = {}
-    for label, meetings in machine.meetings.items():
+    for label, meetings in machine.instances.items():
         for number, meeting in enumerate(meetings):
             key = (id(program.communications[label]), number)
             if key not in known:
-                known[key] = collectives.of_way(meeting.scheduled).alone_s
+                known[key] = collectives.of_way(meeting.schedule).alone_s
             for each in meeting.classes:
                 alone_s[each.index][label] = known[key]
     return least_chance(scenario) * max(
@@ -123,7 +123,7 @@ def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
         if any(task.need.peak or task.need.kept for task in tasks if task.stream != "compute"):
             return None
         own = [task for task in tasks if task.stream == "compute"]
-        memory = Memory(dict(program.persistent[role])).through(own * STEPS)
+        memory = MemoryTracker(dict(program.persistent[role])).after_tasks(own * STEPS)
         found.append((program.role_of.index(role), memory.peak))
     return found
 
