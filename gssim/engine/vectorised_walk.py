@@ -247,18 +247,18 @@ class VectorisedWalk:
         for number in distinct(numbers).tolist() if len(instances) > 1 else (0,):
             inside = numbers == number
             key = (step, label, number)
-            found = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
-            found.missing -= int(np.count_nonzero(inside))
-            found.latest_s = max(found.latest_s, float(now_s[inside].max()))
-            found.arrived.append((ranks, step, segment, members[inside]))
-            if not found.missing:
+            arrivals = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
+            arrivals.missing -= int(np.count_nonzero(inside))
+            arrivals.latest_s = max(arrivals.latest_s, float(now_s[inside].max()))
+            arrivals.arrived.append((ranks, step, segment, members[inside]))
+            if not arrivals.missing:
                 self.machine.env.process(self._run_instance(instances[number], self._arrivals.pop(key)))
 
     def _instance_of(self, ranks: Ranks, label: str, instances: Sequence[CollectiveInstance]) -> Ints:
         """Return the number of the collective instance in which each class takes part."""
         key = (id(ranks), label)
         if key not in self._instance_numbers:
-            of_class = {each.index: number for number, found in enumerate(instances) for each in found.classes}
+            of_class = {each.index: number for number, instance in enumerate(instances) for each in instance.classes}
             self._instance_numbers[key] = np.array([of_class[each] for each in ranks.classes.tolist()])
         return self._instance_numbers[key]
 
@@ -276,22 +276,22 @@ class VectorisedWalk:
 
     def blocked_ranks(self) -> list[str]:
         """Return the ranks that wait for ever, each with its cause."""
-        classes, found = self.machine.classes, []
+        classes, texts = self.machine.classes, []
         for (_, label, number), arrivals in self._arrivals.items():
-            came = {int(each) for ranks, _, _, members in arrivals.arrived for each in ranks.classes[members]}
+            arrived = {int(each) for ranks, _, _, members in arrivals.arrived for each in ranks.classes[members]}
             instance = self.machine.instances[label][number]
-            missing = sorted(each.representative for each in instance.classes if each.index not in came)
+            missing = sorted(each.representative for each in instance.classes if each.index not in arrived)
             cause = f"for rank {', '.join(map(str, missing))}"
             for ranks, _, segment, members in arrivals.arrived:
                 task = ranks.task_group.tasks[segment.tasks[-1]].label
                 for index in ranks.classes[members].tolist():
                     rank = classes[index].representative
-                    found.append((rank, f"rank {rank} ({segment.stream}) at {task!r}, {cause}"))
-        return [text for _, text in sorted(found or self._unmet_dependencies())]
+                    texts.append((rank, f"rank {rank} ({segment.stream}) at {task!r}, {cause}"))
+        return [text for _, text in sorted(texts or self._unmet_dependencies())]
 
     def _unmet_dependencies(self) -> list[tuple[int, str]]:
         """Return the tasks that wait for tasks of the same rank that never run."""
-        found = []
+        texts = []
         for ranks in self.ranks:
             for stream, segments in ranks.task_group.streams.items():
                 waits = np.array([ranks.needed[:, each.number] for each in segments]).swapaxes(0, 1)
@@ -300,20 +300,20 @@ class VectorisedWalk:
                     task = ranks.task_group.tasks[segments[left[0] % len(segments)].tasks[0]] if len(left) else None
                     if task is not None and task.after:
                         rank, after = self.machine.classes[index].representative, ", ".join(map(repr, task.after))
-                        found.append((rank, f"rank {rank} ({stream}) at {task.label!r}, after {after}"))
-        return found
+                        texts.append((rank, f"rank {rank} ({stream}) at {task.label!r}, after {after}"))
+        return texts
 
     def ends_s(self) -> list[list[float]]:
         """Return the end times of each class's steps."""
-        found: dict[int, list[float]] = {}
+        by_class: dict[int, list[float]] = {}
         for ranks in self.ranks:
             last = ranks.task_group.streams["compute"][-1].tasks[-1]
-            found |= dict(zip(ranks.classes.tolist(), ranks.ended_s[:, last].T.tolist(), strict=True))
-        return [found[index] for index in sorted(found)]
+            by_class |= dict(zip(ranks.classes.tolist(), ranks.ended_s[:, last].T.tolist(), strict=True))
+        return [by_class[index] for index in sorted(by_class)]
 
     def spans(self) -> list[Span]:
         """Return the busy intervals of each class's streams."""
-        found: list[Span] = []
+        spans: list[Span] = []
         for ranks in self.ranks:
             names = [self.machine.classes[index].representative for index in ranks.classes.tolist()]
             for step in range(self.steps):
@@ -322,12 +322,12 @@ class VectorisedWalk:
                         label = task.after[int(ranks.awaited[step, place, i])]
                         shown = task.label if task.label.startswith("wait") else f"wait {label}"
                         begin_s, end_s = float(ranks.wait_s[step, place, i]), float(ranks.began_s[step, place, i])
-                        found.append(Span(names[i], task.stream, shown, "exposed_communication", begin_s, end_s))
+                        spans.append(Span(names[i], task.stream, shown, "exposed_communication", begin_s, end_s))
                     began_s, ended_s = ranks.began_s[step, place], ranks.ended_s[step, place]
                     for i in np.flatnonzero(ended_s > began_s).tolist():
                         span = (task.stream, task.label, task.phase, float(began_s[i]), float(ended_s[i]))
-                        found.append(Span(names[i], *span))
-        return sorted(found, key=lambda span: span.end_s)
+                        spans.append(Span(names[i], *span))
+        return sorted(spans, key=lambda span: span.end_s)
 
     def peaks(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield the memory peak of each class, by category."""
@@ -339,15 +339,15 @@ class VectorisedWalk:
 
     def phases(self, ends_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
         """Return each class's phases between its two `ends_s`, as `result.typical_phases` does."""
-        found: dict[int, dict[str, float]] = {}
+        by_class: dict[int, dict[str, float]] = {}
         for ranks in self.ranks:
             start_s, end_s = np.array([ends_s[index] for index in ranks.classes.tolist()]).T
             seconds = self._phase_times(ranks, start_s, end_s)
             rows = np.array([seconds[phase] for phase in PHASES])
             rows = rows * ((end_s - start_s) / sum(rows))
             for index, row in zip(ranks.classes.tolist(), rows.T.tolist(), strict=True):
-                found[index] = dict(zip(PHASES, row, strict=True))
-        return [found[index] for index in sorted(found)]
+                by_class[index] = dict(zip(PHASES, row, strict=True))
+        return [by_class[index] for index in sorted(by_class)]
 
     def _phase_times(self, ranks: Ranks, start_s: Floats, end_s: Floats) -> dict[str, Floats]:
         """Return the time of ranks in each phase between two times; gaps are idle."""
@@ -379,8 +379,8 @@ class VectorisedWalk:
 
 def vectorised_walk_of(machine: "Machine", steps: int) -> VectorisedWalk:
     """Return the vectorised walk over all of a machine's classes."""
-    found = machine.program.once("task groups", lambda: task_groups_of(machine.program))
-    column = {role: (task_group, place) for task_group in found for place, role in enumerate(task_group.roles)}
+    task_groups = machine.program.once("task groups", lambda: task_groups_of(machine.program))
+    column = {role: (task_group, place) for task_group in task_groups for place, role in enumerate(task_group.roles)}
     inside: dict[TaskGroup, list[tuple[int, int]]] = defaultdict(list)
     for each in machine.classes:
         task_group, place = column[machine.roles[each.index]]

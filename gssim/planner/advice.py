@@ -9,7 +9,7 @@ from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import Remedy, Result
 from gssim.scenario import Loaded, Scenario, check
-from gssim.simulation import Occupancy, misfit, occupancies, tightest
+from gssim.simulation import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
 
 STEPS = 2
 """Steps that are added up: what the first leaves is there in the second."""
@@ -62,13 +62,13 @@ def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float) -> Reme
         return None
     return Remedy(
         change=", ".join(name for name, _ in changes),
-        fits=misfit(found) is None,
-        margin=tightest(found),
+        fits=worst_misfit(found) is None,
+        margin=tightest_margin(found),
         saved_bytes=now_bytes - _needed_bytes(found),
     )
 
 
-def _occupied(loaded: Loaded) -> list[Occupancy]:
+def _occupied(loaded: Loaded) -> list[MemoryFootprint]:
     """Return what the first rank of each role needs, all tasks taken in the order of the program."""
     scenario = loaded.scenario
     statistics = loaded.gradients if loaded.statistics_needed else None
@@ -81,10 +81,10 @@ def _occupied(loaded: Loaded) -> list[Occupancy]:
                 memory.begin(task.stream, task.need)
                 memory.end(task.stream)
         peaks.append((program.role_of.index(role), memory.peak))
-    return occupancies(scenario, program, peaks)
+    return footprints_of(scenario, program, peaks)
 
 
-def _needed_bytes(found: Sequence[Occupancy]) -> float:
+def _needed_bytes(found: Sequence[MemoryFootprint]) -> float:
     """Return what the rank needs whose device has least to spare."""
     least = min(found, key=lambda each: each.margin_bytes)
     return least.allocated_bytes + least.outside_bytes

@@ -11,7 +11,7 @@ from gssim.planner import remedies, with_remedies
 from gssim.program import Program, Task, lower, workspaces
 from gssim.result import Result, read_result
 from gssim.scenario import Scenario, load_model, load_scenario
-from gssim.simulation import Reservation, replay, reservation, simulate
+from gssim.simulation import AllocatorPeaks, replay, reservation, simulate
 from gssim.units import validated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +108,7 @@ MEASURED = sorted((ROOT / "scenarios" / "measured" / "h200").glob("*.measured.js
 H200_THREADS = 132 * 2048
 
 
-def replayed_as(measured: Result) -> Reservation:
+def replayed_as(measured: Result) -> AllocatorPeaks:
     """Return the replay of a stored run, its model as it is traced today."""
     types = measured.scenario["cluster"]["device_types"]
     threads = {

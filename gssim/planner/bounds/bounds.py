@@ -21,7 +21,7 @@ from gssim.planner.bounds.memory import Memory
 from gssim.planner.bounds.parts import Parts
 from gssim.planner.bounds.traffic import Traffic
 from gssim.scenario import Loaded, Objective, Scenario
-from gssim.simulation import misfit, occupancies, program_of
+from gssim.simulation import footprints_of, program_of, worst_misfit
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class LoweredBounds:
         """Return a bound by allocation with what the allocator adds: as full as in a simulation."""
         if self.peaks is None:
             return bound
-        occupied = occupancies(self.loaded.scenario, self.program, self.peaks)
-        fits = misfit(occupied) is None
+        occupied = footprints_of(self.loaded.scenario, self.program, self.peaks)
+        fits = worst_misfit(occupied) is None
         full = max((each.reserved_bytes + each.outside_bytes) / each.memory_bytes for each in occupied)
         return replace(bound, full_ratio=max(bound.full_ratio, full) if fits else math.inf)
