@@ -20,6 +20,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
 from gssim.files import write_bytes
+from gssim.plan import METHODS
 
 MARK_IN = 0.1
 """Half the width of a mark, with some room."""
@@ -129,22 +130,28 @@ DPI = 150
 TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 BYTE_UNITS = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0))
 # Shape and colour of each method, the same in every chart; colours: Okabe & Ito 2008, "Color Universal Design".
-MARKS = {
-    "single": ("o", "#000000"),
-    "ddp": ("s", "#0072B2"),
-    "zero1": ("v", "#56B4E9"),
-    "zero2": ("^", "#009E73"),
-    "zero3": ("<", "#CC79A7"),
-    "fsdp": (">", "#CC79A7"),
-    "hsdp": ("P", "#CC79A7"),
-    "pipeline": ("p", "#7A7A00"),
-    "tensor": ("h", "#7A7A00"),
-    "gs": ("D", "#D55E00"),
-    "gs_z3": ("X", "#D55E00"),
-    "gs_wgrad": ("d", "#E69F00"),
-    "gs_tp": ("8", "#E69F00"),
-    "gs_hier": ("*", "#D55E00"),
-}
+MARKS = dict(
+    zip(
+        METHODS,
+        (
+            ("o", "#000000"),
+            ("s", "#0072B2"),
+            ("v", "#56B4E9"),
+            ("^", "#009E73"),
+            ("<", "#CC79A7"),
+            (">", "#CC79A7"),
+            ("P", "#CC79A7"),
+            ("p", "#7A7A00"),
+            ("h", "#7A7A00"),
+            ("D", "#D55E00"),
+            ("X", "#D55E00"),
+            ("d", "#E69F00"),
+            ("8", "#E69F00"),
+            ("*", "#D55E00"),
+        ),
+        strict=True,
+    )
+)
 OTHER_MARK = ("H", "#777777")
 LOG_FROM_RATIO = 6
 """Values that span more than this factor are drawn on logarithmic axes (a chart's bars: in separate panels)."""

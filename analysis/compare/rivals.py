@@ -16,9 +16,10 @@ from analysis.compare.comparison import Pair, noise_ratio_of, step_time_of
 from analysis.compare.groups import group_of
 from analysis.compare.table import devices_by_rank, method_of, name_of, threshold_of
 from analysis.compare.thresholds import last_loss
+from gssim.plan import METHODS
 from gssim.result import Result
 
-GRADIENT_SHARDING = ("gs", "gs_z3", "gs_wgrad", "gs_tp", "gs_hier")
+GRADIENT_SHARDING = tuple(name for name, method in METHODS.items() if method.is_gradient_sharding)
 DENSE = ("ddp", "zero2")
 COMPARED_KEYS = ("shares", "micro_batches", "recompute")
 """Of a plan: what a rival should have in common, but need not."""

@@ -20,7 +20,7 @@ from analysis.literature.transformer import transformer
 from gssim.cache import Shared
 from gssim.cluster import Cluster
 from gssim.errors import UserError
-from gssim.plan import Plan
+from gssim.plan import DATA_AXES, METHODS, Plan
 from gssim.result import RankClass, Result
 from gssim.scenario import Loaded, Scenario, check
 from gssim.simulation import simulate
@@ -129,8 +129,8 @@ def scenario_of(run: Run, micro_batches: int) -> Scenario:
 def plan_of(run: Run, micro_batches: int) -> Plan:
     """Return how a run divides the work."""
     data = run.dp * run.software.context_ranks
-    axis = {"ddp": "dp_replicate", "zero1": "dp_replicate", "zero2": "dp_shard", "zero3": "dp_shard"}.get(run.method)
-    settings: dict[str, Any] = {axis: data} if axis else {}
+    axis = METHODS[run.method].axis
+    settings: dict[str, Any] = {axis: data} if axis in DATA_AXES and run.method != "single" else {}
     if run.pp > 1:
         settings |= {
             "pp": run.pp,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from analysis.literature.platforms import Server
+from gssim.plan import MethodName
 from gssim.units import Precision
 
 
@@ -114,7 +115,6 @@ class Software:
     """Gradients are added up in float beside 16-bit parameters (Megatron-LM's main_grad, where bf16)."""
 
 
-Method = Literal["single", "ddp", "zero1", "zero2", "zero3", "pipeline", "tensor"]
 Metric = Literal["allocated", "reserved", "device"]
 """Peak bytes that tensors took; that the allocator had taken from the device; that were in use on the device."""
 
@@ -135,7 +135,7 @@ class Run:
     """Where they are not all alike, in rank order; else `gpu` and `per_node` tell of all."""
     shape: Shape
     software: Software
-    method: Method
+    method: MethodName
     dp: int
     tp: int = 1
     pp: int = 1

@@ -14,13 +14,12 @@ from gssim.plan.encodings import (
     too_long,
 )
 from gssim.plan.mesh import AXES, DATA_AXES, Mesh
-from gssim.plan.methods import DATA_AXIS, PRESETS, TWO_LEVELS, Policies, refuse_what_cannot_run, resolve
+from gssim.plan.methods import METHODS, Method, MethodName
 from gssim.plan.pipeline_schedule import SCHEDULES, Action, Message, in_flight, refuse, schedule
 from gssim.plan.plan import (
     DDP_BUCKET_BYTES,
     DDP_FIRST_BUCKET_BYTES,
     MIB,
-    Method,
     Plan,
     Publish,
     Push,
@@ -29,6 +28,7 @@ from gssim.plan.plan import (
     absolute_threshold,
     resolved_push,
 )
+from gssim.plan.policies import Policies, refuse_what_cannot_run, resolve
 from gssim.plan.rebalancing import Watch, observe, worth_moving
 from gssim.plan.shard_sizing import InfeasibleError, OwnerTimes, cost_shares, memory_shares, owner_time_s
 from gssim.plan.splitting import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
@@ -38,23 +38,22 @@ __all__ = [
     "AXES",
     "CHUNK_ELEMENTS",
     "DATA_AXES",
-    "DATA_AXIS",
     "DDP_BUCKET_BYTES",
     "DDP_FIRST_BUCKET_BYTES",
     "ENCODINGS",
     "INDEX_BYTES",
+    "METHODS",
     "MIB",
     "MOST_INDEXED",
-    "PRESETS",
     "SAMPLE_ELEMENTS",
     "SCHEDULES",
-    "TWO_LEVELS",
     "Action",
     "Division",
     "InfeasibleError",
     "Mesh",
     "Message",
     "Method",
+    "MethodName",
     "OwnerTimes",
     "Plan",
     "Policies",

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from gssim.plan.methods import Policies
 from gssim.plan.plan import DDP_BUCKET_BYTES, Plan
+from gssim.plan.policies import Policies
 
 
 def bucket_limits(plan: Plan, policies: Policies) -> tuple[float, float]:

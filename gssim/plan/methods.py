@@ -1,304 +1,160 @@
-"""The orthogonal policies that a plan comes to on a cluster: all that lowering and the real backend look at."""
+"""Registry of methods: the policies that each one sets, its mesh axes, and what executes it in a real run.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from math import prod
-from typing import Any
+Everything else that depends on a method's name reads this table: messages, the search's candidates, charts, tests,
+and `gssim support`. A method made of existing policies is one entry here.
+"""
 
-from gssim.errors import UserError
-from gssim.plan.mesh import AXES, DATA_AXES, Mesh
-from gssim.plan.plan import Plan
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "single": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
-    "ddp": {"parameters": "replicated", "gradients": "all-reduce", "optimizer_state": "replicated"},
-    "zero1": {"parameters": "replicated", "gradients": "all-reduce", "optimizer_state": "sharded"},
-    "zero2": {
-        "parameters": "gathered",
-        "gradients": "reduce-scatter",
-        "optimizer_state": "sharded",
-        "gradient_sync": "micro-batch",
-    },
-    "zero3": {
-        "parameters": "sharded",
-        "gradients": "reduce-scatter",
-        "optimizer_state": "sharded",
-        "gradient_sync": "micro-batch",
-    },
-    "pipeline": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
-    "tensor": {"parameters": "replicated", "gradients": "local", "optimizer_state": "replicated"},
-    "gs": {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"},
-    "gs_z3": {
-        "parameters": "sharded",
-        "gradients": "push",
-        "optimizer_state": "sharded",
-        "gradient_sync": "micro-batch",
-    },
-    "gs_wgrad": {
-        "partition": "weight-gradient",
-        "parameters": "replicated",
-        "gradients": "local",
-        "optimizer_state": "sharded",
-    },
-    "gs_tp": {
-        "parameters": "replicated",
-        "gradients": "local",
-        "optimizer_state": "replicated",
-        "slices": "shares",
-    },
-    "gs_hier": {
-        "parameters": "replicated",
-        "gradients": "push",
-        "optimizer_state": "sharded",
-        "push_axis": "dp_replicate",
-    },
-}
-PRESETS["fsdp"] = PRESETS["zero3"]
-PRESETS["hsdp"] = PRESETS["zero3"]
-
-DATA_AXIS = {"ddp": "dp_replicate", "zero1": "dp_replicate", "pipeline": "pp", "tensor": "tp", "gs_tp": "tp"}
-"""A method's own axis, which takes what the others leave where the user does not size it; else `dp_shard`."""
-
-TWO_LEVELS = ("hsdp", "gs_hier")
-"""Methods that, where the user sizes no axis, shard inside hosts and replicate across them."""
-
-RUNS_TODAY = frozenset(
-    {
-        ("replicated", "local", "replicated"),
-        ("replicated", "all-reduce", "replicated"),
-        ("replicated", "all-reduce", "sharded"),
-        ("gathered", "reduce-scatter", "sharded"),
-        ("sharded", "reduce-scatter", "sharded"),
-        ("replicated", "push", "sharded"),
-        ("gathered", "push", "sharded"),
-        ("sharded", "push", "sharded"),
-    }
-)
-"""(parameters, gradients, optimizer_state) that can be simulated; what cannot run for real yet, `gsreal` refuses."""
-DIVIDES_WEIGHT_GRADIENTS = frozenset({("replicated", "local", "sharded")})
-"""The same, where `partition` is weight-gradient."""
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 
 @dataclass(frozen=True)
-class Policies:
-    """A plan with every policy resolved: what lowering and the real backend go by."""
+class Method:
+    """A named combination of policies; `plan` may override each of them."""
 
-    partition: str
+    name: str
+    description: str
+    real: str
+    """PyTorch's or this project's wrapper that executes it."""
     parameters: str
     gradients: str
-    gradient_sync: str
     optimizer_state: str
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-    pp: int
-    push_axis: str = field(default="dp_shard", repr=False)
-    """The data axis along which gradients are pushed; along the other one they are reduce-scattered first. It follows
-    from the method, which is why it is no part of a scenario's identity."""
-    slices: str = field(default="even", repr=False)
-    """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`. (The method tells it
-    already, so that it is no part of what identifies a scenario.)"""
-    publish_overlaps: bool = field(default=False, repr=False)
-    """Whether the next forward begins while published parameters are under way."""
-    exchange: str = field(default="backend", repr=False)
-    """`point-to-point` or `backend`. The scenario's identity, which goes by the repr, takes it up on its own."""
+    partition: str = "data"
+    gradient_sync: str = "step"
+    push_axis: str = "dp_shard"
+    """Data axis along which gradients are pushed to their owners."""
+    slices: str = "even"
+    """Sizes of the slices into which tensor groups cut blocks: `even`, or by the shard `shares`."""
+    axis: str = "dp_shard"
+    """The method's own mesh axis: it takes the ranks that the other axes leave, where the plan does not size it."""
+    two_levels: bool = False
+    """Where the plan sizes no axis: shards inside hosts, replicas across hosts."""
+    in_pipelines: bool = False
+    """Can run in the stages of a pipeline."""
 
     @property
-    def cuts_natively(self) -> bool:
-        """Whether blocks of linear maps are cut by DTensor: evenly, where gradients are not those of replicas.
-
-        DistributedDataParallel and Gradient Sharding take no DTensors.
-        """
-        replicas = self.gradients in ("all-reduce", "push") and self.data_ranks > 1
-        return self.tp > 1 and self.slices == "even" and not replicas
+    def is_gradient_sharding(self) -> bool:
+        """Whether ranks own shards of any size: gradients, weight gradients or slices of blocks."""
+        return self.gradients == "push" or self.partition == "weight-gradient" or self.slices == "shares"
 
     @property
-    def point_to_point(self) -> bool:
-        """Whether exchanges are made of point-to-point messages, not by the backend's collectives."""
-        return self.exchange == "point-to-point"
-
-    @property
-    def mesh(self) -> Mesh:
-        """The axes on which ranks stand."""
-        return Mesh(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks: the product of the mesh axes."""
-        return self.mesh.ranks
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of parts into which the batch is divided: one, for all, where ranks divide the weight gradients."""
-        return 1 if self.partition == "weight-gradient" else self.mesh.data_ranks
-
-    def data_rank(self, rank: int) -> int:
-        """Return which of these parts a rank takes."""
-        return 0 if self.partition == "weight-gradient" else self.mesh.data_rank(rank)
+    def can_replicate(self) -> bool:
+        """Whether replicas all-reduce their gradients, so that `dp_replicate` can take the ranks that are left."""
+        return self.gradients in ("all-reduce", "reduce-scatter")
 
 
-def usual_exchange(gradients: str, *, backend: str = "gloo") -> str:
-    """Return what carries a method's gradients where the plan does not say.
+_REPLICATED: dict[str, Any] = {"parameters": "replicated", "optimizer_state": "replicated"}
+_FULLY_SHARDED: dict[str, Any] = {
+    "parameters": "sharded",
+    "gradients": "reduce-scatter",
+    "optimizer_state": "sharded",
+    "gradient_sync": "micro-batch",
+}
+_PUSHED: dict[str, Any] = {"parameters": "replicated", "gradients": "push", "optimizer_state": "sharded"}
 
-    >>> usual_exchange("reduce-scatter"), usual_exchange("reduce-scatter", backend="nccl"), usual_exchange("all-reduce")
-    ('point-to-point', 'backend', 'backend')
-    """
-    own = gradients == "push" or (gradients == "reduce-scatter" and backend == "gloo")
-    return "point-to-point" if own else "backend"
-
-
-def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str = "gloo") -> Policies:
-    """Return the plan's policies on a cluster: the method's presets, overridden by what the user set.
-
-    The axes together take `plan.ranks` ranks, or all `devices`; `single` takes one. The method's own axis, where the
-    user does not size it, takes what the others leave; where it is sized, `dp_replicate` does, if the method can have
-    replicas. Methods of two levels take the devices of a host on one axis and the hosts on the other; `hosts` names
-    each device's. Raises UserError where the axes do not make that number.
-    """
-    preset = {"partition": "data", "gradient_sync": "step"} | PRESETS[plan.method]
-    policies: dict[str, Any] = {
-        name: getattr(plan, name) or preset[name]
-        for name in ("partition", "parameters", "gradients", "gradient_sync", "optimizer_state")
-    }
-    policies["exchange"] = plan.exchange or usual_exchange(policies["gradients"], backend=backend)
-    return Policies(
-        **policies | _axes(plan, devices, hosts),
-        push_axis=preset.get("push_axis", "dp_shard"),
-        slices=preset.get("slices", "even"),
-        publish_overlaps=_publish_overlaps(plan, policies),
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("single", "One device.", "the module itself", gradients="local", **_REPLICATED),
+        Method(
+            "ddp",
+            "Data parallelism: gradients are all-reduced in buckets.",
+            "torch.nn.parallel.DistributedDataParallel",
+            gradients="all-reduce",
+            axis="dp_replicate",
+            in_pipelines=True,
+            **_REPLICATED,
+        ),
+        Method(
+            "zero1",
+            "ZeRO stage 1: gradients are all-reduced, optimizer states are sharded by tensors.",
+            "torch.distributed.optim.ZeroRedundancyOptimizer",
+            parameters="replicated",
+            gradients="all-reduce",
+            optimizer_state="sharded",
+            axis="dp_replicate",
+            in_pipelines=True,
+        ),
+        Method(
+            "zero2",
+            "ZeRO stage 2: gradients are reduce-scattered; parameters stay gathered between forward and backward.",
+            "FSDP2, fully_shard(reshard_after_forward=False)",
+            parameters="gathered",
+            gradients="reduce-scatter",
+            optimizer_state="sharded",
+            gradient_sync="micro-batch",
+        ),
+        Method("zero3", "ZeRO stage 3: parameters, gradients and states are sharded.", "FSDP2", **_FULLY_SHARDED),
+        Method("fsdp", "The same as zero3.", "FSDP2", **_FULLY_SHARDED),
+        Method(
+            "hsdp",
+            "Hybrid sharding: zero3 inside hosts, replicas across them.",
+            "FSDP2 on a two-dimensional mesh",
+            two_levels=True,
+            **_FULLY_SHARDED,
+        ),
+        Method(
+            "pipeline",
+            "Pipeline parallelism: stages of layers on different ranks.",
+            "torch.distributed.pipelining",
+            gradients="local",
+            axis="pp",
+            in_pipelines=True,
+            **_REPLICATED,
+        ),
+        Method(
+            "tensor",
+            "Tensor parallelism: blocks are cut evenly among ranks.",
+            "DTensor",
+            gradients="local",
+            axis="tp",
+            **_REPLICATED,
+        ),
+        Method(
+            "gs",
+            "Gradient Sharding: gradients are pushed to the owners of their shards, thresholded if asked.",
+            "gsreal.gradient_sharding",
+            **_PUSHED,
+        ),
+        Method(
+            "gs_z3",
+            "Gradient Sharding with parameters sharded at rest.",
+            "gsreal.gradient_sharding",
+            parameters="sharded",
+            gradients="push",
+            optimizer_state="sharded",
+            gradient_sync="micro-batch",
+        ),
+        Method(
+            "gs_wgrad",
+            "Gradient Sharding by layers: every rank computes the weight gradients of its own layers alone.",
+            "gsreal.methods.gradient_sharding",
+            parameters="replicated",
+            gradients="local",
+            optimizer_state="sharded",
+            partition="weight-gradient",
+        ),
+        Method(
+            "gs_tp",
+            "Gradient Sharding by slices: blocks are cut among ranks in shares of any size.",
+            "gsreal.methods.tensor_slices",
+            gradients="local",
+            slices="shares",
+            axis="tp",
+            **_REPLICATED,
+        ),
+        Method(
+            "gs_hier",
+            "Gradient Sharding on two levels: gradients are reduced inside hosts and pushed across them.",
+            "gsreal.gradient_sharding",
+            push_axis="dp_replicate",
+            two_levels=True,
+            **_PUSHED,
+        ),
     )
+}
 
-
-def _axes(plan: Plan, devices: int, hosts: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of all axes: those that the plan has, and of its method's own axis what these leave."""
-    if plan.ranks is not None and plan.ranks > devices:
-        raise UserError(f"plan.ranks = {plan.ranks}: the cluster has {devices} devices; allowed: at most {devices}")
-    axes = {"dp_replicate": plan.dp_replicate or 1, "dp_shard": plan.dp_shard or 1, "tp": plan.tp, "pp": plan.pp}
-    if plan.method == "single":
-        if plan.ranks not in (None, 1):
-            raise UserError(f"plan.ranks = {plan.ranks}: method 'single' takes one; allowed: 1, or leave it out")
-        return axes
-    ranks, sized = plan.ranks or devices, prod(axes.values())
-    if sized > ranks:
-        has = f"the cluster has {devices} devices" if plan.ranks is None else f"plan.ranks = {ranks}"
-        raise UserError(f"plan: needs {sized} ranks, but {has}")
-    absent = _absent_axes(plan)
-    if len(absent) > 1:
-        return axes | _levels(plan, hosts[:ranks] or [""] * ranks)
-    if sized == ranks:
-        return axes
-    if not absent or ranks % sized:
-        raise _unfilled(plan, axes, ranks, absent)
-    return axes | {absent[0]: ranks // sized}
-
-
-def _absent_axes(plan: Plan) -> list[str]:
-    """Return the axes that take what the others leave, where the plan does not size them: two where hosts tell both."""
-    sized = _sized_axes(plan)
-    if plan.method in TWO_LEVELS:
-        return [name for name in DATA_AXES if name not in sized]
-    own = DATA_AXIS.get(plan.method, "dp_shard")
-    # what shards state, or cuts the model into slices or stages, can have replicas whose gradients are all-reduced
-    replicates = (plan.gradients or PRESETS[plan.method]["gradients"]) in ("all-reduce", "reduce-scatter")
-    return [name for name in (own, *(["dp_replicate"] if replicates else [])) if name not in sized][:1]
-
-
-def _sized_axes(plan: Plan) -> list[str]:
-    unsized = Plan(method=plan.method)
-    return [name for name in AXES if getattr(plan, name) != getattr(unsized, name)]
-
-
-def _unfilled(plan: Plan, axes: dict[str, int], ranks: int, absent: Sequence[str]) -> UserError:
-    """Return what to tell where the sizes of axes neither make nor divide the number of ranks."""
-    made = prod(axes.values())
-    given = " * ".join(f"plan.{name} = {axes[name]}" for name in _sized_axes(plan))
-    of = f"the {ranks} devices of the cluster" if plan.ranks is None else f"plan.ranks = {ranks}"
-    fewer = f"plan.ranks = {ranks - ranks % made if absent else made}, which leaves the other devices out"
-    if absent:
-        return UserError(
-            f"{given}: does not divide {of}, the rest of which plan.{absent[0]} takes; allowed: a product that divides "
-            f"{ranks}, or {fewer}"
-        )
-    return UserError(f"{given}: makes {made} of {of}; allowed: {_fuller(plan, axes, ranks)}, or {fewer}")
-
-
-def _fuller(plan: Plan, axes: dict[str, int], ranks: int) -> str:
-    """Return how else axes could be sized, so that no device is left out."""
-    times, rest = divmod(ranks, prod(axes.values()))
-    if rest:
-        return f"a product of {ranks}"
-    own = DATA_AXIS.get(plan.method, "dp_shard")
-    found = [f"plan.{own} = {times * axes[own]}"]
-    if own in ("tp", "pp"):
-        found.append("method 'ddp' or 'zero1' for replicas")
-    return ", ".join(found)
-
-
-def _publish_overlaps(plan: Plan, policies: dict[str, Any]) -> bool:
-    """Return whether parameters are published beside the next forward: only where the plan asks for it."""
-    publishes = policies["gradients"] == "push" and policies["parameters"] == "replicated"
-    return publishes and plan.overlap and bool(plan.publish.overlap)
-
-
-def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of the axes inside hosts and across them; `hosts`: of every rank."""
-    runs = [len(list(devices)) for _, devices in groupby(hosts)]
-    if len(set(runs)) > 1 or len(runs) > len(set(hosts)):
-        raise UserError(
-            f"plan.method = '{plan.method}': hosts have {', '.join(map(str, runs))} devices one after another; "
-            "set plan.dp_replicate or plan.dp_shard"
-        )
-    inside, rest = divmod(runs[0], plan.tp)
-    if rest or len(runs) % plan.pp:
-        axis = f"plan.tp = {plan.tp}" if rest else f"plan.pp = {plan.pp}"
-        of = f"the {runs[0]} devices of a host" if rest else f"the {len(runs)} hosts"
-        raise UserError(
-            f"{axis}: does not divide {of}, on which method '{plan.method}' has its axes; allowed: a divisor, or set "
-            "plan.dp_replicate or plan.dp_shard"
-        )
-    return {"dp_replicate": len(runs) // plan.pp, "dp_shard": inside}
-
-
-def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
-    """Raise UserError for a policy that the project knows but cannot execute yet; nothing is ignored in silence."""
-    _refuse_combination(plan, policies, file)
-    if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
-        raise UserError(
-            f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
-            "allowed today: 'replicated'"
-        )
-    plain = policies.parameters == "replicated" and policies.push_axis == "dp_shard"
-    if policies.gradients == "push" and not plain and not policies.point_to_point:
-        raise UserError(
-            f"{file}: plan.exchange = '{policies.exchange}': cannot run yet with method '{plan.method}'; "
-            "allowed today: 'point-to-point'"
-        )
-    today = Plan(method=plan.method)
-    if policies.gradients == "all-reduce":
-        _refuse_unless_default(plan, today, "first_bucket_bytes", "plan.first_bucket_bytes", file)
-    _refuse_unless_default(plan, today, "prefetch", "plan.prefetch", file)
-
-
-def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
-    combination = (policies.parameters, policies.gradients, policies.optimizer_state)
-    divides = policies.partition == "weight-gradient"
-    if combination not in (DIVIDES_WEIGHT_GRADIENTS if divides else RUNS_TODAY):
-        names = ("parameters", "gradients", "optimizer_state")
-        chosen = ", ".join(f"{name} = '{value}'" for name, value in zip(names, combination, strict=True))
-        raise UserError(
-            f"{file}: plan.method = '{plan.method}': cannot run yet with {chosen}; allowed today: "
-            f"what the methods {', '.join(PRESETS)} set themselves"
-        )
-    if policies.tp > 1 and divides:
-        raise UserError(
-            f"{file}: plan.tp = {policies.tp}: cannot run yet beside plan.partition = 'weight-gradient'; "
-            "allowed today: 1"
-        )
-
-
-def _refuse_unless_default(table: Any, default: Any, key: str, path: str, file: str) -> None:
-    value, allowed = getattr(table, key), getattr(default, key)
-    if value != allowed:
-        allowed_text = "leave it out" if allowed is None else f"allowed today: {allowed!r}"
-        raise UserError(f"{file}: {path} = {value!r}: cannot run yet; {allowed_text}")
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]

@@ -1,28 +1,13 @@
-"""How to divide the work, as the user wrote it; `gssim.plan.methods` says what that comes to on a cluster."""
+"""How to divide the work, as the user wrote it; `gssim.plan.policies` resolves it on a cluster."""
 
 from dataclasses import field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gssim.plan.methods import MethodName
 from gssim.units import Count, NonNegativeFloat, PositiveBytes, PositiveFloat, PositiveInt, Threshold, spec
 
-Method = Literal[
-    "single",
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "fsdp",
-    "hsdp",
-    "pipeline",
-    "tensor",
-    "gs",
-    "gs_z3",
-    "gs_wgrad",
-    "gs_tp",
-    "gs_hier",
-]
 Partition = Literal["data", "weight-gradient"]
 ParameterPolicy = Literal["replicated", "gathered", "sharded"]
 GradientPolicy = Literal["local", "all-reduce", "reduce-scatter", "push"]
@@ -151,7 +136,7 @@ class ShareRules:
 class Plan:
     """How to divide the work, as the user wrote it: a method, and any policy that overrides the method's."""
 
-    method: Method
+    method: MethodName
     """A preset of the policies below; what is set beside it counts."""
     ranks: PositiveInt | None = None
     """How many of the cluster's devices take part: the first so many. Absent: all of them (`single`: one). Those that

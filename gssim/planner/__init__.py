@@ -2,7 +2,7 @@
 
 from gssim.planner.advice import MOST_PASSES, remedies, with_remedies
 from gssim.planner.batches import PLAN, Batches
-from gssim.planner.candidates import UNEVEN, candidates
+from gssim.planner.candidates import candidates
 from gssim.planner.explore import Outcome
 from gssim.planner.objectives import FRONT_RATIO
 from gssim.planner.reasons import bound_by, full_ratio, memory_lack, reason
@@ -13,7 +13,6 @@ __all__ = [
     "FRONT_RATIO",
     "MOST_PASSES",
     "PLAN",
-    "UNEVEN",
     "Batches",
     "Found",
     "Outcome",

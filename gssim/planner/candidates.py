@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from gssim.errors import UserError
 from gssim.files import read_rows
-from gssim.plan import DATA_AXIS, PRESETS, TWO_LEVELS, Plan
+from gssim.plan import METHODS, Plan
 from gssim.planner.batches import PLAN, Batches
 from gssim.scenario import Scenario, SearchSpace, check, toml
 
@@ -117,10 +117,6 @@ USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) fo
 """Searched where a least density alone is given, without thresholds: two a decade."""
 KEPT = ("bucket_bytes", "first_bucket_bytes", "overlap", "prefetch")
 """Keys of the scenario's own plan that each of its candidates has too, where they are set."""
-STAGED = ("pipeline", "ddp", "zero1")
-"""Methods that run in pipelines."""
-UNEVEN = ("gs", "gs_z3", "gs_wgrad", "gs_tp", "gs_hier")
-"""Methods that can shard unevenly."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +198,11 @@ def _kept(plan: Plan) -> dict[str, Any]:
 
 def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return how the scenario's own plan pushes and publishes, for a method that does."""
-    if PRESETS[table["method"]]["gradients"] != "push":
+    if METHODS[table["method"]].gradients != "push":
         return {}
     own = _plan_table(plan)
     push = own.get("push", {}) | table.get("push", {})
-    publish = own.get("publish") if PRESETS[table["method"]]["parameters"] == "replicated" else None
+    publish = own.get("publish") if METHODS[table["method"]].parameters == "replicated" else None
     found = {"push": push} if push else {}
     return found | ({"publish": publish} if publish else {})
 
@@ -249,20 +245,20 @@ def _meshes(scenario: Scenario, space: SearchSpace, method: str, count: int) -> 
             yield Axes(dp_shard=count)
     else:
         tps = _sizes(space.tp, count, _largest_host(scenario, count))
-        for tp, pp in product(tps, _sizes(space.pp, count, count) if method in STAGED else [1]):
+        for tp, pp in product(tps, _sizes(space.pp, count, count) if METHODS[method].in_pipelines else [1]):
             if count % (tp * pp) == 0:
                 yield from _data_axes(method, count // (tp * pp), tp, pp)
 
 
 def _data_axes(method: str, data: int, tp: int, pp: int) -> Iterator[Axes]:
     """Give the meshes of a method with `data` parts of the batch, tensor groups and stages of the sizes given."""
-    if method in TWO_LEVELS:
+    if METHODS[method].two_levels:
         yield from (Axes(data // inner, inner, tp, pp) for inner in _divisors(data) if 1 < inner < data)
-    elif method in ("tensor", "gs_tp", "pipeline"):
-        if data == 1 and (pp if method == "pipeline" else tp) > 1:
+    elif (axis := METHODS[method].axis) in ("tp", "pp"):
+        if data == 1 and (pp if axis == "pp" else tp) > 1:
             yield Axes(tp=tp, pp=pp)
     elif data > 1:
-        yield Axes(data, 1, tp, pp) if DATA_AXIS.get(method) == "dp_replicate" else Axes(1, data, tp, pp)
+        yield Axes(data, 1, tp, pp) if axis == "dp_replicate" else Axes(1, data, tp, pp)
 
 
 def _sizes(wanted: Sequence[int] | None, count: int, most: int) -> list[int]:
@@ -287,7 +283,11 @@ def _of_mesh(
     if axes.ranks < len(scenario.cluster.devices) and method != "single":
         mesh["ranks"] = axes.ranks
     parts = 1 if method == "gs_wgrad" else axes.parts
-    shards = [each for each in space.shards if _may_own(scenario, method, axes, each)] if method in UNEVEN else ["even"]
+    shards = (
+        [each for each in space.shards if _may_own(scenario, method, axes, each)]
+        if METHODS[method].is_gradient_sharding
+        else ["even"]
+    )
     recomputes = space.recompute if method != "gs_wgrad" else [each for each in space.recompute if each == "none"]
     rules = space.batch if parts > 1 else ("even",)
     divided = list(product(shards, _pushes(scenario, space, method)))
@@ -322,8 +322,8 @@ def _may_own(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:
         return True
     if rule == "compute":
         return len({device.type for device in scenario.cluster.devices[: axes.ranks]}) > 1
-    owners = PRESETS[method]["gradients"] == "push" and axes.tp == 1
-    return owners and (method not in TWO_LEVELS or rule == "memory")
+    owners = METHODS[method].gradients == "push" and axes.tp == 1
+    return owners and (not METHODS[method].two_levels or rule == "memory")
 
 
 def _micro_batches(space: SearchSpace, total: int, parts: int) -> Sequence[int]:
@@ -339,7 +339,7 @@ MOST_MICRO_BATCHES = 32
 
 def _pushes(scenario: Scenario, space: SearchSpace, method: str) -> list[dict[str, Any]]:
     """Return what of the push is searched: the scenario's own, and thresholds where their effect is bounded."""
-    if PRESETS[method]["gradients"] != "push" or not space.searches_thresholds:
+    if METHODS[method].gradients != "push" or not space.searches_thresholds:
         return [{}]
     usual = USUAL_THRESHOLDS if space.study is None else ()
     return [{}, *({"threshold": value} for value in space.thresholds or usual)]

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from gssim.cache import Shared
 from gssim.errors import UserError
+from gssim.plan import METHODS
 from gssim.planner.advice import with_remedies
 from gssim.planner.batches import PLAN
 from gssim.planner.bounds import Bound
-from gssim.planner.candidates import UNEVEN, Candidate
+from gssim.planner.candidates import Candidate
 from gssim.result import Result
 from gssim.scenario import Loaded, check
 from gssim.simulation import simulate
@@ -40,7 +41,7 @@ def own_plan(loaded: Loaded, own: Candidate, shared: Shared) -> Counterpart:
 def counterparts(loaded: Loaded, best: Candidate, shared: Shared) -> tuple[Counterpart, ...]:
     """Return the best plan with even shares, and with shares in proportion to compute: what these shares are worth."""
     even = {"batch": "even", "shards": "even"}
-    compute = {"batch": "throughput", "shards": "compute" if best.plan.method in UNEVEN else "even"}
+    compute = {"batch": "throughput", "shards": "compute" if METHODS[best.plan.method].is_gradient_sharding else "even"}
     return (
         _with_shares(loaded, best, "the first with even shares", even, shared),
         _with_shares(loaded, best, "the first with shares proportional to compute", compute, shared),

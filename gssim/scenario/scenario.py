@@ -11,7 +11,7 @@ from gssim.cache import Shared
 from gssim.cluster import Cluster, Conditions, DeviceType
 from gssim.gradient_statistics import GradientStatistics
 from gssim.limits import excess
-from gssim.plan import DATA_AXES, TWO_LEVELS, Plan, Policies, Push, resolve, resolved_push, splitting
+from gssim.plan import DATA_AXES, METHODS, Plan, Policies, Push, resolve, resolved_push, splitting
 from gssim.scenario.device_rates import sample_costs
 from gssim.scenario.identity import calibration_id, resolved, scenario_id
 from gssim.scenario.ownership import owned_shares, sample_room, shares_worth_moving_to
@@ -112,7 +112,7 @@ class Scenario:
     def policies(self) -> Policies:
         """The plan with every policy resolved."""
         devices, backend = self.cluster.devices, self.cluster.backend
-        hosts = [device.host for device in devices] if self.plan.method in TWO_LEVELS else ()
+        hosts = [device.host for device in devices] if METHODS[self.plan.method].two_levels else ()
         return resolve(self.plan, devices=len(devices), hosts=hosts, backend=backend)
 
     @cached_property

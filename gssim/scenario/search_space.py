@@ -1,15 +1,15 @@
 """What `gssim search` looks through: the table `[search]` of a scenario."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gssim.plan import Method
+from gssim.plan import METHODS, MethodName
 from gssim.units import NonNegativeFloat, PositiveFloat, PositiveInt, Threshold, spec
 
 Objective = Literal["step-time", "cost", "energy"]
 Choice = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-SEARCHED_METHODS: tuple[Method, ...] = tuple(each for each in get_args(Method) if each != "fsdp")
+SEARCHED_METHODS: tuple[MethodName, ...] = tuple(name for name in METHODS if name != "fsdp")
 """All; `fsdp` is another name of `zero3`."""
 
 
@@ -19,7 +19,7 @@ class SearchSpace:
 
     objective: Objective = "step-time"
     """What is to be least: the time, the price or the energy of a step."""
-    methods: Annotated[tuple[Method, ...], Field(min_length=1)] = SEARCHED_METHODS
+    methods: Annotated[tuple[MethodName, ...], Field(min_length=1)] = SEARCHED_METHODS
     """Those that cannot run on the cluster are left out."""
     devices: Choice | None = None
     """How many devices, always the cluster's first. Absent: all (or `plan.ranks`), and those up to the end

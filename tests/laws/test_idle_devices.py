@@ -11,7 +11,7 @@ from strategies import cluster_of, loaded_of, scenario_of, write_files
 from gssim.cache import Shared
 from gssim.cli import main
 from gssim.errors import UserError
-from gssim.plan import PRESETS
+from gssim.plan import METHODS
 from gssim.planner import Search, remedies
 from gssim.scenario import SearchSpace, check
 from gssim.scenario.sweep import load_sweep, points_of
@@ -30,7 +30,7 @@ def names(*numbers: int) -> tuple[str, ...]:
     return tuple(star(max(numbers) + 1).devices[number].name for number in numbers)
 
 
-@pytest.mark.parametrize("method", [method for method in PRESETS if method not in ("tensor", "gs_tp", "gs_wgrad")])
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("tensor", "gs_tp", "gs_wgrad")])
 def test_every_device_of_the_cluster_is_used_or_named(method, capsys):
     """Those that need a model that can be cut are resolved in test_plan."""
     micro_batches = 4 if method == "pipeline" else 1

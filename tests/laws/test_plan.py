@@ -6,8 +6,8 @@ from gssim.errors import UserError
 from gssim.plan import (
     DDP_BUCKET_BYTES,
     DDP_FIRST_BUCKET_BYTES,
+    METHODS,
     MIB,
-    PRESETS,
     Plan,
     assign_buckets,
     bucket_limits,
@@ -162,7 +162,7 @@ def test_a_policy_that_the_user_sets_overrides_the_methods():
     assert resolve(Plan(method="ddp", optimizer_state="sharded"), devices=2).optimizer_state == "sharded"
 
 
-@pytest.mark.parametrize("method", PRESETS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs(method):
     plan = Plan(method=method)
     assert refuse_what_cannot_run(plan, resolve(plan, devices=2), file="f") is None

@@ -21,7 +21,8 @@ from strategies import (
 
 from gssim.cli.search_report import print_found
 from gssim.errors import UserError
-from gssim.planner import FRONT_RATIO, UNEVEN, Batches, Search, candidates
+from gssim.plan import METHODS
+from gssim.planner import FRONT_RATIO, Batches, Search, candidates
 from gssim.planner.bounds import Bounds
 from gssim.scenario import SearchSpace, load_model
 
@@ -107,7 +108,7 @@ def test_the_best_is_compared_with_itself_under_other_shares():
     loaded, space = small()
     found, workers = searched(loaded, **space)
     best = found.best[0]
-    owned = "compute" if best.candidate.plan.method in UNEVEN else "even"
+    owned = "compute" if METHODS[best.candidate.plan.method].is_gradient_sharding else "even"
     for each, rules in zip(found.counterparts, (("even", "even"), ("throughput", owned)), strict=True):
         plan = each.candidate.plan
         assert (plan.shares.batch, plan.shares.shards) == rules

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from math import isfinite
 
-from analysis.literature.runs import Method, SkippedError
+from analysis.literature.runs import SkippedError
+from gssim.plan import MethodName
 
 
 def number(record: Mapping[str, str], key: str) -> float | None:
@@ -51,7 +52,7 @@ def micro_batches_of(global_batch: int, dp: int, micro_batch: int) -> int:
     return divided(divided(global_batch, dp, "samples"), micro_batch, "micro-batches")
 
 
-def method_of(data: int, tp: int, pp: int, replicas: Method = "ddp") -> Method:
+def method_of(data: int, tp: int, pp: int, replicas: MethodName = "ddp") -> MethodName:
     """Return the method of a plan, `replicas` where there are several that share the data.
 
     >>> method_of(8, 1, 1), method_of(1, 2, 4), method_of(1, 2, 1), method_of(1, 1, 1)

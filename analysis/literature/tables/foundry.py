@@ -49,7 +49,7 @@ def llm_foundry(record: Mapping[str, str], identity: str) -> Run:
         per_node=8,
         shape=shape,
         software=_software(record),
-        method=STRATEGIES[record["Sharding Strategy"]] if ranks > 1 else "single",  # type: ignore[arg-type]
+        method=STRATEGIES[record["Sharding Strategy"]] if ranks > 1 else "single",
         dp=ranks,
         micro_batch=micro,
         micro_batches=micro_batches_of(batch, ranks, micro),

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Literal
 
 from analysis.literature.platforms import float8_ratio_of, platform_of, sixteen_bits_of
-from analysis.literature.runs import Method, Metric, Run, Shape, SkippedError, Software
+from analysis.literature.runs import Metric, Run, Shape, SkippedError, Software
 from analysis.literature.tables.fields import count, divided, method_of, needed, positive
+from gssim.plan import MethodName
 
 GIB = 2**30
 UNTRUSTED = ("LOW TRUST", "ColossalAI", "MI100", "nanoGPT")
@@ -24,7 +25,7 @@ FLOAT8 = ("bf16+float8", "float8", "fp8-cs", "fp8-mx")
 MODELS = ("gpt", "llama", "mt-nlg", "bert")
 MASKED_TOKENS = {128: 20, 512: 80}
 """Of BERT's sequences, by their length: so many are predicted, and have logits (NVIDIA, DeepLearningExamples: BERT)."""
-METHODS: dict[str, Method] = {
+METHODS: dict[str, MethodName] = {
     "": "ddp",
     "none (DDP)": "ddp",
     "DDP": "ddp",
@@ -171,7 +172,7 @@ def _is_bridge(record: Mapping[str, str]) -> bool:
     return "Megatron-Bridge" in record["source"]
 
 
-def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> Method:
+def _method(record: Mapping[str, str], data: int, pp: int, tp: int) -> MethodName:
     """Return the method; FSDP2 over a pipeline's stages moves and keeps what a sharded optimizer does.
 
     It keeps what it gathered for the first micro-batch up to the last one's backward, and reduces gradients in that one
