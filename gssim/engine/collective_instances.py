@@ -166,9 +166,11 @@ def _instances(
         if alike is None:
             groups = communication.groups
             if groups not in parts:
-                parts[groups] = [
-                    (part, _member_classes(part, classes.ranks)) for part in _by_class(groups, classes.groups)
-                ]
+                parts[groups] = []
+                for part in _by_class(groups, classes.groups):
+                    ranks = {rank for group in part for rank in group}
+                    members = tuple(each for each in classes.ranks if each.representative in ranks)
+                    parts[groups].append((part, members))
             equal = []
             for part, members in parts[groups]:
                 own = communication if part == groups else replace(communication, group=part[0], beside=part[1:])
@@ -186,12 +188,6 @@ def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
         return [groups]
     colour = classes[groups].tolist()
     return [tuple(g for g, c in zip(groups, colour, strict=True) if c == each) for each in dict.fromkeys(colour)]
-
-
-def _member_classes(groups: Groups, classes: Sequence[RankClass]) -> tuple[RankClass, ...]:
-    """Return the rank classes of the groups' members; each class has only members."""
-    inside = {rank for group in groups for rank in group}
-    return tuple(each for each in classes if each.representative in inside)
 
 
 def _refined_kinds(

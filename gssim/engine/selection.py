@@ -222,9 +222,9 @@ class Scheduler:
         return np.concatenate([order, ranks]).tobytes()
 
     def kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
-        """Return a number for each of several groups: equal where collectives are carried out in the same way.
+        """Return a class for each of several groups: equal where collectives have the same schedules.
 
-        That hangs on how members are spread over hosts and, for NCCL's tuner, on how fast these are linked.
+        That depends on the spread of members over hosts and, for NCCL's tuner, on the rates between these.
         """
         return self._cache.once("kinds", tuple(groups), lambda: self._kinds(groups))
 

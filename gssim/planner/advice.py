@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from typing import Any
 
 from gssim.engine import MemoryTracker
 from gssim.errors import UserError
@@ -20,6 +21,16 @@ MAX_LAYER_PASSES = 2**13
 """Upper bound of micro-batches times layers in suggestions: each is lowered, and advice should not take longer than the
 prediction of a step.
 """
+
+METHOD_DEFAULTS: dict[str, Any] = {
+    "partition": None,
+    "parameters": None,
+    "gradients": None,
+    "gradient_sync": None,
+    "optimizer_state": None,
+    "zero1_implementation": "torch",
+}
+"""Settings of a plan that another method resolves itself."""
 
 Change = tuple[str, Callable[[Scenario], Scenario]]
 """A change as `--set` takes it or in words, and the function that applies it to a scenario."""
@@ -115,7 +126,7 @@ def _method_changes(scenario: Scenario) -> list[Change]:
     if scenario.policies.parameters == "sharded":
         return []
     methods = ("gs_z3", "zero3") if scenario.policies.gradients == "push" else ("zero3", "gs_z3")
-    return [(f"plan.method={name}", partial(_with_method, method=name)) for name in methods]
+    return [(f"plan.method={name}", partial(_with_plan, method=name, **METHOD_DEFAULTS)) for name in methods]
 
 
 def _rank_changes(scenario: Scenario) -> list[Change]:
@@ -127,20 +138,6 @@ def _rank_changes(scenario: Scenario) -> list[Change]:
 
 def _with_plan(scenario: Scenario, **settings: object) -> Scenario:
     return replace(scenario, plan=replace(scenario.plan, **settings))  # type: ignore[arg-type]
-
-
-def _with_method(scenario: Scenario, method: str) -> Scenario:
-    """Return the scenario with another method and its own policies for parameters and gradients."""
-    return _with_plan(
-        scenario,
-        method=method,
-        partition=None,
-        parameters=None,
-        gradients=None,
-        gradient_sync=None,
-        optimizer_state=None,
-        zero1_implementation="torch",
-    )
 
 
 def _with_ranks(scenario: Scenario, times: int) -> Scenario:

@@ -50,16 +50,13 @@ def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
             if limits.rule_out(bound) or (bounds.tasks > COSTLY_TASKS and bound.objective > limits.next_objective):
                 return bound
         result = simulate(loaded, shared=shared, spread=False).result
-        if loaded.statistics_needed and not limits.rule_out(_as_bound(loaded, limits, result)):
-            return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
+        if loaded.statistics_needed:
+            types = loaded.scenario.cluster.device_types
+            full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
+            objective = objective_of(result, limits.objective)
+            if not limits.rule_out(Bound(result.step_time_s, objective, full if result.fits else math.inf)):
+                return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
         return result
-
-
-def _as_bound(loaded: Loaded, limits: Limits, result: Result) -> Bound:
-    """Return a simulated plan's values as a bound, the closest there is."""
-    types = loaded.scenario.cluster.device_types
-    full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
-    return Bound(result.step_time_s, objective_of(result, limits.objective), full if result.fits else math.inf)
 
 
 class Workers:
@@ -101,7 +98,7 @@ def searchers(jobs: int, file: Path, overrides: Sequence[str], shared: Shared | 
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, file, tuple(overrides), known), daemon=True)
         process.start()
-        theirs.close()  # so that its end shows as the end of what comes
+        theirs.close()  # so that the end of the process shows as EOF
         connections.append(ours)
         started.append(process)
     try:

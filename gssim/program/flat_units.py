@@ -120,7 +120,7 @@ def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -
     after_task: dict[str, list[Task]] = {}
     if twice:
         uses = [(block, backward_begin(low, block.layers[0])) for block in blocks]
-        issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on what the loss is made of
+        issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on the input of the loss
         for label, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
             before[label] += new
         for block in blocks:

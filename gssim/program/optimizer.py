@@ -123,7 +123,7 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     duration_s = cost.optimizer_time_s(
         device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed
     )
-    if not holds_shards(low):  # else what was updated is cast to the parameters as they are gathered
+    if not holds_shards(low):  # sharded parameters are cast as they are gathered
         duration_s += cost.master_copy_time_s(
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )

@@ -159,7 +159,14 @@ class Steps:
             else:
                 for low in lowerings:
                     self._tasks(low, low.group[: low.places], communications)
-            self._traffic[step] = _traffic_of(lowerings[0], communications)
+            uneven = [(name, each) for name, each in communications.items() if each.pair_bytes or each.part_bytes]
+            payloads = {name: each.payload_bytes for name, each in uneven}
+            self._traffic[step] = StepTraffic(
+                payloads,
+                sum(payloads[name] for name, each in uneven if each.data_dependent),
+                _push_density(lowerings[0]),
+                _publish_density(lowerings[0]),
+            )
         return self._traffic[step]
 
     def first_rank(self, step: int = 0) -> tuple[tuple[Task, ...], Mapping[str, Communication]]:
@@ -204,21 +211,6 @@ class Steps:
             tuple(_with_group_names(low, _tasks(low, rank, alike), communications, alone=alone, copies=self._copies))
             for rank in ranks
         ]
-
-
-def _traffic_of(low: Lowering, communications: Mapping[str, Communication]) -> StepTraffic:
-    uneven = {
-        name: communication
-        for name, communication in communications.items()
-        if communication.pair_bytes or communication.part_bytes
-    }
-    payloads = {name: communication.payload_bytes for name, communication in uneven.items()}
-    return StepTraffic(
-        payloads,
-        sum(payloads[name] for name, communication in uneven.items() if communication.data_dependent),
-        _push_density(low),
-        _publish_density(low),
-    )
 
 
 def _push_density(low: Lowering) -> float | None:
@@ -290,21 +282,16 @@ def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]
     if kind not in alike:
         micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
         alike[kind] = [task for tasks in micro_batches for task in tasks]
-    return [*_slowed_down(optimize(low, rank, alike[kind]), low.slowed.get(rank, 1.0)), *_share_compute_times(low)]
+    tasks, ratio = optimize(low, rank, alike[kind]), low.slowed.get(rank, 1.0)
+    if ratio != 1:
+        tasks = [replace(t, duration_s=ratio * t.duration_s) if t.phase in SLOWED_PHASES else t for t in tasks]
+    return [*tasks, *_share_compute_times(low)]
 
 
 SLOWED_PHASES = (*COMPUTE_PHASES, *UPDATE_PHASES)
+"""Phases whose tasks take longer on a slow rank."""
 REPORTED_BYTES = 16
 """Each rank reports two float64: the seconds of its forward and backward, and those of its update."""
-
-
-def _slowed_down(tasks: Sequence[Task], ratio: float) -> list[Task]:
-    """Return a rank's tasks with its forward, backward and update `ratio` times as long."""
-    if ratio == 1:
-        return list(tasks)
-    return [
-        replace(task, duration_s=ratio * task.duration_s) if task.phase in SLOWED_PHASES else task for task in tasks
-    ]
 
 
 def _share_compute_times(low: Lowering) -> list[Task]:

@@ -191,21 +191,15 @@ def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> li
     sends, waits = low.step_memo[key]
     if not low.policies.publish_overlaps:
         return [*tasks, update, *sends]
-    return [*_after_update(low, sends), *insert_beside(tasks, before=waits, behind={}), update]
+    if sends and not _posts_messages(low):  # a CPU's compute stream posts the messages itself
+        first, *others = sends
+        first = replace(first, after=(*first.after, PUBLISH_BEGIN))
+        sends = [Task(PUBLISH_BEGIN, "forward"), first, *others]
+    return [*sends, *insert_beside(tasks, before=waits, behind={}), update]
 
 
 PUBLISH_BEGIN = "publish begin"
-
-
-def _after_update(low: Lowering, sends: Sequence[Task]) -> list[Task]:
-    """Return the publishing tasks behind a marker of the step's beginning: they send the update of the step before.
-
-    On a CPU the compute stream itself posts the messages.
-    """
-    if _posts_messages(low) or not sends:
-        return list(sends)
-    first, *others = sends
-    return [Task(PUBLISH_BEGIN, "forward"), replace(first, after=(*first.after, PUBLISH_BEGIN)), *others]
+"""Marker of the beginning of a step that first publishes the update of the step before."""
 
 
 def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[str, list[Task]]]:

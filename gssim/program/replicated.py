@@ -23,7 +23,12 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     (DistributedDataParallel, require_forward_param_sync).
     """
     if micro_batch.first or micro_batch.sent_before:
-        tasks = [*_broadcast_buffers(low), *tasks]
+        broadcasts = []
+        for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
+            name = f"broadcast buffers {number}"
+            low.communications[name] = Communication("broadcast", low.group, buffer_bytes)
+            broadcasts.append(Task(name, "exposed_communication", communication=name))
+        tasks = [*broadcasts, *tasks]
     if not micro_batch.sends_gradients:
         return tasks
     device = low.device(rank)
@@ -46,12 +51,3 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
 def is_reduction(task: Task) -> bool:
     """Return whether a task reduces gradients over the replicas, or waits for that."""
     return task.label.startswith((f"{REDUCTION} bucket", f"wait for {REDUCTION}"))
-
-
-def _broadcast_buffers(low: Lowering) -> list[Task]:
-    tasks = []
-    for number, size in enumerate(low.scenario.workload.model.buffer_bytes):
-        name = f"broadcast buffers {number}"
-        low.communications[name] = Communication("broadcast", low.group, size)
-        tasks.append(Task(name, "exposed_communication", communication=name))
-    return tasks

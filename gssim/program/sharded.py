@@ -271,18 +271,12 @@ def _callback(low: Lowering, last: Unit | None, micro_batch: MicroBatch) -> Task
     if last is None or not micro_batch.sends_gradients:
         return Task("backward callback", "backward")
     events = [Event(0, -last.padded_bytes, "communication")]
-    if low.replicates:
-        events += [_all_reduce_freed(unit, micro_batch) for unit in units(low)]
+    for unit in units(low) if low.replicates else ():  # without a cast, the reduced tensor may be the gradient itself
+        reduced_bytes = unit.chunk_bytes if unit.casts else _added_bytes(unit, micro_batch)
+        events.append(Event(0, -reduced_bytes, "communication" if unit.casts else "gradients"))
     names = [_reduce_name(last)] if last.ranks > 1 else []
     names += [_all_reduce_name(last)] if low.replicates else []
     return Task("backward callback", "backward", after=tuple(names) if low.overlaps else (), need=_need(*events))
-
-
-def _all_reduce_freed(unit: Unit, micro_batch: MicroBatch) -> Event:
-    """Return the release of a unit's all-reduced tensor; without a cast, the tensor may be the gradient itself."""
-    if unit.casts:
-        return Event(0, -unit.chunk_bytes, "communication")
-    return Event(0, -_added_bytes(unit, micro_batch), "gradients")
 
 
 def _added_bytes(unit: Unit, micro_batch: MicroBatch) -> float:
@@ -442,6 +436,8 @@ def _gather(low: Lowering, rank: int, unit: Unit, phase: str, after: tuple[str, 
 def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int) -> Task:
     """Return the copy of a unit's parameters out of its flat buffer; then a buffer of `freed_bytes` is freed."""
     name = _gather_name(unit, phase)
+    # a rank alone copies parameters of another precision: meanwhile it holds the cast of its last one
+    cast_bytes = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
     return Task(
         f"copy out {name}",
         phase,
@@ -451,16 +447,11 @@ def _copy_out(low: Lowering, rank: int, unit: Unit, phase: str, freed_bytes: int
         after=(name,) if low.overlaps and unit.ranks > 1 else (),
         need=_need(
             unit.gathered(0, sign=1),
-            *_single_rank_cast(unit),
+            Event(0, cast_bytes, "communication"),
+            Event(1, -cast_bytes, "communication"),
             Event(2, -freed_bytes, "communication"),
         ),
     )
-
-
-def _single_rank_cast(unit: Unit) -> list[Event]:
-    """Return the memory of a rank alone that copies parameters of another precision: the cast of its last one."""
-    size = unit.shard_elements[-1] * unit.tensors.value_bytes if unit.ranks == 1 and unit.casts else 0
-    return [Event(0, size, "communication"), Event(1, -size, "communication")]
 
 
 def _gather_forward(low: Lowering, rank: int) -> dict[str, list[Task]]:

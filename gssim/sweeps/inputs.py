@@ -78,7 +78,7 @@ def named_in(file: Path) -> Iterator[tuple[str, Path]]:
         return
     try:
         data = read_toml(file)[1]
-    except (ValueError, RecursionError):  # whoever loads it is told
+    except (ValueError, RecursionError):  # reported when it is loaded
         return
     for text in set(_texts(data)):
         found = named_by(text, file.parent)

@@ -48,14 +48,14 @@ RESULT_COLUMNS: dict[str, Kind] = {
     "publish_density_ratio": float,
     "bytes_sent_per_step": float,  # by all ranks
     "peak_allocated_bytes": float,  # of the rank that needs most
-    "peak_reserved_bytes": float,  # the same; absent where a device has not even what is allocated
+    "peak_reserved_bytes": float,  # the same; null where even the allocated bytes do not fit
     "tightest_rank": int,  # whose device has least to spare
     "tightest_device": str,
-    "margin_bytes": float,  # what it has to spare; negative where it does not fit
+    "margin_bytes": float,  # its free memory; negative where it does not fit
     **{f"tightest_{category}_bytes": float for category in CATEGORIES},  # at its peak
     "tightest_outside_bytes": float,  # beside the allocator: context, communicators
     "capacity_bytes": float,  # all of its device's memory
-    "slowest_link": str,  # the busiest: the bottleneck of what is communicated
+    "slowest_link": str,  # the busiest link: the bottleneck of communication
     "slowest_link_utilisation_ratio": float,
     "cost_usd_per_step": float,
     "energy_j_per_step": float,
@@ -155,7 +155,7 @@ def check_table_place(file: Path) -> None:
 
 
 def lock_of(file: Path) -> Path:
-    """Return the lock file of a table; whoever writes the table, or its rows, holds it.
+    """Return the lock file of a table, held by the process that writes the table or its rows.
 
     >>> str(lock_of(Path("out/table.csv")))
     'out/table.parquet.lock'

@@ -206,7 +206,10 @@ def _tabulated(
         table = _table(points, fingerprints, parts, axis_keys(sweep))
     finally:
         parts.close()
-    _check_any_valid(table, file)
+    wrong = [reason for status, reason in zip(table["status"], table["reason"], strict=True) if status == "invalid"]
+    if len(wrong) == table.height:  # then the sweep itself is invalid
+        more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
+        raise UserError(f"{file}: no point is valid: {table['point'][0]}: {wrong[0]}{more}")
     write_table(table, out, metadata=metadata)
     parts.remove()
     return table
@@ -267,11 +270,3 @@ def _table(
     while (more := table_of(islice(rows, ROWS_IN_MEMORY), columns)).height:
         table.extend(more)
     return table
-
-
-def _check_any_valid(table: "polars.DataFrame", file: Path) -> None:
-    """Raise UserError where every point is invalid: then the sweep is."""
-    wrong = [reason for status, reason in zip(table["status"], table["reason"], strict=True) if status == "invalid"]
-    if len(wrong) == table.height:
-        more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
-        raise UserError(f"{file}: no point is valid: {table['point'][0]}: {wrong[0]}{more}")

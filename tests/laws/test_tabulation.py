@@ -417,7 +417,7 @@ def test_what_a_chunk_has_no_time_for_is_handed_out_again(folder, monkeypatch):
     class Together(Alone):
         in_chunks = True
 
-    monkeypatch.setattr(chunks, "LONGEST_S", 0.0)
+    monkeypatch.setattr(chunks, "MAX_CHUNK_S", 0.0)
     asked = points()
     order = by_likeness(asked)
     found = list(answers(asked, order, lambda point, shared: point.name, Together()))
@@ -438,7 +438,7 @@ def test_points_that_differ_in_rates_of_links_alone_are_handed_out_together(monk
         rates = f"cluster.topology.link.bandwidth_bytes_per_s={rate}"
         return Point(f"a--{threshold}-{rate}", Path("s.toml"), (f"plan.push.threshold={threshold}", rates))
 
-    monkeypatch.setattr(chunks, "MOST_TOGETHER", 7)
+    monkeypatch.setattr(chunks, "MAX_CHUNK_POINTS", 7)
     asked = [point(threshold, rate) for rate in range(3) for threshold in range(5)]
     found = list(answers(asked, by_likeness(asked), lambda point, shared: point.name, Together()))
     assert sorted(place for place, _ in found) == list(range(15))
