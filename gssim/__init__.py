@@ -1,1 +1,28 @@
-"""Predicts memory and step time of sharding plans on unequal clusters."""
+"""Predicts memory and step time of sharding plans on unequal clusters.
+
+The public names are loaded when they are first used: `import gssim` itself loads nothing else.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gssim.api import load, search, simulate, sweep
+    from gssim.errors import RunFailedError, UserError
+    from gssim.result import Result
+    from gssim.scenario import Scenario
+
+__all__ = ["Result", "RunFailedError", "Scenario", "UserError", "load", "search", "simulate", "sweep"]
+
+_MODULES = {"Result": "result", "Scenario": "scenario", "UserError": "errors", "RunFailedError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, from the module that defines it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'gssim' has no attribute '{name}'")
+    return getattr(import_module(f"gssim.{_MODULES.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

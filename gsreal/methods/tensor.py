@@ -11,8 +11,7 @@ from gsreal.measure import Timeline
 from gsreal.methods.tensor_slices import AllReduce, Cut, cut_of, is_linear, mark, slice_block, slices_of
 from gsreal.methods.training import blocks_of
 from gssim.errors import UserError
-from gssim.plan import units_held
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, units_held
 
 
 def slice_blocks(scenario: Scenario, module: nn.Module, timeline: Timeline, mesh: DeviceMesh) -> None:

@@ -3,9 +3,10 @@
 from gsreal.data.sources import check_data
 from gsreal.machine import check_machine
 from gsreal.methods.pipeline_stages import check_stages
-from gsreal.model_files.build import DTYPES, check_factory
+from gsreal.model_files.build import check_factory
 from gsreal.run.evaluation import check_evaluation
 from gssim.errors import UserError
+from gssim.plan import PREDICTED_ONLY
 from gssim.scenario import Loaded, Scenario
 
 
@@ -13,27 +14,20 @@ def check_real(loaded: Loaded) -> None:
     """Raise UserError for what cannot run on this machine."""
     ours, where = loaded.scenario, loaded.file
     check_factory(ours.workload.model.module, where=where)
-    check_precision(ours, where=where)
+    check_predicted_only(ours, where=where)
     check_machine(ours.cluster, ours.ranks, where=where)
     check_data(ours.workload, where=where, seed=ours.run.seed, steps=ours.run.warmup_steps + ours.run.steps)
     check_stages(ours, where=where)
     check_evaluation(ours, where=where)
     check_overlap(ours, where=where)
-    if ours.plan.zero1_implementation != "torch":
-        raise UserError(
-            f"{where}: plan.zero1_implementation = '{ours.plan.zero1_implementation}': can be predicted, but not run; "
-            "allowed: 'torch'"
-        )
 
 
-def check_precision(scenario: Scenario, *, where: str) -> None:
-    """Raise UserError for a precision that is predicted only."""
-    precision = scenario.workload.precision
-    if precision not in DTYPES:
-        raise UserError(
-            f"{where}: workload.precision = {precision!r}: can be predicted, but not run, as its loss would need "
-            f"scaling; allowed: {', '.join(DTYPES)}"
-        )
+def check_predicted_only(scenario: Scenario, *, where: str) -> None:
+    """Raise UserError for values that can be predicted, but not run."""
+    for (key, value), why in PREDICTED_ONLY.items():
+        table, _, name = key.partition(".")
+        if getattr(getattr(scenario, table), name) == value:
+            raise UserError(f"{where}: {key} = {value!r}: {why}")
 
 
 def check_overlap(scenario: Scenario, *, where: str) -> None:

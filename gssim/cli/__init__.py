@@ -1,5 +1,5 @@
 """The `gssim` command line."""
 
-from gssim.cli.commands import main
+from gssim.cli.commands import app, main
 
-__all__ = ["main"]
+__all__ = ["app", "main"]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,14 @@ import typer
 
 from gssim.cache import Shared
 from gssim.cli.search_report import nothing_fits, print_found
+from gssim.cli.support_report import print_methods, print_support
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import dask_workers, processes, usable_cores
 from gssim.files import write_text
+from gssim.plan import METHODS
 from gssim.planner import Search, searchers, with_suggested_changes
 from gssim.result import chrome_trace, file_name
-from gssim.scenario import load_scenario
+from gssim.scenario import load_scenario, supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
 from gssim.simulation import simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
@@ -81,6 +84,29 @@ def run_command(
         times = {"load_s": loaded_s - began_s, "simulate_s": ended_s - loaded_s, "remedies_s": advised_s - ended_s}
         shown = {name: value for name, value in times.items() if name != "remedies_s" or result.remedies}
         print(" ".join(f"{name}={value:.3f}" for name, value in shown.items()), file=sys.stderr)
+
+
+@app.command("support")
+def support_command(
+    scenario: Annotated[
+        Path | None, typer.Argument(help="Check every combination on this scenario's cluster and model.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the reason of every refusal.")] = False,
+) -> None:
+    """List the methods; with a scenario, which of them combine with which features, predicted and for real."""
+    if scenario is None:
+        if as_json:
+            print(json.dumps([asdict(method) for method in METHODS.values()], indent=2))
+        else:
+            print_methods(METHODS.values())
+        return
+    with activity("gssim: support"):
+        combinations = list(supported(scenario, tuple(overrides or ())))
+    if as_json:
+        print(json.dumps([asdict(combination) for combination in combinations], indent=2))
+    else:
+        print_support(combinations)
 
 
 @app.command("sweep")

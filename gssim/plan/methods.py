@@ -158,3 +158,9 @@ if TYPE_CHECKING:
     MethodName = str
 else:
     MethodName = Literal[tuple(METHODS)]
+
+PREDICTED_ONLY: dict[tuple[str, object], str] = {
+    ("workload.precision", "fp16"): "can be predicted, but not run (loss scaling); allowed: fp32, bf16, fp64",
+    ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
+}
+"""Values of a scenario's keys that a real run refuses, and why."""

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from gssim.cluster import LayerProfile
 from gssim.memory import Event, last_saved, reduction_buffer_bytes, scratch_bytes
-from gssim.plan import units_held
 from gssim.program.lowering import Lowering
-from gssim.scenario import layer_profile
+from gssim.scenario import layer_profile, units_held
 from gssim.units import PRECISION_BYTES
 from gssim.workload import LayerInstance
 

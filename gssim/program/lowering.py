@@ -13,22 +13,11 @@ from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
 from gssim.gradient_statistics import GradientStatistics
-from gssim.plan import (
-    Action,
-    Division,
-    Policies,
-    Push,
-    assign_buckets,
-    bucket_limits,
-    divide,
-    held_model,
-    schedule,
-    splitting,
-)
+from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, schedule, splitting
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.program.stage_boundary import Stage
 from gssim.program.task import Bucket, MicroBatch
-from gssim.scenario import Scenario, has_master_copy, master_bytes, schedule_of, value_bytes
+from gssim.scenario import Scenario, has_master_copy, held_model, master_bytes, schedule_of, value_bytes
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
 

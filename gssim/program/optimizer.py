@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
-from gssim.plan import native_tensors
 from gssim.program.lowering import Lowering
 from gssim.program.messages import threshold_memory
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task
+from gssim.scenario import native_tensors
 from gssim.workload import (
     COUNTS_STEPS,
     VALUES_KEPT,

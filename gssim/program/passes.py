@@ -21,7 +21,7 @@ from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, DeviceType
 from gssim.collectives import Communication
 from gssim.gradient_statistics import GradientStatistics
-from gssim.plan import DATA_AXES, held_model, units_held
+from gssim.plan import DATA_AXES
 from gssim.program.compute import compute
 from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
@@ -41,7 +41,7 @@ from gssim.program.sharded import (
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import MicroBatch, Program, Task
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
-from gssim.scenario import Scenario
+from gssim.scenario import Scenario, held_model, units_held
 from gssim.workload import LayerInstance, unrolled
 
 NOT_READ = frozenset({"model", "gradients", "data"})

@@ -7,10 +7,13 @@ from dataclasses import asdict, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gssim.files import read_json
 from gssim.units import Amount, Finite, PositiveInt, spec, validated
+
+if TYPE_CHECKING:
+    import polars
 
 SCHEMA: Literal["gssim.result/1"] = "gssim.result/1"
 
@@ -268,6 +271,29 @@ class Result:
     def to_json(self) -> str:
         """Return the Result as JSON, keys in schema order, the same bytes for the same Result."""
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the Result as plain data, keys in schema order."""
+        return asdict(self)
+
+    def to_frame(self) -> "polars.DataFrame":
+        """Return the ranks as a table: one row a class of equal ranks, units in the names of columns.
+
+        `phase_*_s` are the phases of a step, `peak_*_bytes` what categories of memory take at the peak; the step's time
+        and the scenario's name and id stand in every row, so that tables of several Results can be stacked.
+        """
+        import polars
+
+        whole = {"scenario": self.scenario.get("name"), "scenario_id": self.scenario_id, "source": self.source}
+        rows = []
+        for rank_class in self.ranks:
+            row = asdict(rank_class)
+            phases, categories = row.pop("phases_s"), row.pop("peak_by_category_bytes")
+            row["ranks"] = list(row["ranks"])
+            row |= {f"phase_{name}_s": value for name, value in phases.items()}
+            row |= {f"peak_{name}_bytes": value for name, value in categories.items()}
+            rows.append({**whole, "step_time_s": self.step_time_s, **row})
+        return polars.DataFrame(rows, infer_schema_length=None)
 
 
 def file_name(name: str, scenario_id: str, source: str, repeat: int = 0) -> str:

@@ -19,6 +19,7 @@ from gssim.scenario.loading import (
     load_cluster,
     load_model,
     load_scenario,
+    overrides_of,
     parsed_override,
     read_toml,
     toml,
@@ -27,6 +28,8 @@ from gssim.scenario.ownership import USABLE_RATIO, activation_bytes, held_bytes,
 from gssim.scenario.scenario import Loaded, Run, Scenario, single_device
 from gssim.scenario.search_space import SEARCHED_METHODS, Objective, SearchSpace
 from gssim.scenario.stages import schedule_of, why_no_chain
+from gssim.scenario.support import Support, supported
+from gssim.scenario.tensor_slices import held_model, native_tensors, units_held
 
 __all__ = [
     "SEARCHED_METHODS",
@@ -36,6 +39,7 @@ __all__ = [
     "Run",
     "Scenario",
     "SearchSpace",
+    "Support",
     "achieved_flop_per_s",
     "activation_bytes",
     "after_step",
@@ -46,11 +50,14 @@ __all__ = [
     "first_comment",
     "has_master_copy",
     "held_bytes",
+    "held_model",
     "layer_profile",
     "load_cluster",
     "load_model",
     "load_scenario",
     "master_bytes",
+    "native_tensors",
+    "overrides_of",
     "owned_bytes",
     "parsed_override",
     "pause_excess",
@@ -59,8 +66,10 @@ __all__ = [
     "sample_costs",
     "schedule_of",
     "single_device",
+    "supported",
     "takes_tokens",
     "toml",
+    "units_held",
     "value_bytes",
     "why_no_chain",
 ]

@@ -3,9 +3,10 @@
 from gssim.cluster import applied, ends_of
 from gssim.errors import UserError
 from gssim.limits import excess
-from gssim.plan import MOST_INDEXED, Plan, Policies, Push, refuse, refuse_what_cannot_run, too_long, units_held
+from gssim.plan import MOST_INDEXED, Plan, Policies, Push, refuse, refuse_what_cannot_run, too_long
 from gssim.scenario.scenario import Scenario
 from gssim.scenario.stages import schedule_of, why_no_chain
+from gssim.scenario.tensor_slices import units_held
 from gssim.units import PRECISION_BYTES
 
 

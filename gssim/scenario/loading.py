@@ -9,7 +9,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from pathlib import Path
+from numbers import Integral, Real
+from pathlib import Path, PurePath
 from typing import Any
 
 from gssim.cache import Same, Shared
@@ -18,7 +19,7 @@ from gssim.errors import MistakenNameError, UserError
 from gssim.files import read_text
 from gssim.gradient_statistics import GradientStatistics, read_gradients
 from gssim.scenario.checks import check
-from gssim.scenario.scenario import Loaded, Scenario
+from gssim.scenario.scenario import Loaded, Scenario, Source
 from gssim.units import validated
 from gssim.workload import PATHS, Model, unrolled
 
@@ -33,6 +34,44 @@ def as_overrides(table: dict[str, Any], prefix: str = "") -> list[str]:
     for key, value in table.items():
         found += as_overrides(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={toml(value)}"]
     return found
+
+
+def overrides_of(changes: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Return changes of keys as `--set` takes them; raise UserError for a value that TOML does not have.
+
+    >>> overrides_of({"plan.method": "gs", "plan.shares.batch": (0.75, 0.25)})
+    ['plan.method="gs"', 'plan.shares.batch=[0.75, 0.25]']
+    """
+    if isinstance(changes, str):
+        raise UserError(f"{changes}: must be a mapping of keys to values, or a list of texts KEY=VALUE")
+    if not isinstance(changes, Mapping):
+        return list(changes)
+    return [f"{key}={toml(_plain(value, key))}" for key, value in changes.items()]
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Return a value of Python as one of TOML."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part, f"{key}.{name}") for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part, key) for part in value]
+    if isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise UserError(f"{key} = {value!r}: must be a number, text, true or false, or a list or table of these")
+
+
+def changed(scenario: Scenario, changes: Mapping[str, Any] | Sequence[str]) -> Scenario:
+    """Return a scenario that was loaded from a file, loaded again with more overrides."""
+    if scenario.source is None:
+        raise UserError(f"{scenario.name}: was not loaded from a file; change what gssim.load returns")
+    overrides = [*scenario.source.overrides, *overrides_of(changes)]
+    return load_scenario(scenario.source.path, overrides, gradients_needed=False).scenario
 
 
 def toml(value: Any) -> str:
@@ -134,6 +173,7 @@ def load_scenario(
         study = _find(data["search"]["study"], "search.study", file, folders)
         data["search"] = data["search"] | {"study": str(study)}
     scenario = validated(Scenario, data, file=file)
+    vars(scenario)["source"] = Source(path, tuple(overrides))
     check(scenario, file=file)
     wanted = scenario.plan.sends_by_data or (searched and scenario.search.searches_thresholds)
     statistics = _statistics(scenario, file, folders, shared) if gradients_needed and wanted else None

@@ -1,8 +1,9 @@
 """The question, with who it is: Cluster x Workload x Plan and a run's length."""
 
-from collections.abc import Sequence
-from dataclasses import field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -87,6 +88,14 @@ def _for_files(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class Source:
+    """The file that a scenario was loaded from, and what overrode its keys."""
+
+    path: Path
+    overrides: tuple[str, ...]
+
+
 @spec_with_memory
 class Scenario:
     """A question: this workload, divided by this plan, on this cluster."""
@@ -107,6 +116,20 @@ class Scenario:
     """How long."""
     search: SearchSpace = field(default_factory=SearchSpace)
     """Which other plans `gssim search` looks through; it makes no other question."""
+
+    @cached_property
+    def source(self) -> Source | None:
+        """The file that it was loaded from; None where it was made in code. (Loading fills it in.)"""
+        return None
+
+    def with_(self, changes: Mapping[str, Any] | Sequence[str]) -> "Scenario":
+        """Return the scenario with changes to its keys, such as `{"plan.method": "zero2"}`, validated like a file.
+
+        Raises UserError for an unknown key or a bad value, and for a scenario that was not loaded from a file.
+        """
+        from gssim.scenario.loading import changed
+
+        return changed(self, changes)
 
     @cached_property
     def policies(self) -> Policies:

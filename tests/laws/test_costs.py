@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from strategies import device_type, tiny_model
 
-from gssim import cost
+from gssim import cost as costs
 from gssim.cluster import (
     CompressionCost,
     Curve,
@@ -29,7 +29,7 @@ def device(**changes) -> DeviceType:
 
 def roofline_s(kind: str, *, flop: float, moved_bytes: float, operations: int) -> float:
     cost = device(kind=kind, operation_overhead_s=0.1, efficiency_ratio=0.5)
-    return cost.roofline_s(cost, "fp32", flop=flop, moved_bytes=moved_bytes, operations=operations)
+    return costs.roofline_s(cost, "fp32", flop=flop, moved_bytes=moved_bytes, operations=operations)
 
 
 def test_the_roofline_is_the_slower_of_arithmetic_and_memory():
@@ -46,7 +46,7 @@ def test_a_cpu_runs_operations_where_it_issues_them_and_a_gpu_issues_ahead():
 def test_what_streams_takes_its_time_beside_products_but_on_a_tpu_where_it_is_fused():
     def found_s(kind: str) -> float:
         works = {"flop": 1e9, "moved_bytes": 1e9, "operations": 0, "streamed_bytes": 5e8}
-        return cost.roofline_s(device(kind=kind, efficiency_ratio=0.5), "fp32", **works)
+        return costs.roofline_s(device(kind=kind, efficiency_ratio=0.5), "fp32", **works)
 
     assert [found_s(kind) for kind in ("cpu", "cuda", "tpu")] == pytest.approx([2.5, 2.5, 2.0])
 
@@ -56,12 +56,12 @@ def test_products_in_fp32_may_reach_another_part_of_their_peak():
     for ratio, expected_s in ((None, 2.0), (0.8, 1.25)):
         cost = device(kind="cuda", fp32_efficiency_ratio=ratio, **rates)
         work = {"flop": 1e9, "moved_bytes": 0.0, "operations": 0}
-        assert cost.roofline_s(cost, "fp32", **work) == pytest.approx(expected_s)
-        assert cost.roofline_s(cost, "fp16", **work) == pytest.approx(0.25)
+        assert costs.roofline_s(cost, "fp32", **work) == pytest.approx(expected_s)
+        assert costs.roofline_s(cost, "fp16", **work) == pytest.approx(0.25)
 
 
 def test_a_layer_takes_its_roofline_where_nothing_was_measured():
-    found = [cost.layer_time_s(device(), WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
+    found = [costs.layer_time_s(device(), WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
     assert found == pytest.approx([2 * 8 * 1e6 / 1e9, 2 * 8 * 2e6 / 1e9])
 
 
@@ -69,9 +69,9 @@ def test_a_layer_takes_its_measured_time_where_there_is_one():
     forward, backward = Curve(sizes=(1, 2), values=(1.0, 3.0)), Curve(sizes=(1,), values=(5.0,))
     layers = {"h": LayerProfile(forward_s=forward, backward_s=backward)}
     measured = replace(device(), profiles=(Profile(model="tiny", precision="fp32", layers=layers),))
-    found = [cost.layer_time_s(measured, WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
+    found = [costs.layer_time_s(measured, WORKLOAD, BLOCK, phase=p, batch_size=2) for p in "fb"]
     assert found == [3.0, 10.0]
-    assert cost.layer_time_s(measured, WORKLOAD, MODEL.layers[0], phase="f", batch_size=2) < 1
+    assert costs.layer_time_s(measured, WORKLOAD, MODEL.layers[0], phase="f", batch_size=2) < 1
 
 
 def test_a_forward_that_runs_again_takes_its_part_of_the_roofline_or_of_the_measured_time():
@@ -103,13 +103,13 @@ def test_what_selective_checkpointing_runs_again_takes_its_part_of_the_measured_
 
 
 def seconds(on: DeviceType, layer: Layer, phase: str, *, selective: bool = False) -> float:
-    return cost.layer_time_s(on, WORKLOAD, layer, phase=phase, batch_size=2, selective=selective)
+    return costs.layer_time_s(on, WORKLOAD, layer, phase=phase, batch_size=2, selective=selective)
 
 
 def test_a_precision_without_peak_or_profile_is_the_users_to_mend():
     bare = device(peak_flop_per_s={"fp32": 1e9})
     with pytest.raises(UserError, match=r"no peak_flop_per_s.fp64 on a cpu device \(stated: fp32\)"):
-        cost.layer_time_s(bare, replace(WORKLOAD, precision="fp64"), BLOCK, phase="f", batch_size=1)
+        costs.layer_time_s(bare, replace(WORKLOAD, precision="fp64"), BLOCK, phase="f", batch_size=1)
 
 
 @pytest.mark.parametrize(
@@ -117,27 +117,27 @@ def test_a_precision_without_peak_or_profile_is_the_users_to_mend():
 )
 def test_an_optimizer_moves_every_value_and_issues_for_every_tensor(optimizer, values, operations):
     workload = replace(WORKLOAD, optimizer=optimizer)
-    found = cost.optimizer_time_s(device(operation_overhead_s=1e-3), workload, elements=1000, tensors=3)
+    found = costs.optimizer_time_s(device(operation_overhead_s=1e-3), workload, elements=1000, tensors=3)
     assert found == pytest.approx(4 * values * 1000 / 1e9 + 3 * operations * 1e-3)
 
 
 def test_an_optimizer_takes_its_measured_time_where_there_is_one():
     cost = OptimizerCost(tensor_s=1.0, sharded_tensor_s=0.5, elements_s=Curve(sizes=(10,), values=(100.0,)))
     measured = replace(device(), optimizers={"adamw": cost})
-    assert cost.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3) == 203.0
-    assert cost.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3, sharded_tensors=3) == 204.5
+    assert costs.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3) == 203.0
+    assert costs.optimizer_time_s(measured, WORKLOAD, elements=20, tensors=3, sharded_tensors=3) == 204.5
 
 
 def test_an_optimizer_without_parameters_takes_no_time():
-    assert cost.optimizer_time_s(device(operation_overhead_s=1.0), WORKLOAD, elements=0, tensors=3) == 0
+    assert costs.optimizer_time_s(device(operation_overhead_s=1.0), WORKLOAD, elements=0, tensors=3) == 0
 
 
 def test_thresholding_costs_by_elements_looked_at_and_sent():
-    assert cost.select_time_s(device(), elements=1000, parts=1, value=4) == pytest.approx(6000 / 1e9)
+    assert costs.select_time_s(device(), elements=1000, parts=1, value=4) == pytest.approx(6000 / 1e9)
     sent = {"elements": 1000, "entries": 10.0, "value": 4}
-    packed = [cost.pack_time_s(device(), encoding=e, clears=False, **sent) for e in ("coo", "bitmap", "dense")]
+    packed = [costs.pack_time_s(device(), encoding=e, clears=False, **sent) for e in ("coo", "bitmap", "dense")]
     assert packed == pytest.approx([120 / 1e9, 1120 / 1e9, 9000 / 1e9])
-    added = [cost.unpack_time_s(device(), encoding=e, **sent) for e in ("coo", "bitmap", "dense")]
+    added = [costs.unpack_time_s(device(), encoding=e, **sent) for e in ("coo", "bitmap", "dense")]
     assert added == pytest.approx([640 / 1e9, 2640 / 1e9, 12000 / 1e9])
 
 
@@ -158,16 +158,16 @@ def test_measured_costs_of_thresholding_take_the_place_of_the_bandwidth():
     measured = replace(device(), compression=cost)
     sent = {"elements": 100, "entries": 10.0, "value": 4}
     found = [
-        cost.select_time_s(measured, elements=100, parts=2, value=4),
-        cost.pack_time_s(measured, encoding="coo", clears=False, **sent),
-        cost.pack_time_s(measured, encoding="coo", clears=True, **sent),
-        cost.pack_time_s(measured, encoding="bitmap", clears=False, **sent),
-        cost.pack_time_s(measured, encoding="dense", clears=False, **sent),
-        cost.unpack_time_s(measured, encoding="coo", **sent),
-        cost.unpack_time_s(measured, encoding="bitmap", **sent),
-        cost.residual_time_s(measured, elements=100, value=4, kept=4),
-        cost.mean_time_s(measured, elements=100, tensors=3, value=4),
-        cost.estimate_time_s(measured, samples=100, tensors=3),
+        costs.select_time_s(measured, elements=100, parts=2, value=4),
+        costs.pack_time_s(measured, encoding="coo", clears=False, **sent),
+        costs.pack_time_s(measured, encoding="coo", clears=True, **sent),
+        costs.pack_time_s(measured, encoding="bitmap", clears=False, **sent),
+        costs.pack_time_s(measured, encoding="dense", clears=False, **sent),
+        costs.unpack_time_s(measured, encoding="coo", **sent),
+        costs.unpack_time_s(measured, encoding="bitmap", **sent),
+        costs.residual_time_s(measured, elements=100, value=4, kept=4),
+        costs.mean_time_s(measured, elements=100, tensors=3, value=4),
+        costs.estimate_time_s(measured, samples=100, tensors=3),
     ]
     assert found == pytest.approx([12, 1.1, 1.3, 51.1, 71, 1.01, 61.01, 22, 33, 46])
 
@@ -176,8 +176,8 @@ def test_measured_costs_of_thresholding_take_the_place_of_the_bandwidth():
 def test_an_empty_range_takes_no_time(encoding):
     slow = device(operation_overhead_s=1.0)
     nothing = {"encoding": encoding, "elements": 0, "entries": 0.0, "value": 4}
-    assert cost.select_time_s(slow, elements=0, parts=1, value=4) == 0
-    assert cost.pack_time_s(slow, clears=True, **nothing) == cost.unpack_time_s(slow, **nothing) == 0
+    assert costs.select_time_s(slow, elements=0, parts=1, value=4) == 0
+    assert costs.pack_time_s(slow, clears=True, **nothing) == costs.unpack_time_s(slow, **nothing) == 0
 
 
 def test_a_sharded_unit_costs_by_phase():
@@ -185,9 +185,9 @@ def test_a_sharded_unit_costs_by_phase():
         forward_unit_s=1.0, forward_tensor_s=0.1, backward_unit_s=2.0, backward_tensor_s=0.2, copied_byte_s=0.001
     )
     measured = replace(device(), sharded_unit=cost)
-    found = [cost.sharded_unit_time_s(measured, phase=p, tensors=3, copied_bytes=100) for p in "fb"]
+    found = [costs.sharded_unit_time_s(measured, phase=p, tensors=3, copied_bytes=100) for p in "fb"]
     assert found == pytest.approx([1.4, 2.7])
-    assert cost.sharded_unit_time_s(device(), phase="f", tensors=3, copied_bytes=1e9) == pytest.approx(2.0)
+    assert costs.sharded_unit_time_s(device(), phase="f", tensors=3, copied_bytes=1e9) == pytest.approx(2.0)
 
 
 def cut_block(*values: float) -> CutBlockCost:
@@ -198,15 +198,15 @@ def cut_block(*values: float) -> CutBlockCost:
 
 def test_cut_maps_cost_by_pairs_and_by_what_goes_through_the_caches():
     measured = replace(device(), cut_block=cut_block(1.0, 3.0))
-    pairs = [cost.cut_pairs_time_s(measured, phase=phase, pairs=2, sum_bytes=20.0) for phase in ("f", "r", "b")]
+    pairs = [costs.cut_pairs_time_s(measured, phase=phase, pairs=2, sum_bytes=20.0) for phase in ("f", "r", "b")]
     assert pairs == pytest.approx([4.0, 4.0, 8.0])
-    sums = [cost.cut_sum_time_s(measured, sum_bytes=size) for size in (1.0, 10.0, 20.0, 30.0, 300.0)]
+    sums = [costs.cut_sum_time_s(measured, sum_bytes=size) for size in (1.0, 10.0, 20.0, 30.0, 300.0)]
     assert sums == pytest.approx([10.0, 10.0, 20.0, 30.0, 30.0])
-    assert cost.cut_pairs_time_s(device(), phase="f", pairs=2, sum_bytes=20.0) == 0
-    assert cost.cut_sum_time_s(device(), sum_bytes=20.0) == 0
+    assert costs.cut_pairs_time_s(device(), phase="f", pairs=2, sum_bytes=20.0) == 0
+    assert costs.cut_sum_time_s(device(), sum_bytes=20.0) == 0
 
 
 def test_host_time_comes_on_top_on_a_cpu_and_is_hidden_by_a_gpus_kernels():
     cpu, gpu = (device(kind=kind, operation_overhead_s=1.0) for kind in ("cpu", "cuda"))
-    found = [[cost.with_host_time_s(on, 10.0, host_s=s, operations=4) for s in (0, 3.0, 8.0)] for on in (cpu, gpu)]
+    found = [[costs.with_host_time_s(on, 10.0, host_s=s, operations=4) for s in (0, 3.0, 8.0)] for on in (cpu, gpu)]
     assert found == [[10.0, 13.0, 18.0], [10.0, 10.0, 12.0]]

@@ -14,10 +14,10 @@ from strategies import MODEL_TOML, device_type, loaded_of, machine_of, scenario_
 from gssim.cluster import Curve, LayerProfile, Profile
 from gssim.cost import layer_time_s
 from gssim.errors import UserError
-from gssim.plan import Plan, held_model, native_tensors, resolve, units_held
+from gssim.plan import Plan, resolve
 from gssim.program import lower
 from gssim.result import Result
-from gssim.scenario import Scenario, load_model
+from gssim.scenario import Scenario, held_model, load_model, native_tensors, units_held
 from gssim.simulation import simulate
 from gssim.units import validated
 from gssim.workload import Layer, Model, Parameter, Polynomial, Reduction

@@ -11,7 +11,7 @@ from real_runs import predicted, run_cases, scenario_file
 from real_runs import star as real_star
 from strategies import device_type, loaded_of, machine_of, scenario_of, scenarios, star
 
-from gsreal.run.checks import check_precision
+from gsreal.run.checks import check_predicted_only
 from gssim import cost
 from gssim.cluster import DeviceType
 from gssim.errors import UserError
@@ -329,4 +329,4 @@ def test_fp16_is_predicted_as_bf16_is_but_not_run():
     assert steps[0] == steps[1]
     asked = load_scenario(TABLE1, [*changes, "workload.precision=fp16"])
     with pytest.raises(UserError, match=r"workload.precision = 'fp16': can be predicted, but not run"):
-        check_precision(asked.scenario, where=asked.file)
+        check_predicted_only(asked.scenario, where=asked.file)

@@ -19,9 +19,8 @@ from analysis.literature.score import SourceScore, agreement_of, baseline_step_s
 from analysis.literature.tables.tables import read_table
 from analysis.literature.transformer import layers_of
 from gssim.errors import UserError
-from gssim.plan import held_model
 from gssim.program import Task, lower
-from gssim.scenario import Loaded, Scenario, check
+from gssim.scenario import Loaded, Scenario, check, held_model
 from gssim.simulation import simulate
 from gssim.workload import Layer
 

@@ -141,7 +141,7 @@ def test_what_kernels_allocate_for_themselves_is_counted_by_the_allocator_alone(
 def clock(monkeypatch):
     """Return a list of times that the next looks at the clock show."""
     times = []
-    monkeypatch.setattr(measure.timeline.time, "perf_counter", lambda: times.pop(0))
+    monkeypatch.setattr(measure.step.time, "perf_counter", lambda: times.pop(0))
     return times
 
 

@@ -240,6 +240,19 @@ def test_a_program_runs_under_torchrun(tmp_path, ranks):
     assert max(losses) < 0.8 * chance
 
 
+def test_the_example_of_the_python_api_runs_in_a_small_form(monkeypatch):
+    ((_, text),) = [(tags, body) for tags, body in FENCE.findall(TEXT) if tags == "python api"]
+    small = 'scenario.with_({"search.methods": ["ddp", "gs"], "search.micro_batches": [1], "run.steps": 2})'
+    assert "gssim.search(scenario," in text
+    monkeypatch.chdir(ROOT)
+    names = {}
+    exec(text.replace("gssim.search(scenario,", f"gssim.search({small},"), names)
+    assert names["result"].step_time_s > 0
+    assert names["other"].plan.method == "gs_z3"
+    assert names["table"].height == 11
+    assert names["best"]
+
+
 def test_python_in_the_text_is_python_and_toml_is_toml():
     for tags, body in FENCE.findall(TEXT):
         if tags.startswith("python"):

@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import TypeVar, cast
 
 from gssim.errors import UserError
-from gssim.plan import Plan, Policies, held_model, resolve, splitting
-from gssim.scenario import Scenario, master_bytes, value_bytes, why_no_chain
+from gssim.plan import Plan, Policies, resolve, splitting
+from gssim.scenario import Scenario, held_model, master_bytes, value_bytes, why_no_chain
 from gssim.units import PRECISION_BYTES
 from gssim.workload import Layer, LayerInstance, unrolled
 

@@ -1,0 +1,72 @@
+"""Which methods and policies combine on a scenario's cluster and model, found by checking each combination."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gssim.cache import Shared
+from gssim.errors import UserError
+from gssim.plan import METHODS, PREDICTED_ONLY
+from gssim.scenario.device_rates import sample_costs
+from gssim.scenario.loading import load_scenario, overrides_of
+
+FEATURES: dict[str, Mapping[str, Any]] = {
+    "alone": {},
+    "tp 2": {"plan.tp": 2},
+    "pp 2": {"plan.pp": 2, "plan.micro_batches": 2},
+    "2 micro-batches": {"plan.micro_batches": 2},
+    "full recomputation": {"plan.recompute": "full"},
+    "selective recomputation": {"plan.recompute": "selective"},
+    "batch by throughput": {"plan.shares.batch": "throughput"},
+    "shards by compute": {"plan.shares.shards": "compute"},
+    "shards by memory": {"plan.shares.shards": "memory"},
+    "shards by cost": {"plan.shares.shards": "cost"},
+    "rebalancing": {"plan.shares.replan": True},
+    "push threshold": {"plan.push.threshold": 1e-3},
+    "publish threshold": {"plan.publish.threshold": 1e-6},
+    "bf16": {"workload.precision": "bf16"},
+    "fp16": {"workload.precision": "fp16"},
+    "DeepSpeed's ZeRO-1": {"plan.zero1_implementation": "deepspeed"},
+}
+"""Features beside a method, each as changes to a scenario's keys."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a method combines with a feature, in each world: None where it does, else the reason."""
+
+    method: str
+    feature: str
+    simulated: str | None
+    real: str | None
+
+
+def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
+    """Yield every method with every feature on a scenario's cluster and model.
+
+    The scenario's own plan is left aside, its cluster, workload and run length are kept. Raises UserError where the
+    scenario itself cannot be read.
+    """
+    shared = Shared()
+    base = load_scenario(path, overrides, gradients_needed=False, shared=shared)
+    for method in METHODS:
+        for feature, changes in FEATURES.items():
+            asked = {"plan": {"method": method}} | dict(changes)
+            try:
+                changed = [*overrides, *overrides_of(asked)]
+                scenario = load_scenario(path, changed, gradients_needed=False, shared=shared).scenario
+                for kind in dict.fromkeys(device.type for device in scenario.cluster.devices):
+                    sample_costs(scenario.cluster.device_types[kind], scenario.workload)
+                reason = None
+            except UserError as error:
+                reason = str(error).removeprefix(f"{base.file}: ")
+            yield Support(method, feature, reason, reason or _only_predicted(changes))
+
+
+def _only_predicted(changes: Mapping[str, Any]) -> str | None:
+    """Return why a real run refuses changes that can be predicted; None where it takes them."""
+    for key, value in changes.items():
+        if (key, value) in PREDICTED_ONLY:
+            return f"{key} = '{value}': {PREDICTED_ONLY[key, value]}"
+    return None

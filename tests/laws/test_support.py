@@ -1,0 +1,65 @@
+"""`gssim support`: the methods, and what each combines with; as trying shows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gssim.errors import UserError
+from gssim.plan import METHODS
+from gssim.scenario import load_scenario, overrides_of, supported
+from gssim.scenario.support import FEATURES
+from gssim.simulation import simulate
+
+SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "lab-2-hosts.toml"
+SHORT = ("run.steps=2", "run.warmup_steps=1")
+RATES = (*SHORT, *(f"cluster.device_types.cpu.peak_flop_per_s.{name}=1e9" for name in ("bf16", "fp16")))
+
+
+def test_methods_are_listed_with_what_runs_them(gssim):
+    code, out, _ = gssim("support", "--json")
+    assert code == 0
+    assert [entry["name"] for entry in json.loads(out)] == list(METHODS)
+    assert all(entry["description"] and entry["real"] for entry in json.loads(out))
+    code, out, _ = gssim("support")
+    assert code == 0
+    assert all(f" {name} " in out for name in METHODS)
+
+
+def test_a_scenario_shows_what_combines(gssim):
+    rates = [word for override in RATES for word in ("--set", override)]
+    code, out, _ = gssim("support", SCENARIO, "--json", *rates)
+    assert code == 0
+    cells = {(entry["method"], entry["feature"]): entry for entry in json.loads(out)}
+    assert len(cells) == len(METHODS) * len(FEATURES)
+    assert cells["ddp", "tp 2"]["real"] is None
+    assert "pushes no gradients" in cells["ddp", "push threshold"]["simulated"]
+    assert cells["ddp", "fp16"]["simulated"] is None
+    assert "loss scaling" in cells["ddp", "fp16"]["real"]
+    code, out, _ = gssim("support", SCENARIO, *rates)
+    assert code == 0
+    assert all(line in out for line in ("push threshold", "yes", "sim"))
+    assert gssim("support", SCENARIO, "--set", "plan.metod=ddp")[0] == 2
+
+
+@pytest.fixture(scope="module")
+def combinations():
+    return list(supported(SCENARIO, RATES))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_supported_can_be_simulated_and_nothing_else(method, combinations):
+    """Of a method, all features: those said to combine are simulated, the others refused with the reason given."""
+    for entry in combinations:
+        if entry.method != method:
+            continue
+        changes = overrides_of({"plan": {"method": method}} | dict(FEATURES[entry.feature]))
+        if entry.simulated is None:
+            needed = "threshold" in entry.feature
+            gradients = ["workload.gradients=gradients/gpt-byte-1m.json"] if needed else []
+            loaded = load_scenario(SCENARIO, [*RATES, *gradients, *changes])
+            assert simulate(loaded).result.step_time_s > 0, entry
+        else:
+            with pytest.raises(UserError) as refused:
+                load_scenario(SCENARIO, [*RATES, *changes])
+            assert entry.simulated in str(refused.value)
