@@ -21,7 +21,7 @@ from gssim.cache import Shared
 from gssim.errors import UserError
 from gssim.execution import processes, usable_cores
 from gssim.files import scratch_folder
-from gssim.planner import Search, searchers, with_remedies
+from gssim.planner import Search, searchers, with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import Loaded, Scenario, load_scenario, overrides_of
 from gssim.scenario.sweep import load_sweep, points_of
@@ -57,7 +57,7 @@ def simulate(scenario: Scenario, *, unfold: bool = False) -> Result:
         UserError: gradient statistics are needed and missing, or the plan cannot run on this cluster.
     """
     loaded = _with_statistics(scenario)
-    return with_remedies(loaded, simulated(loaded, unfolded=unfold).result)
+    return with_suggested_changes(loaded, simulated(loaded, unfolded=unfold).result)
 
 
 def sweep(

@@ -141,8 +141,8 @@ def _traced_cut(
         return []
     traced = TRACED_UNITS if units >= max(TRACED_UNITS) else (1, 2)
     cut: dict[Shape, Record] = {
-        (*shape, units_held): record_step(model, *shape, units_held, where=where)
-        for units_held in traced
+        (*shape, units_of_ranks): record_step(model, *shape, units_of_ranks, where=where)
+        for units_of_ranks in traced
         for shape in shapes
     }
     last = (*checked, units)

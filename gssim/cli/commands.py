@@ -1,4 +1,6 @@
-"""`gssim`: check and simulate scenarios. Data goes to stdout, talk to stderr; exit 2 where the input is wrong."""
+"""The commands of `gssim`: check, run, sweep and search. Data goes to stdout, messages to stderr; exit 2 for wrong
+input.
+"""
 
 import json
 import sys
@@ -7,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,7 +20,7 @@ from gssim.errors import RunFailedError, UserError
 from gssim.execution import dask_workers, processes, usable_cores
 from gssim.files import write_text
 from gssim.plan import METHODS
-from gssim.planner import Search, searchers, with_remedies
+from gssim.planner import Search, searchers, with_suggested_changes
 from gssim.result import chrome_trace, file_name
 from gssim.scenario import load_scenario, supported
 from gssim.scenario.sweep import Point, Sweep, chosen, load_sweep, points_of
@@ -26,9 +28,6 @@ from gssim.simulation import simulate, traced
 from gssim.sweeps import TABLES, check_table_place, parts_folder, points_in, predict, tabulate
 from gssim.terminal import activity, idle_list, print_result, print_results, print_table, progress_bar, run_command_line
 from gssim.units import one_line
-
-if TYPE_CHECKING:
-    import polars
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -70,7 +69,7 @@ def run_command(
         simulated = simulate(loaded, unfolded=unfold)
         ended_s = time.perf_counter()
         doing("looking for what would fit")
-        result = with_remedies(loaded, simulated.result)
+        result = with_suggested_changes(loaded, simulated.result)
         advised_s = time.perf_counter()
         if trace is not None:
             doing(f"writing {trace}")
@@ -141,22 +140,22 @@ def sweep_command(
 ) -> None:
     """Predict every point of a sweep."""
     count = usable_cores() if jobs is None else jobs
-    _check_ways(out, jobs, dask, as_json=as_json)
+    _check_options(out, jobs, dask, as_json=as_json)
     asked = load_sweep(sweep)
     points = chosen(points_of(asked, file=sweep, overrides=overrides or []), only or [], file=sweep)
     if out is not None and out.suffix in TABLES:
-        _tabulated(asked, points, only or [], sweep, out, count, dask, again=again)
+        _make_table(asked, points, only or [], sweep, out, count, dask, again=again)
         return
-    with _kept_in(out), progress_bar("predicting") as told:
-        results = predict(points, sweep=sweep, out=out, jobs=count, again=again, told=told)
+    with _report_interrupt(out), progress_bar("predicting") as on_progress:
+        results = predict(points, sweep=sweep, out=out, jobs=count, again=again, on_progress=on_progress)
     if as_json:
         print(json.dumps([json.loads(result.to_json()) for result in results], indent=2, allow_nan=False))
     else:
         print_results(results, asked.question)
 
 
-def _check_ways(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:
-    """Raise UserError where options of a sweep do not go together."""
+def _check_options(out: Path | None, jobs: int | None, dask: str | None, *, as_json: bool) -> None:
+    """Raise UserError where options of a sweep exclude each other."""
     as_table = out is not None and out.suffix in TABLES
     if dask is not None and jobs is not None:
         raise UserError(f"--dask {dask}: its workers say how many points at a time; leave out --jobs")
@@ -168,7 +167,7 @@ def _check_ways(out: Path | None, jobs: int | None, dask: str | None, *, as_json
         raise UserError(f"--jobs {jobs}: must be at least 1")
 
 
-def _tabulated(
+def _make_table(
     asked: Sweep,
     points: Sequence[Point],
     only: Sequence[str],
@@ -179,21 +178,30 @@ def _tabulated(
     *,
     again: bool,
 ) -> None:
-    """Make a sweep's table, and show it."""
+    """Make a sweep's table, and print it."""
     check_table_place(out)
     _check_only(out, points, only, file=file)
     workers = dask_workers(dask) if dask is not None else processes(min(jobs, len(points)))
     elsewhere = dask is not None
-    with _kept_in(parts_folder(out)), progress_bar("predicting") as told:
+    with _report_interrupt(parts_folder(out)), progress_bar("predicting") as on_progress:
         table = tabulate(
-            points, sweep=asked, file=file, out=out, workers=workers, elsewhere=elsewhere, again=again, told=told
+            points,
+            sweep=asked,
+            file=file,
+            out=out,
+            workers=workers,
+            elsewhere=elsewhere,
+            again=again,
+            on_progress=on_progress,
         )
     print_table(table, asked.question)
-    _fail_where_some_did(table, out)
+    reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
+    if reasons:
+        raise RunFailedError(f"sweep: {len(reasons)} of {table.height} points failed (see {out}): {reasons[0]}")
 
 
 def _check_only(out: Path, points: Sequence[Point], only: Sequence[str], *, file: Path) -> None:
-    """Raise UserError where a table of the points that are chosen would replace one that has others too."""
+    """Raise UserError where a table of the chosen points would replace one with more points."""
     if not only:
         return
     names = {point.name for point in points}
@@ -206,21 +214,14 @@ def _check_only(out: Path, points: Sequence[Point], only: Sequence[str], *, file
 
 
 @contextmanager
-def _kept_in(place: Path | None) -> Iterator[None]:
-    """Say after an interrupt what is kept."""
+def _report_interrupt(place: Path | None) -> Iterator[None]:
+    """Report after an interrupt where finished results are kept."""
     try:
         yield
     except KeyboardInterrupt:
         kept = f"what is finished is in {place}; the same command does the rest"
         print(f"gssim: sweep: interrupted; {kept if place else 'nothing is kept without --out'}", file=sys.stderr)
         raise
-
-
-def _fail_where_some_did(table: "polars.DataFrame", out: Path) -> None:
-    """Raise RunFailedError where points failed: their rows say why."""
-    reasons = [why for status, why in zip(table["status"], table["reason"], strict=True) if status == "failed"]
-    if reasons:
-        raise RunFailedError(f"sweep: {len(reasons)} of {table.height} points failed (see {out}): {reasons[0]}")
 
 
 @app.command("search")
@@ -270,8 +271,8 @@ def search_command(
     run = ["gssim", "run", str(scenario), *(word for each in overrides or [] for word in ("--set", each))]
     try:
         search.prepare()
-        with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as told:
-            search.run(workers, told)
+        with searchers(count, scenario, given, shared) as workers, progress_bar("searching") as on_progress:
+            search.run(workers, on_progress)
     except KeyboardInterrupt:
         _print_found(search, loaded.scenario.question, run, as_json=as_json)
         print("gssim: search: interrupted; these are the best so far", file=sys.stderr)
@@ -290,5 +291,5 @@ def _print_found(search: Search, question: str, run: Sequence[str], *, as_json: 
 
 
 def main() -> None:
-    """Run the command line; a fault of the user's is one line and exit 2, a failed run one line and exit 1."""
+    """Run the command line; a user's error is one line and exit 2, a failed run one line and exit 1."""
     run_command_line(app, "gssim")

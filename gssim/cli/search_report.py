@@ -1,4 +1,4 @@
-"""What a search found, for people, on the console."""
+"""Prints the results of a search on the console: best plans, front, comparisons and refused plans."""
 
 import shlex
 import tomllib
@@ -13,13 +13,13 @@ from gssim.terminal import PIPE_WIDTH, plain_console
 from gssim.units import human_bytes, human_seconds, one_line
 
 UNITS = {"cost": ("USD/step", 1.0), "energy": ("kJ/step", 1e-3)}
-"""What else is shown of each plan, by objective, and the factor to that unit."""
+"""Unit of the additional column by objective, and the factor to that unit."""
 
 
 def print_found(found: Found, question: str, run: Sequence[str]) -> None:
-    """Print the best plans and why, the front of time and memory, and what the best is compared with.
+    """Print the best plans and their bottlenecks, the front of time and memory, and comparisons.
 
-    `run`: the words of the command that predicts the scenario as it was asked about.
+    `run`: words of the command that predicts the scenario.
     """
     console = plain_console(PIPE_WIDTH)
     if question:
@@ -45,7 +45,7 @@ def print_found(found: Found, question: str, run: Sequence[str]) -> None:
 
 
 def nothing_fits(found: Found) -> list[str]:
-    """Return in lines that nothing fits, what comes nearest, and what would help that."""
+    """Return lines for a search without a fitting plan: the nearest plan, and changes that would help."""
     if found.nearest is None:
         return ["no plan so far that fits" if found.counts.left else "no plan of the space can run", *left_out(found)]
     candidate, result = found.nearest
@@ -58,18 +58,18 @@ def nothing_fits(found: Found) -> list[str]:
 
 
 SHOWN_REASONS = 12
-"""Of why plans were left out."""
+"""Largest number of reasons shown for plans that were left out."""
 
 
 def left_out(found: Found) -> list[str]:
-    """Return in lines which plans were left out and why, those of most plans first."""
+    """Return lines for plans that were left out, by reason, the largest groups first."""
     lines = found.counts.left_out.lines()
     more = len(lines) - SHOWN_REASONS
     return [*lines[:SHOWN_REASONS], *([f"left out for {more} other reasons: see --json"] if more > 0 else [])]
 
 
 def _counts(found: Found) -> str:
-    """Return how many plans there are, and what is still open. (How many were simulated hangs on how fast that is.)"""
+    """Return the number of plans, and of open ones. (The number of simulated plans depends on their speed.)"""
     text = f"{found.plans} plans"
     return f"{text}; ended with {found.counts.left} of them still open" if found.counts.left else text
 
@@ -92,12 +92,12 @@ def _plan_table(found: Found, outcomes: Sequence[Outcome], title: str) -> Table:
 
 
 def _compared(rival: Mapping[str, Any]) -> str:
-    """Return how much worse a plan is than the best, and why that is."""
+    """Return how much worse a plan is than the best, and why."""
     if rival.get("step_time_s") is None:
         return str(rival["why"])
     plan = in_words(PLAN.validate_python(tomllib.loads(rival["plan"])["plan"]))
-    more = "" if rival["more_ratio"] is None else f", {rival['more_ratio']:+.1%}"
-    return f"{human_seconds(rival['step_time_s'])}{more}: {plan}\n  {rival['why']}"
+    difference = "" if rival["more_ratio"] is None else f", {rival['more_ratio']:+.1%}"
+    return f"{human_seconds(rival['step_time_s'])}{difference}: {plan}\n  {rival['why']}"
 
 
 def in_words(plan: Plan) -> str:

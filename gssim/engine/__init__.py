@@ -1,23 +1,23 @@
-"""The engine: programs in simulated time, on SimPy or by a vectorised walk that is proven equal."""
+"""Executes programs in simulated time, on SimPy or by a vectorised walk that is proven equal to it."""
 
-from gssim.engine.collective_instances import Meeting, router_of, scheduler_of
+from gssim.engine.collective_instances import CollectiveInstance, router_of, scheduler_of
 from gssim.engine.host import Host, Load
 from gssim.engine.machine import SMALLEST_JITTER, DeadlockError, Machine
-from gssim.engine.memory_tracker import Memory, Recorded
-from gssim.engine.selection import Scheduled, Scheduler
+from gssim.engine.memory_tracker import MemoryTracker, RecordingTracker
+from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import RankClass, is_jittery
 
 __all__ = [
     "SMALLEST_JITTER",
+    "CollectiveInstance",
+    "CollectiveSchedule",
     "DeadlockError",
     "Host",
     "Load",
     "Machine",
-    "Meeting",
-    "Memory",
+    "MemoryTracker",
     "RankClass",
-    "Recorded",
-    "Scheduled",
+    "RecordingTracker",
     "Scheduler",
     "is_jittery",
     "router_of",

@@ -1,8 +1,8 @@
-"""Which groups come together for each collective of a program, and how it is carried out among them.
+"""Instances of a program's collectives: which equal groups carry one out together, and by which schedule.
 
-Groups that are alike meet as one: all of them start when the last of their members comes, and end together. See
-[Note: groups] in `classes`; that their networks are alike shows once all that crosses these is known, so that groups
-are told apart, and everything is arranged anew, until nothing is left to tell.
+Equal groups are one instance: all of them start when the last of their members arrives, and end together. See [Note:
+groups] in `symmetry`. Whether their networks are equal is known only once all traffic that crosses these is: groups are
+then distinguished, and everything is arranged again, until the classes are stable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,51 +17,51 @@ from gssim.cache import Same, Shared
 from gssim.cluster import Cluster, Conditions, applied
 from gssim.collectives import Communication, Hops, Stage
 from gssim.collectives.algorithms import SINGLE_FLOWS
-from gssim.engine.selection import Scheduled, Scheduler
-from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, families_of
+from gssim.engine.selection import CollectiveSchedule, Scheduler
+from gssim.engine.symmetry import Classes, Groups, RankClass, classes_of, repeated_groups
 from gssim.network import Network, Router, codes
 from gssim.program import Program
 from gssim.units import Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
-    """A collective of groups that are alike: the classes that take part, and the way in which it is carried out."""
+class CollectiveInstance:
+    """A collective of equal groups: the classes that take part, and its schedule."""
 
     communication: Communication
-    scheduled: Scheduled
+    schedule: CollectiveSchedule
     classes: tuple[RankClass, ...]
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message from rank to rank."""
+        """Whether it is a point-to-point message."""
         return self.communication.kind == "send"
 
     @cached_property
     def receivers(self) -> tuple[int, ...]:
-        """Classes of ranks that receive in the first stage, where others do not; none: all do."""
-        if self.communication.kind not in ONE_WAY or not self.scheduled.stages:
+        """Classes of the ranks that receive in the first stage, where others do not; empty: all receive."""
+        if self.communication.kind not in ONE_WAY_KINDS or not self.schedule.stages:
             return ()
-        targets = self.scheduled.stages[0].hops.target
+        targets = self.schedule.stages[0].hops.target
         return tuple(each.index for each in self.classes if np.isin(each.members, targets).any())
 
 
-ONE_WAY = ("send", "broadcast")
-"""Kinds in which some ranks only send at first."""
+ONE_WAY_KINDS = ("send", "broadcast")
+"""Kinds in whose first stage some ranks only send."""
 
 
 @dataclass(frozen=True, eq=False)
-class Arranged:
-    """A program's ranks in classes, its collectives in meetings, and the network that they use."""
+class Arrangement:
+    """A program's rank classes and collective instances, and the network that they use."""
 
     classes: tuple[RankClass, ...]
-    meetings: Mapping[str, tuple[Meeting, ...]]
+    instances: Mapping[str, tuple[CollectiveInstance, ...]]
     """By label; one for each class of groups."""
     network: Network
 
 
 def router_of(cluster: Cluster, conditions: Conditions, shared: Shared) -> Router:
-    """Return the routes over a cluster's links under the conditions' faults."""
+    """Return the router over a cluster's links under the conditions' faults."""
     return shared.once(
         "router",
         (Same(cluster), conditions.faults),
@@ -70,7 +70,7 @@ def router_of(cluster: Cluster, conditions: Conditions, shared: Shared) -> Route
 
 
 def scheduler_of(cluster: Cluster, router: Router, ranks: int, shared: Shared) -> Scheduler:
-    """Return what finds the ways of carrying out collectives among the first devices of a cluster."""
+    """Return the scheduler of collectives among the first devices of a cluster."""
     place = (Same(cluster), Same(router), ranks)
     return shared.once("scheduler", place, lambda: Scheduler(cluster, router, ranks, shared))
 
@@ -84,29 +84,31 @@ def arrange(
     conditions: Conditions,
     shared: Shared,
     unfolded: bool = False,
-) -> Arranged:
-    """Return the classes, meetings and network of a program."""
+) -> Arrangement:
+    """Return the classes, collective instances and network of a program."""
     scheduler = scheduler_of(cluster, router, len(program.role_of), shared)
-    kinds = {groups: scheduler.kinds(groups) for groups in families_of(program)}
-    ways = _Ways(scheduler, Choice(router, conditions))
+    kinds = {groups: scheduler.kinds(groups) for groups in repeated_groups(program)}
+    schedules = _ScheduleCache(scheduler, Choice(router, conditions))
     while True:
         classes = classes_of(cluster, program, kinds=kinds, unfolded=unfolded)
-        meetings = _meetings(program, classes, ways)
-        stages = [stage for each in meetings.values() for meeting in each for stage in meeting.scheduled.stages]
+        instances = _instances(program, classes, schedules)
+        stages = [
+            stage for by_label in instances.values() for instance in by_label for stage in instance.schedule.stages
+        ]
         network = Network(env, router, stages, conditions=conditions, unfolded=unfolded, shared=shared)
-        finer = {} if unfolded else _told_apart(kinds, meetings, network, router)
-        if not finer:
-            return Arranged(classes.ranks, meetings, network)
-        kinds |= finer
+        finer_kinds = {} if unfolded else _refined_kinds(kinds, instances, network, router)
+        if not finer_kinds:
+            return Arrangement(classes.ranks, instances, network)
+        kinds |= finer_kinds
 
 
 class Choice:
-    """Of several ways to carry out a collective, the one that is fastest on idle links."""
+    """Chooses the schedule of a collective that is fastest on idle links."""
 
     def __init__(self, router: Router, conditions: Conditions) -> None:
         self.router, self.conditions = router, conditions
 
-    def best(self, options: Sequence[Scheduled]) -> Scheduled:
+    def best(self, options: Sequence[CollectiveSchedule]) -> CollectiveSchedule:
         """Return the fastest option."""
         if len(options) == 1:
             return options[0]
@@ -115,23 +117,23 @@ class Choice:
         return min(options, key=lambda option: option.alone_s(network))
 
 
-class _Ways:
-    """How groups carry out collectives: worked out for the first of those that are alike, the same in the others."""
+class _ScheduleCache:
+    """Schedules of collectives, computed for the first of equal groups and repeated for the others."""
 
     def __init__(self, scheduler: Scheduler, choice: Choice) -> None:
         self.scheduler, self.choice = scheduler, choice
-        self._chosen: dict[Any, Scheduled] = {}
+        self._chosen: dict[Any, CollectiveSchedule] = {}
         self._spread: dict[tuple[int, Groups], tuple[Hops, Hops]] = {}
 
-    def of(self, communication: Communication, groups_in_all: int) -> Scheduled:
-        """Return the way for all groups of a collective, which are alike; equal collectives share it.
+    def of(self, communication: Communication, groups_in_all: int) -> CollectiveSchedule:
+        """Return the schedule of a collective for all of its groups, which are equal; equal collectives share it.
 
-        `groups_in_all`: how many carry it out, those that are not like these included; together they may have too many
-        flows to follow each.
+        `groups_in_all`: number of groups that carry it out, unequal ones included; together they may have too many
+        flows to simulate each.
         """
         alone = replace(communication, beside=()) if communication.beside else communication
-        told = replace(alone, pair_bytes=()) if alone.pair_bytes else alone
-        key = (told, id(alone.pair_bytes))  # matrices are shared, and large
+        compared = replace(alone, pair_bytes=()) if alone.pair_bytes else alone
+        key = (compared, id(alone.pair_bytes))  # matrices are shared, and large
         if key not in self._chosen:
             self._chosen[key] = self.choice.best(self.scheduler.candidates(alone))
         chosen = self._chosen[key]
@@ -151,32 +153,36 @@ class _Ways:
         return replace(stage, hops=self._spread[key][1])
 
 
-def _meetings(program: Program, classes: Classes, ways: _Ways) -> dict[str, tuple[Meeting, ...]]:
+def _instances(
+    program: Program, classes: Classes, schedules: _ScheduleCache
+) -> dict[str, tuple[CollectiveInstance, ...]]:
     parts: dict[Groups, list[tuple[Groups, tuple[RankClass, ...]]]] = {}
-    found = {}
-    known: dict[Communication, tuple[Meeting, ...]] = {}
+    by_label = {}
+    by_communication: dict[Communication, tuple[CollectiveInstance, ...]] = {}
     for label, communication in program.communications.items():
-        alike = None if communication.pair_bytes else known.get(communication)  # matrices take long to compare
+        alike = (
+            None if communication.pair_bytes else by_communication.get(communication)
+        )  # matrices take long to compare
         if alike is None:
             groups = communication.groups
             if groups not in parts:
-                parts[groups] = [(part, _members(part, classes.ranks)) for part in _parts(groups, classes.groups)]
-            each = [(_of_part(communication, part), members) for part, members in parts[groups]]
-            alike = tuple(Meeting(part, ways.of(part, len(groups)), members) for part, members in each)
+                parts[groups] = []
+                for part in _by_class(groups, classes.groups):
+                    ranks = {rank for group in part for rank in group}
+                    members = tuple(each for each in classes.ranks if each.representative in ranks)
+                    parts[groups].append((part, members))
+            equal = []
+            for part, members in parts[groups]:
+                own = communication if part == groups else replace(communication, group=part[0], beside=part[1:])
+                equal.append(CollectiveInstance(own, schedules.of(own, len(groups)), members))
+            alike = tuple(equal)
             if not communication.pair_bytes:
-                known[communication] = alike
-        found[label] = alike
-    return found
+                by_communication[communication] = alike
+        by_label[label] = alike
+    return by_label
 
 
-def _of_part(communication: Communication, groups: Groups) -> Communication:
-    """Return a collective of some of its groups alone."""
-    if communication.groups == groups:
-        return communication
-    return replace(communication, group=groups[0], beside=groups[1:])
-
-
-def _parts(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
+def _by_class(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
     """Return groups by class, those of the first one first."""
     if len(groups) == 1:
         return [groups]
@@ -184,40 +190,37 @@ def _parts(groups: Groups, classes: Mapping[Groups, Ints]) -> list[Groups]:
     return [tuple(g for g, c in zip(groups, colour, strict=True) if c == each) for each in dict.fromkeys(colour)]
 
 
-def _members(groups: Groups, classes: Sequence[RankClass]) -> tuple[RankClass, ...]:
-    """Return the classes of the groups' members; each is of members alone."""
-    inside = {rank for group in groups for rank in group}
-    return tuple(each for each in classes if each.representative in inside)
-
-
-def _told_apart(
-    kinds: Mapping[Groups, Ints], meetings: Mapping[str, tuple[Meeting, ...]], network: Network, router: Router
+def _refined_kinds(
+    kinds: Mapping[Groups, Ints],
+    instances: Mapping[str, tuple[CollectiveInstance, ...]],
+    network: Network,
+    router: Router,
 ) -> dict[Groups, Ints]:
-    """Return finer kinds of groups, for the families in which some that met as one are not alike in the network."""
+    """Return finer kinds of groups, where some of one instance differ in the network."""
     place = {groups: {group: i for i, group in enumerate(groups)} for groups in kinds}
-    family_of = {group: groups for groups in kinds for group in groups}
-    found: dict[Groups, Ints] = {}
+    collection_of = {group: groups for groups in kinds for group in groups}
+    refined: dict[Groups, Ints] = {}
     seen = set()
-    for each in meetings.values():
-        for meeting in each:
-            groups = meeting.communication.groups
-            for stage in meeting.scheduled.stages if len(groups) > 1 else ():
+    for by_label in instances.values():
+        for instance in by_label:
+            groups = instance.communication.groups
+            for stage in instance.schedule.stages if len(groups) > 1 else ():
                 key = (id(stage.hops), stage.coupled)
                 if key in seen or not stage.hops.count:
                     continue
                 seen.add(key)
-                marks = _marks(stage, len(groups), network, router)
-                if marks.any():
-                    family = family_of[groups[0]]
-                    before = found.get(family, kinds[family])
-                    after = before * (int(marks.max()) + 1)
-                    after[[place[family][group] for group in groups]] += marks
-                    found[family] = np.unique(after, return_inverse=True)[1]
-    return found
+                classes_of_groups = _session_classes(stage, len(groups), network, router)
+                if classes_of_groups.any():
+                    collection = collection_of[groups[0]]
+                    before = refined.get(collection, kinds[collection])
+                    after = before * (int(classes_of_groups.max()) + 1)
+                    after[[place[collection][group] for group in groups]] += classes_of_groups
+                    refined[collection] = np.unique(after, return_inverse=True)[1]
+    return refined
 
 
-def _marks(stage: Stage, groups: int, network: Network, router: Router) -> Ints:
-    """Return numbers that tell groups apart: by the classes of their sessions, and when their hops arrive."""
+def _session_classes(stage: Stage, groups: int, network: Network, router: Router) -> Ints:
+    """Return a class for each group: by the classes of its sessions, and by the latencies of its hops."""
     sessions = np.sort(network.folded.colours[id(stage.hops), stage.coupled].reshape(groups, -1), axis=1)
     on = router.bundle(stage.hops) if stage.coupled else router.of(stage.hops)
     late = codes(on.latency_s).reshape(groups, -1)

@@ -1,6 +1,5 @@
-"""Hosts whose devices slow each other down.
-
-Simulated time that can be waited for by the clock, not only by what is left until then.
+"""Hosts whose devices slow each other down while they compute and communicate, and a SimPy clock with absolute
+times.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +14,7 @@ from gssim.cluster import DeviceType, communicating_excess
 
 
 class Clock(simpy.Environment):
-    """An environment with events at given times.
+    """A SimPy environment with events at absolute times.
 
     A timeout of `time - now` does not end at `time` to the last digit.
     """
@@ -29,21 +28,21 @@ class Clock(simpy.Environment):
         """
         event = simpy.Event(self)
         event._ok, event._value = True, time_s
-        heappush(self._queue, (time_s, NORMAL, next(self._eid), event))  # as its own `schedule` does
+        heappush(self._queue, (time_s, NORMAL, next(self._eid), event))  # like SimPy's `schedule`
         return event
 
 
 class Load(NamedTuple):
-    """What communication asks of a device that it goes on beside."""
+    """Load of communication on a device that computes meanwhile."""
 
     busy_share: float
-    """Part of the time for which it keeps a processor busy."""
+    """Fraction of the time for which it occupies a processor."""
     handled_bytes_per_s: float
-    """Bytes that are sent and received."""
+    """Bytes sent and received per second."""
 
 
 class Host:
-    """Devices that share a host: each computes slower while the others compute, and while it communicates itself.
+    """Devices that share a host: each computes slower while others compute, and while it communicates itself.
 
     Equal ranks are one class, which stands for as many devices as it has members on this host. In the lab it is a core
     that devices share: `core_share` is then the part of its time that a device of each class has.
@@ -61,9 +60,9 @@ class Host:
         self.env, self.devices, self.members, self.coupled = env, devices, members, coupled
         self.core_share = core_share
         self.computing: Counter[int] = Counter()
-        """By class: on how many of its streams it computes, for it may on several at once."""
+        """By class: number of its streams that compute, possibly several at once."""
         self.communicating: dict[int, Counter[Load]] = defaultdict(Counter)
-        """By class: collectives under way, by what they ask of the device."""
+        """By class: running collectives, counted by their load."""
         self.changed = env.event()
 
     def _change(self) -> None:
@@ -71,7 +70,7 @@ class Host:
         self.changed = self.env.event()
 
     def compute(self, rank_class: int, alone_s: float, device: DeviceType) -> Generator[Any, Any, None]:
-        """Take the simulated time of `alone_s` of a device's compute under what else goes on at the host."""
+        """Take the simulated time of `alone_s` of compute, slowed by the current load of the host."""
         if alone_s <= 0:
             return
         self.computing[rank_class] += 1
@@ -92,7 +91,7 @@ class Host:
         self._change()
 
     def _first_of(self, *events: simpy.Event) -> simpy.Event:
-        """Return an event that comes with the first of others; SimPy's own also collects what they bring."""
+        """Return an event that triggers with the first of others; SimPy's own also collects their values."""
         woken = self.env.event()
 
         def wake(_event: simpy.Event) -> None:
@@ -100,16 +99,16 @@ class Host:
                 woken.succeed()
 
         for event in events:
-            assert event.callbacks is not None  # both are yet to come
+            assert event.callbacks is not None  # both are still pending
             event.callbacks.append(wake)
         return woken
 
     def _others(self, rank_class: int) -> float:
-        """Return which part of the other devices computes now.
+        """Return the fraction of the other devices that compute now.
 
-        On a core, devices take turns, and what a slow-down is made of is filling the caches anew after others' turns. A
-        device that has fewer of them than this one comes between fewer of its turns; one that has more, or two
-        devices, no more than between each (assumed).
+        On a core, devices take turns, and the slow-down is the refilling of the caches after others' turns. A device
+        with fewer turns than this one interrupts fewer of its turns; one with more, or two devices, no more than each
+        (assumed).
         """
         if self.core_share is not None:
             own = self.core_share[rank_class]
@@ -119,13 +118,13 @@ class Host:
         return (computing - 1) / max(1, self.devices - 1)
 
     def _load(self, rank_class: int) -> Load:
-        """Return what all the class's collectives ask of it."""
+        """Return the total load of the class's collectives."""
         under_way = self.communicating[rank_class].items()
         shares, rates = ([load[i] * count for load, count in under_way] for i in range(2))
         return Load(sum(shares), sum(rates))
 
     def communicate(self, rank_class: int, load: Load, change: int) -> None:
-        """Note that the class has `change` more collectives under way that ask so much of it."""
+        """Add `change` running collectives of such a load to the class."""
         before = self._load(rank_class)
         under_way = self.communicating[rank_class]
         under_way[load] += change

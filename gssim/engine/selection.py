@@ -1,4 +1,4 @@
-"""How each collective of a program is carried out on a cluster: members, algorithm, stages and fixed costs."""
+"""Selection of the schedule of each collective on a cluster: members, algorithm, stages and fixed costs."""
 
 import math
 from collections import defaultdict
@@ -22,39 +22,39 @@ from gssim.network import Network, Pace, Router, notices_queue
 from gssim.units import Ints, distinct
 
 NCCL_ALGORITHMS = {"ring": "ring", "tree": "double-tree", "nvls": "in-switch"}
-"""NCCL's names, and ours."""
+"""Names of this package's algorithms by NCCL's names."""
 DATA_CENTRE_LATENCY_S = 50e-6
-"""What a message may take before it counts as one over a long way; NCCL's own constants say 14 us for a network."""
+"""Latency above which a message counts as long-distance; NCCL's own constants assume 14 us for a network."""
 PCIE_BYTES_PER_S = 64e9
-"""Devices of a host that reach each other through a switch at less than this are taken to have PCIe, not NVLink."""
+"""Devices of a host that reach each other through a switch at less than this are assumed to have PCIe, not NVLink."""
 
 
 @dataclass(frozen=True, eq=False)
-class Scheduled:
+class CollectiveSchedule:
     """One way to carry out a collective."""
 
     algorithm: str
     stages: tuple[Stage, ...]
     fixed_s: float
-    """Before the first byte."""
+    """Time before the first byte."""
     factor: float = 1.0
     """Time of a byte over that on the bare links."""
     path_latency: bool = True
     """Whether latencies of links count; else they are part of `fixed_s`."""
     measured: bool = False
-    """`fixed_s` is all the time that it takes; what the links carry is counted, but takes no time of its own."""
+    """Whether `fixed_s` is the whole time; bytes on links are then counted, but take no time of their own."""
     processor_byte_s: float = 0.0
-    """Processor time of a rank for each byte that it sends or receives, beside what the links take."""
+    """Processor time of a rank for each byte that it sends or receives, in addition to the links."""
 
     message_s: float = 0.0
-    """What every message takes beside its path's latency."""
+    """Time of every message in addition to its path's latency."""
     notices: bool = False
     """Whether messages wait for receivers' notices."""
     group_bytes: int = 0
-    """Of segments that shaped links let pass together; wires have none."""
+    """Size of the segments that shaped links pass together; 0 for wires."""
 
     def pace(self, stage: Stage, *, latency: bool = True, lead_s: float = 0.0) -> Pace:
-        """Return what the backend adds to a stage's links."""
+        """Return the backend's costs on top of a stage's links."""
         return Pace(
             self.factor,
             latency and self.path_latency,
@@ -66,11 +66,13 @@ class Scheduled:
         )
 
     def alone_s(self, network: Network) -> float:
-        """Return the time on idle links, additions to received bytes left out."""
+        """Return the time on idle links, without the reduction of received bytes."""
         return self.fixed_s if self.measured else self.fixed_s + self._carrying_s(network)
 
     def load(self, network: Network) -> Load:
-        """Return what it asks of the processors on idle links; all of them where it is not known what bytes take."""
+        """Return the load on the processors on idle links; the full load where the processor cost of bytes is not
+        known.
+        """
         busy_s = sum(processor_s(stage, self.processor_byte_s) for stage in self.stages)
         handled = sum(processor_s(stage, 1.0) for stage in self.stages)
         carrying_s = self._carrying_s(network, latency=False)
@@ -81,48 +83,48 @@ class Scheduled:
         return sum(network.alone_s(stage, self.pace(stage, latency=latency)) for stage in self.stages)
 
 
-MOST_KEPT = 512
-"""Collectives, and families of groups, of which it is known how they are carried out."""
+MAX_CACHED = 512
+"""Number of cached collectives, and of cached collections of groups."""
 
 
 class Scheduler:
-    """Finds the ways of carrying out collectives on a cluster; what a group's members are is found once."""
+    """Finds the schedules of collectives on a cluster; members of groups are computed once."""
 
     def __init__(self, cluster: Cluster, router: Router, ranks: int, shared: Shared | None = None) -> None:
         self.cluster, self.router, self._shared = cluster, router, shared or Shared()
         gpus = any(cluster.device_types[name].kind == "cuda" for name in {d.type for d in cluster.devices[:ranks]})
         self.tuning = (cluster.nccl or GENERATIONS["ampere"]) if cluster.backend == "nccl" and gpus else None
         self._groups: dict[Members, Group] = {}
-        self._alike: dict[bytes, Group] = {}
+        self._equal_groups: dict[bytes, Group] = {}
         devices = cluster.devices[:ranks]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in devices))}
         self.hosts = np.array([numbers[device.host] for device in devices], dtype=np.int64)
         self._members: dict[tuple[Sequence[int], int], Members] = {}
-        self._kept = Shared(MOST_KEPT)
+        self._cache = Shared(MAX_CACHED)
         self._group_bytes = shaped_group_bytes(cluster)
 
     def members(self, group: Sequence[int], root: int = 0) -> Members:
-        """Return a group's members from the root on, and round: the same object for the same group and root."""
+        """Return a group's members in ring order from the root: the same object for the same group and root."""
         if (group, root) not in self._members:
             ranks = np.roll(np.array(group, dtype=np.int64), -root)
             topology = self.cluster.topology
             shape = getattr(topology, "shape", ()) if topology is not None and topology.kind == "torus" else ()
             rails = self.cluster.backend == "nccl"
-            inside = self._packed(ranks) if rails and not root else None  # of rings, which have no root
+            inside = self._ring_packing(ranks) if rails and not root else None  # rings have no root
             rings = () if inside is None else (inside.source, inside.target, inside.weight)
             arrays = tuple(each.tobytes() for each in (ranks, self.hosts[ranks], *rings))
             fills = tuple(shape) if prod(shape) == len(ranks) else ()
 
-            def made() -> Members:
+            def new_members() -> Members:
                 kept = self.router.kept
                 return Members(ranks, self.hosts[ranks], shape=fills, multirail=rails, inside=inside, kept=kept)
 
             key = (arrays, fills, rails)  # in clusters that differ in rates alone they are the same, and so their hops
-            self._members[group, root] = self._shared.once("members", key, made, most=MOST_KEPT)
+            self._members[group, root] = self._shared.once("members", key, new_members, most=MAX_CACHED)
         return self._members[group, root]
 
-    def _packed(self, ranks: Ints) -> Hops | None:
-        """Return the best rings inside hosts whose devices are linked one to another; None where no host is such."""
+    def _ring_packing(self, ranks: Ints) -> Hops | None:
+        """Return the best rings inside hosts whose devices are directly linked; None where no host is such."""
         position = np.full(self.cluster.wiring.nodes, -1)
         position[ranks] = np.arange(len(ranks))
         wiring = self.cluster.wiring
@@ -137,19 +139,19 @@ class Scheduler:
             rates[host][int(source[link]), int(target[link])] = float(wiring.bandwidth_bytes_per_s[link])
         pairs: list[tuple[int, int, float]] = []
         for host in distinct(self.hosts[ranks]).tolist():
-            pairs += _rings_inside(np.flatnonzero(self.hosts[ranks] == host).tolist(), rates.get(host, {}))
+            pairs += _host_rings(np.flatnonzero(self.hosts[ranks] == host).tolist(), rates.get(host, {}))
         return Hops.of(pairs)
 
-    def _tuned(self, tuning: NcclTuning, members: Members, communication: Communication) -> Scheduled:
-        """Return what NCCL's tuner chooses, with its latency, and the part of the links' rates that it reaches.
+    def _tuned_by_nccl(self, tuning: NcclTuning, members: Members, communication: Communication) -> CollectiveSchedule:
+        """Return the choice of NCCL's tuner, with its latency and the fraction of the links' rates that it reaches.
 
-        The tuner prices a group whatever the root is.
+        The tuner prices a group independently of the root.
         """
         group = self._group(self.members(communication.group))
         kind, size = _priced_as(communication)
         choice = times(tuning, kind, size, group)
         name = BACKEND_ALGORITHMS["nccl"][communication.kind]
-        if communication.kind == "all-reduce":  # of all others there is one algorithm
+        if communication.kind == "all-reduce":  # all other kinds have one algorithm
             name = NCCL_ALGORITHMS[choice.algorithm]
         stages = tuple(
             replace(s, stretch_ratio=1.0) for s in ALGORITHMS[name, communication.kind](members, communication)
@@ -160,13 +162,13 @@ class Scheduler:
         ratio = choice.network_bandwidth_ratio if limited else choice.bandwidth_ratio
         fixed_s = (
             choice.latency_s
-            + self._distance_s(stages)
+            + self._long_distance_s(stages)
             + collectives.overhead_s(self.cluster, communication.carried_kind)
         )
-        return Scheduled(name, stages, fixed_s, 1 / ratio, path_latency=False)
+        return CollectiveSchedule(name, stages, fixed_s, 1 / ratio, path_latency=False)
 
-    def _distance_s(self, stages: Sequence[Stage]) -> float:
-        """Return the latency of long ways, which NCCL's constants do not know: what hops take beyond a data centre."""
+    def _long_distance_s(self, stages: Sequence[Stage]) -> float:
+        """Return the latency of long-distance hops beyond a data centre, which NCCL's constants do not include."""
         total_s = 0.0
         for stage in stages:
             if stage.coupled:
@@ -179,9 +181,9 @@ class Scheduler:
     def _group(self, members: Members) -> Group:
         """Return a group as NCCL's tuner sees it: its rates are those of the ring's hops inside and between hosts."""
         if members not in self._groups:
-            place = self._place_among_equals(members)
-            if place is not None and place in self._alike:
-                return self._groups.setdefault(members, self._alike[place])
+            place = self._canonical_place(members)
+            if place is not None and place in self._equal_groups:
+                return self._groups.setdefault(members, self._equal_groups[place])
             hops = ring_hops(members, 1)
             local = np.where(self.hosts[hops.source] == self.hosts[hops.target], hops.weight, 0.0)
             whole = summed(hops.source, local, len(self.hosts))[hops.source]
@@ -201,13 +203,13 @@ class Scheduler:
                 nvls=members.inside is None and members.count > 1,
             )
             if place is not None:
-                self._alike[place] = self._groups[members]
+                self._equal_groups[place] = self._groups[members]
         return self._groups[members]
 
-    def _place_among_equals(self, members: Members) -> bytes | None:
-        """Return what tells a group apart where all servers are alike and hang on one switch; None elsewhere.
+    def _canonical_place(self, members: Members) -> bytes | None:
+        """Return a key that is equal for equal groups where all servers are equal and on one switch; None elsewhere.
 
-        That is hosts in their order of appearance, and places in them.
+        That is hosts in their order of appearance, and positions in them.
         """
         topology = self.cluster.topology
         if topology is None or topology.kind != "servers" or len(topology.servers) > 1:
@@ -220,11 +222,11 @@ class Scheduler:
         return np.concatenate([order, ranks]).tobytes()
 
     def kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
-        """Return a number for each of several groups: equal where collectives are carried out in the same way.
+        """Return a class for each of several groups: equal where collectives have the same schedules.
 
-        That hangs on how members are spread over hosts and, for NCCL's tuner, on how fast these are linked.
+        That depends on the spread of members over hosts and, for NCCL's tuner, on the rates between these.
         """
-        return self._kept.once("kinds", tuple(groups), lambda: self._kinds(groups))
+        return self._cache.once("kinds", tuple(groups), lambda: self._kinds(groups))
 
     def _kinds(self, groups: Sequence[Sequence[int]]) -> Ints:
         found = []
@@ -238,38 +240,38 @@ class Scheduler:
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found))}
         return np.array([numbers[kind] for kind in found], dtype=np.int64)
 
-    def candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
-        """Return the ways that may be taken: one where the backend or the user names it, else all that fit."""
-        if communication.pair_bytes:  # of thresholds: never the same again
+    def candidates(self, communication: Communication) -> tuple[CollectiveSchedule, ...]:
+        """Return the possible schedules: one where the backend or the user names it, else all that fit."""
+        if communication.pair_bytes:  # data-dependent: never equal again
             return self._candidates(communication)
-        return self._kept.once("candidates", communication, lambda: self._candidates(communication))
+        return self._cache.once("candidates", communication, lambda: self._candidates(communication))
 
-    def _candidates(self, communication: Communication) -> tuple[Scheduled, ...]:
+    def _candidates(self, communication: Communication) -> tuple[CollectiveSchedule, ...]:
         if len(communication.group) == 1:
-            return (Scheduled("none", (), 0.0),)
+            return (CollectiveSchedule("none", (), 0.0),)
         members = self.members(communication.group, communication.root)
         table_s = collectives.measured_s(self.cluster, communication)
         if table_s is not None:
             name = BACKEND_ALGORITHMS[self.cluster.backend][communication.carried_kind]
             stages = ALGORITHMS[name, communication.carried_kind](members, communication)
-            return (Scheduled(name, stages, table_s, measured=True),)
+            return (CollectiveSchedule(name, stages, table_s, measured=True),)
         if self.tuning is not None and communication.carried_kind not in self.cluster.algorithms:
-            return (self._tuned(self.tuning, members, communication),)
+            return (self._tuned_by_nccl(self.tuning, members, communication),)
         named = collectives.algorithm_of(self.cluster, communication.carried_kind)
         if named == "best":
-            return self._fitting(members, communication)
+            return self._fitting_algorithms(members, communication)
         try:
-            return (self._plain(named, members, communication),)
+            return (self._with_backend_costs(named, members, communication),)
         except ValueError as error:
             raise UserError(f"cluster.algorithms.{communication.carried_kind} = {named!r}: {error}") from None
 
-    def _plain(self, name: str, members: Members, communication: Communication) -> Scheduled:
-        """Return an algorithm with the backend's costs; raises ValueError where the group has not the shape for it."""
+    def _with_backend_costs(self, name: str, members: Members, communication: Communication) -> CollectiveSchedule:
+        """Return an algorithm with the backend's costs; raises ValueError where the group's shape does not fit it."""
         kind = communication.carried_kind
         stages = ALGORITHMS[name, kind](members, communication)
-        return Scheduled(
+        return CollectiveSchedule(
             name,
-            tuple(self._queued(stage) for stage in stages),
+            tuple(self._with_queueing(stage) for stage in stages),
             collectives.overhead_s(self.cluster, kind),
             processor_byte_s=collectives.processor_byte_s(self.cluster, kind),
             message_s=collectives.message_s(self.cluster),
@@ -277,28 +279,28 @@ class Scheduler:
             group_bytes=self._group_bytes,
         )
 
-    def _queued(self, stage: Stage) -> Stage:
-        """Return the stage as long as it takes where notices wait in queues of its data."""
+    def _with_queueing(self, stage: Stage) -> Stage:
+        """Return the stage stretched where notices wait in queues of its data."""
         if not stage.queued_ratio or not collectives.has_notices(self.cluster.backend):
             return stage
-        waits = self._kept.once("queues", Same(stage.hops), lambda: notices_queue(self.router, stage.hops))
+        waits = self._cache.once("queues", Same(stage.hops), lambda: notices_queue(self.router, stage.hops))
         return replace(stage, stretch_ratio=stage.stretch_ratio * (1 + stage.queued_ratio)) if waits else stage
 
-    def _fitting(self, members: Members, communication: Communication) -> tuple[Scheduled, ...]:
-        """Return all algorithms that the group has the shape for.
+    def _fitting_algorithms(self, members: Members, communication: Communication) -> tuple[CollectiveSchedule, ...]:
+        """Return the schedules of all algorithms that fit the shape of the group.
 
-        Switches that add up are left out: they are taken where NCCL's tuner or the user says that there are some.
+        In-switch reduction is left out: it is used where NCCL's tuner or the user says that the switches support it.
         """
         found = []
         for name in collectives.algorithms_for(communication.carried_kind):
             if name != "in-switch":
                 with suppress(ValueError):
-                    found.append(self._plain(name, members, communication))
+                    found.append(self._with_backend_costs(name, members, communication))
         return tuple(found)
 
 
 def _rounded(group: Group) -> Group:
-    """Return a group with its rates to twelve digits: sums of the same numbers may differ by their order."""
+    """Return a group with its rates rounded to twelve digits: sums of the same numbers may differ by their order."""
     across = group.network_bytes_per_s
     return replace(
         group,
@@ -308,7 +310,9 @@ def _rounded(group: Group) -> Group:
 
 
 def _priced_as(communication: Communication) -> tuple[Kind, float]:
-    """Return the kind and size as which NCCL's tuner prices a collective; uneven forms as even ones of their size."""
+    """Return the kind and size by which NCCL's tuner prices a collective; uneven forms count as even ones of their
+    size.
+    """
     if communication.kind == "all-to-all-v":
         return "all-to-all", communication.most_sent_bytes
     kinds: dict[str, Kind] = {
@@ -325,15 +329,15 @@ def _priced_as(communication: Communication) -> tuple[Kind, float]:
     return kinds[communication.kind], communication.size_bytes
 
 
-PACKED_DEVICES = 8
-"""Hosts of more devices are not searched for rings."""
+MAX_PACKED_DEVICES = 8
+"""Hosts with more devices are not searched for rings."""
 
 
-def _rings_inside(members: list[int], rates: dict[tuple[int, int], float]) -> list[tuple[int, int, float]]:
+def _host_rings(members: list[int], rates: dict[tuple[int, int], float]) -> list[tuple[int, int, float]]:
     """Return (source, target, weight) of the rings over one host's members; in rank order where links allow none."""
     first = members[0]
     matrix = [[rates.get((a, b), 0.0) for b in members] for a in members]
-    rings = _packing(tuple(map(tuple, matrix))) if 1 < len(members) <= PACKED_DEVICES else ()
+    rings = _cached_ring_packing(tuple(map(tuple, matrix))) if 1 < len(members) <= MAX_PACKED_DEVICES else ()
     total = sum(rate for _, rate in rings)
     if not total:
         following = [*members[1:], first]
@@ -346,7 +350,7 @@ def _rings_inside(members: list[int], rates: dict[tuple[int, int], float]) -> li
 
 
 @lru_cache(maxsize=64)
-def _packing(matrix: tuple[tuple[float, ...], ...]) -> tuple[tuple[tuple[int, ...], float], ...]:
+def _cached_ring_packing(matrix: tuple[tuple[float, ...], ...]) -> tuple[tuple[tuple[int, ...], float], ...]:
     try:
         return tuple(ring_packing(matrix))
     except ValueError:  # no ring over these links alone

@@ -1,14 +1,13 @@
-"""Many classes of ranks at once: what one of them does in a time, all of a family do in a vector of times.
+"""The vectorised walk: executes many rank classes at once, with one vector of times per group of roles with equal
+tasks.
 
-[Note: lockstep] Thresholds leave hardly two ranks alike: all do the same tasks, but each in times of its own. Where
-ranks go ahead of the clock between collectives ([Note: ahead] in `ahead`), nothing but these brings them together, so
-that only collectives take part in simulated time, and between them times are added up for all ranks of a family that
-came from the same one. Every sum is made in the same order as for one rank alone, to the last digit.
+[Note: lockstep] With thresholds, hardly two ranks are equal: all execute the same tasks, but each with times of its
+own. Where ranks run ahead of the clock between collectives ([Note: ahead] in `fast_path`), only collectives synchronise
+them, so that only these take part in simulated time, and between them times are added up for all ranks of a task group
+that left the same one. Every sum is made in the same order as for one rank alone, to the last digit.
 
-Roles that do the same tasks, each in times of its own, taken together: what vectors of times are carried out by.
-
-A stream's tasks fall into segments, within which nothing is waited for: one begins where others are waited for, and
-ends with a collective, or with what others wait for, who then need not wait for more.
+A stream's tasks are cut into segments without waits: a segment begins where the stream waits for others, and ends with
+a collective, or with a task that others wait for, so that they need not wait for more.
 """
 
 from collections import defaultdict, deque
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import simpy
 
-from gssim.engine.collective_instances import Meeting
-from gssim.engine.memory_tracker import holding_of
+from gssim.engine.collective_instances import CollectiveInstance
+from gssim.engine.memory_tracker import group_peaks_of
+from gssim.engine.rendezvous import carry_out
 from gssim.program import Program, Task
 from gssim.result import PHASES, Span
 from gssim.units import Floats, Ints, distinct
@@ -32,39 +32,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Tasks of a stream that follow one another without a wait between them."""
+    """Consecutive tasks of a stream without a wait between them."""
 
     number: int
-    """Among all of the family's."""
+    """Index among all segments of the task group."""
     stream: str
     tasks: tuple[int, ...]
-    """Their places in the step; the last one may be a collective."""
+    """Positions in the step; the last task may be a collective."""
     after: tuple[str, ...]
-    """Labels of other streams' tasks that the first one waits for."""
+    """Labels of other streams' tasks on which the first task depends."""
     communication: str | None
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class TaskGroup:
     """Roles with the same tasks but for their times and memory."""
 
     tasks: tuple[Task, ...]
-    """Of the first role."""
+    """Tasks of the first role."""
     roles: tuple[int, ...]
     duration_s: Floats
     """By task and role."""
     host_s: Floats
-    """The same: what the host takes to issue a task, where it does."""
+    """By task and role: time of the host to issue the task, 0 without."""
     streams: Mapping[str, tuple[Segment, ...]]
     segments: tuple[Segment, ...]
     waiting: Mapping[int, tuple[int, ...]]
-    """By a segment's number, those of the same step that wait for one of its tasks, once for each such task."""
+    """By segment number: segments of the same step that wait for one of its tasks, once for each such task."""
     awaited: frozenset[str]
     """Labels of tasks that others wait for."""
 
 
-def families_of_roles(program: Program) -> tuple[Family, ...]:
-    """Return the families of a program's roles, in the order of their first ones."""
+def task_groups_of(program: Program) -> tuple[TaskGroup, ...]:
+    """Return the task groups of a program's roles, in the order of their first roles."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for role, tasks in enumerate(program.tasks):
         shape = tuple(
@@ -72,10 +72,10 @@ def families_of_roles(program: Program) -> tuple[Family, ...]:
             for task in tasks
         )
         alike.setdefault(shape, []).append(role)
-    return tuple(_family(program, roles) for roles in alike.values())
+    return tuple(_task_group(program, roles) for roles in alike.values())
 
 
-def _family(program: Program, roles: Sequence[int]) -> Family:
+def _task_group(program: Program, roles: Sequence[int]) -> TaskGroup:
     tasks = program.tasks[roles[0]]
     streams: dict[str, tuple[Segment, ...]] = {}
     segments: list[Segment] = []
@@ -87,7 +87,7 @@ def _family(program: Program, roles: Sequence[int]) -> Family:
     for segment in segments:
         for label in segment.after:
             waiting[place[label]].append(segment.number)
-    return Family(
+    return TaskGroup(
         tasks,
         tuple(roles),
         np.array([[task.duration_s for task in program.tasks[role]] for role in roles]).T.copy(),
@@ -116,236 +116,242 @@ def _segments(tasks: Sequence[Task], stream: str, first: int) -> list[Segment]:
 
 
 @dataclass(eq=False)
-class _Gathering:
-    """A collective's members as they come."""
+class _Arrivals:
+    """Arrivals of a collective's members."""
 
     missing: int
     latest_s: float = 0.0
-    came: list[tuple["Ranks", int, Segment, Ints]] = field(default_factory=list)
+    arrived: list[tuple["Ranks", int, Segment, Ints]] = field(default_factory=list)
 
 
 class Ranks:
-    """The classes of a family, as places in vectors, and what they did: by step and task, when it began and ended."""
+    """Classes of a task group as positions in vectors, with the begin and end of every task by step."""
 
-    def __init__(self, family: Family, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
-        count, segments = len(classes), len(family.segments)
-        self.family, self.classes, self.columns = family, np.array(classes), columns
-        self.duration_s = family.duration_s[:, columns]
+    def __init__(self, task_group: TaskGroup, classes: Sequence[int], columns: Sequence[int], steps: int) -> None:
+        count, segments = len(classes), len(task_group.segments)
+        self.task_group, self.classes, self.columns = task_group, np.array(classes), columns
+        self.duration_s = task_group.duration_s[:, columns]
         self.takes_time = [bool(row.any()) for row in self.duration_s]
         self.issued_s = np.zeros(count)
-        """When each one's host had issued the last piece that tells of it."""
-        self.now_s = {stream: np.zeros(count) for stream in family.streams}
-        self.began_s, self.ended_s = np.zeros((2, steps, len(family.tasks), count))
-        self.wait_s = np.zeros((steps, len(family.tasks), count))
-        """From when on the compute stream waited for others before a task; until it began."""
-        self.awaited = np.full((steps, len(family.tasks), count), -1)
-        """Which of what it comes after that was, -1: it did not wait."""
-        self.place = {task.label: place for place, task in enumerate(family.tasks)}
-        needed = np.array([len(each.after) for each in family.segments])
+        """Time at which each rank's host had issued its latest task with an issue time."""
+        self.now_s = {stream: np.zeros(count) for stream in task_group.streams}
+        self.began_s, self.ended_s = np.zeros((2, steps, len(task_group.tasks), count))
+        self.wait_s = np.zeros((steps, len(task_group.tasks), count))
+        """Time from which the compute stream waited for others before a task."""
+        self.awaited = np.full((steps, len(task_group.tasks), count), -1)
+        """Index of the dependency that it waited for; -1: none."""
+        self.place = {task.label: place for place, task in enumerate(task_group.tasks)}
+        needed = np.array([len(each.after) for each in task_group.segments])
         self.needed = np.broadcast_to(needed[None, :, None], (steps, segments, count)).copy()
-        """How many it still waits for, by step and segment."""
-        for stream in family.streams.values():
+        """Number of pending dependencies, by step and segment."""
+        for stream in task_group.streams.values():
             self.needed[1:, stream[0].number] += 1
             for segment in stream[1:]:
                 self.needed[:, segment.number] += 1
 
 
-class Lockstep:
-    """All ranks of a machine, family by family."""
+class VectorisedWalk:
+    """Executes all ranks of a machine, task group by task group."""
 
     def __init__(self, machine: "Machine", ranks: Sequence[Ranks], steps: int) -> None:
         self.machine, self.ranks, self.steps = machine, ranks, steps
         self.finished = machine.env.event()
-        self._left = sum(each.needed.size for each in ranks)
+        self._remaining = sum(each.needed.size for each in ranks)
         self._ready: deque[tuple[Ranks, int, Segment, Ints]] = deque()
-        self._gathering: dict[tuple[int, str, int], _Gathering] = {}
-        self._numbers: dict[tuple[int, str], Ints] = {}
+        self._arrivals: dict[tuple[int, str, int], _Arrivals] = {}
+        self._instance_numbers: dict[tuple[int, str], Ints] = {}
 
     def run(self) -> None:
-        """Carry out all steps; raise RuntimeError where they cannot end."""
+        """Execute all steps; raise RuntimeError where they cannot end."""
         for each in self.ranks:
             everybody = np.arange(len(each.classes))
-            for stream in each.family.streams.values():
+            for stream in each.task_group.streams.values():
                 if not stream[0].after:
                     self._ready.append((each, 0, stream[0], everybody))
-        self._go_on()
+        self._run_ready()
         self.machine.env.run(until=self.finished)
         end_s = max(float(now_s.max()) for each in self.ranks for now_s in each.now_s.values())
         if end_s > self.machine.env.now:
             self.machine.env.run(until=self.machine.env.at(end_s))
 
-    def _go_on(self) -> None:
-        """Do what is ready, as far as the next collectives."""
+    def _run_ready(self) -> None:
+        """Execute ready segments up to the next collectives."""
         while self._ready:
             self._begin(*self._ready.popleft())
-        if not self._left and not self.finished.triggered:
+        if not self._remaining and not self.finished.triggered:
             self.finished.succeed()
 
-    def _begin(self, ranks: Ranks, step: int, segment: Segment, who: Ints) -> None:
+    def _begin(self, ranks: Ranks, step: int, segment: Segment, members: Ints) -> None:
         """Add up the times of a segment's tasks, up to a collective."""
-        now_s, tasks = ranks.now_s[segment.stream][who], ranks.family.tasks
+        now_s, tasks = ranks.now_s[segment.stream][members], ranks.task_group.tasks
         if segment.after:
-            now_s = self._awaited(ranks, step, segment, who, now_s)
+            now_s = self._dependencies_end(ranks, step, segment, members, now_s)
         for place in segment.tasks:
-            ranks.began_s[step, place, who] = now_s
+            ranks.began_s[step, place, members] = now_s
             if tasks[place].communication is not None:
-                self._come(ranks, step, segment, who, now_s)
+                self._arrive(ranks, step, segment, members, now_s)
                 return
             began_s = now_s
             if ranks.takes_time[place]:
-                now_s = now_s + ranks.duration_s[place, who]
+                now_s = now_s + ranks.duration_s[place, members]
             issue = tasks[place].issue
-            if issue is not None:  # as `Machine.issued_s` has it
-                host_s = ranks.family.host_s[place, ranks.columns][who]
-                ranks.issued_s[who] = (ranks.issued_s[who] if issue.goes_on else began_s) + host_s
-                now_s = np.maximum(now_s, ranks.issued_s[who])
-            ranks.ended_s[step, place, who] = now_s
-        self._end(ranks, step, segment, who, now_s)
+            if issue is not None:  # as in `Machine.issued_s`
+                host_s = ranks.task_group.host_s[place, ranks.columns][members]
+                ranks.issued_s[members] = (ranks.issued_s[members] if issue.goes_on else began_s) + host_s
+                now_s = np.maximum(now_s, ranks.issued_s[members])
+            ranks.ended_s[step, place, members] = now_s
+        self._end(ranks, step, segment, members, now_s)
 
-    def _awaited(self, ranks: Ranks, step: int, segment: Segment, who: Ints, now_s: Floats) -> Floats:
-        """Return when ranks go on that wait for other streams' tasks, all of which are known to end by then."""
-        ends_s = np.array([ranks.ended_s[step, ranks.place[label], who] for label in segment.after])
+    def _dependencies_end(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> Floats:
+        """Return the start times of ranks that depend on tasks of other streams, all of whose ends are known by
+        then.
+        """
+        ends_s = np.array([ranks.ended_s[step, ranks.place[label], members] for label in segment.after])
         latest_s = ends_s.max(axis=0)
         waits = latest_s > now_s
         if segment.stream == "compute" and waits.any():
             late = len(ends_s) - 1 - np.argmax(np.greater(ends_s[::-1], now_s), axis=0)
-            ranks.wait_s[step, segment.tasks[0], who] = now_s
-            ranks.awaited[step, segment.tasks[0], who] = np.where(waits, late, -1)
+            ranks.wait_s[step, segment.tasks[0], members] = now_s
+            ranks.awaited[step, segment.tasks[0], members] = np.where(waits, late, -1)
         return np.where(waits, latest_s, now_s)
 
-    def _end(self, ranks: Ranks, step: int, segment: Segment, who: Ints, now_s: Floats | float) -> None:
-        """Note that a segment is over; what waited for nothing else is ready."""
-        ranks.now_s[segment.stream][who] = now_s
-        self._left -= len(who)
-        stream = ranks.family.streams[segment.stream]
+    def _end(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats | float) -> None:
+        """End a segment, and release the segments that waited for nothing else."""
+        ranks.now_s[segment.stream][members] = now_s
+        self._remaining -= len(members)
+        stream = ranks.task_group.streams[segment.stream]
         last = segment is stream[-1]
         following = stream[0] if last else stream[segment.number - stream[0].number + 1]
         if step + last < self.steps:
-            self._release(ranks, step + last, following, who)
-        for number in ranks.family.waiting[segment.number]:
-            self._release(ranks, step, ranks.family.segments[number], who)
+            self._release(ranks, step + last, following, members)
+        for number in ranks.task_group.waiting[segment.number]:
+            self._release(ranks, step, ranks.task_group.segments[number], members)
 
-    def _release(self, ranks: Ranks, step: int, segment: Segment, who: Ints) -> None:
+    def _release(self, ranks: Ranks, step: int, segment: Segment, members: Ints) -> None:
         needed = ranks.needed[step, segment.number]
-        needed[who] -= 1
-        ready = who[needed[who] == 0]
+        needed[members] -= 1
+        ready = members[needed[members] == 0]
         if len(ready):
             self._ready.append((ranks, step, segment, ready))
 
-    def _come(self, ranks: Ranks, step: int, segment: Segment, who: Ints, now_s: Floats) -> None:
-        """Let ranks join a collective; the last ones start it."""
+    def _arrive(self, ranks: Ranks, step: int, segment: Segment, members: Ints, now_s: Floats) -> None:
+        """Let ranks join a collective; the last arrivals start it."""
         label = segment.communication
         assert label is not None
-        meetings = self.machine.meetings[label]
-        numbers = self._number_of(ranks, label, meetings)[who] if len(meetings) > 1 else np.zeros(len(who), np.int64)
-        for number in distinct(numbers).tolist() if len(meetings) > 1 else (0,):
+        instances = self.machine.instances[label]
+        numbers = (
+            self._instance_of(ranks, label, instances)[members]
+            if len(instances) > 1
+            else np.zeros(len(members), np.int64)
+        )
+        for number in distinct(numbers).tolist() if len(instances) > 1 else (0,):
             inside = numbers == number
             key = (step, label, number)
-            found = self._gathering.setdefault(key, _Gathering(len(meetings[number].classes)))
-            found.missing -= int(np.count_nonzero(inside))
-            found.latest_s = max(found.latest_s, float(now_s[inside].max()))
-            found.came.append((ranks, step, segment, who[inside]))
-            if not found.missing:
-                self.machine.env.process(self._meet(meetings[number], self._gathering.pop(key)))
+            arrivals = self._arrivals.setdefault(key, _Arrivals(len(instances[number].classes)))
+            arrivals.missing -= int(np.count_nonzero(inside))
+            arrivals.latest_s = max(arrivals.latest_s, float(now_s[inside].max()))
+            arrivals.arrived.append((ranks, step, segment, members[inside]))
+            if not arrivals.missing:
+                self.machine.env.process(self._run_instance(instances[number], self._arrivals.pop(key)))
 
-    def _number_of(self, ranks: Ranks, label: str, meetings: Sequence[Meeting]) -> Ints:
-        """Return in which of a label's meetings each class takes part."""
+    def _instance_of(self, ranks: Ranks, label: str, instances: Sequence[CollectiveInstance]) -> Ints:
+        """Return the number of the collective instance in which each class takes part."""
         key = (id(ranks), label)
-        if key not in self._numbers:
-            of_class = {each.index: number for number, found in enumerate(meetings) for each in found.classes}
-            self._numbers[key] = np.array([of_class[each] for each in ranks.classes.tolist()])
-        return self._numbers[key]
+        if key not in self._instance_numbers:
+            of_class = {each.index: number for number, instance in enumerate(instances) for each in instance.classes}
+            self._instance_numbers[key] = np.array([of_class[each] for each in ranks.classes.tolist()])
+        return self._instance_numbers[key]
 
-    def _meet(self, meeting: Meeting, gathering: _Gathering) -> Generator[simpy.Event, Any, None]:
+    def _run_instance(self, instance: CollectiveInstance, arrivals: _Arrivals) -> Generator[simpy.Event, Any, None]:
         env = self.machine.env
-        if gathering.latest_s > env.now:
-            yield env.at(gathering.latest_s)
-        yield from self.machine.carry_out(meeting)
-        for ranks, step, segment, who in gathering.came:
-            ranks.ended_s[step, segment.tasks[-1], who] = env.now
-            self._end(ranks, step, segment, who, float(env.now))
-        self._go_on()
+        if arrivals.latest_s > env.now:
+            yield env.at(arrivals.latest_s)
+        yield from carry_out(self.machine, instance)
+        for ranks, step, segment, members in arrivals.arrived:
+            ranks.ended_s[step, segment.tasks[-1], members] = env.now
+            self._end(ranks, step, segment, members, float(env.now))
+        self._run_ready()
 
-    # What happened ---------------------------------------------------------------------------------------------------
+    # Outcome ----------------------------------------------------------------------------------------------------------
 
-    def waits(self) -> list[str]:
-        """Return who waits for ever, and for whom."""
-        classes, found = self.machine.classes, []
-        for (_, label, number), gathering in self._gathering.items():
-            came = {int(each) for ranks, _, _, who in gathering.came for each in ranks.classes[who]}
-            meeting = self.machine.meetings[label][number]
-            missing = sorted(each.representative for each in meeting.classes if each.index not in came)
+    def blocked_ranks(self) -> list[str]:
+        """Return the ranks that wait for ever, each with its cause."""
+        classes, texts = self.machine.classes, []
+        for (_, label, number), arrivals in self._arrivals.items():
+            arrived = {int(each) for ranks, _, _, members in arrivals.arrived for each in ranks.classes[members]}
+            instance = self.machine.instances[label][number]
+            missing = sorted(each.representative for each in instance.classes if each.index not in arrived)
             cause = f"for rank {', '.join(map(str, missing))}"
-            for ranks, _, segment, who in gathering.came:
-                task = ranks.family.tasks[segment.tasks[-1]].label
-                for index in ranks.classes[who].tolist():
+            for ranks, _, segment, members in arrivals.arrived:
+                task = ranks.task_group.tasks[segment.tasks[-1]].label
+                for index in ranks.classes[members].tolist():
                     rank = classes[index].representative
-                    found.append((rank, f"rank {rank} ({segment.stream}) at {task!r}, {cause}"))
-        return [text for _, text in sorted(found or self._never_begun())]
+                    texts.append((rank, f"rank {rank} ({segment.stream}) at {task!r}, {cause}"))
+        return [text for _, text in sorted(texts or self._unmet_dependencies())]
 
-    def _never_begun(self) -> list[tuple[int, str]]:
-        """Return which tasks wait for others of the same rank that never come."""
-        found = []
+    def _unmet_dependencies(self) -> list[tuple[int, str]]:
+        """Return the tasks that wait for tasks of the same rank that never run."""
+        texts = []
         for ranks in self.ranks:
-            for stream, segments in ranks.family.streams.items():
+            for stream, segments in ranks.task_group.streams.items():
                 waits = np.array([ranks.needed[:, each.number] for each in segments]).swapaxes(0, 1)
                 for i, index in enumerate(ranks.classes.tolist()):
                     left = np.flatnonzero(waits[:, :, i].reshape(-1) > 0)
-                    task = ranks.family.tasks[segments[left[0] % len(segments)].tasks[0]] if len(left) else None
+                    task = ranks.task_group.tasks[segments[left[0] % len(segments)].tasks[0]] if len(left) else None
                     if task is not None and task.after:
                         rank, after = self.machine.classes[index].representative, ", ".join(map(repr, task.after))
-                        found.append((rank, f"rank {rank} ({stream}) at {task.label!r}, after {after}"))
-        return found
+                        texts.append((rank, f"rank {rank} ({stream}) at {task.label!r}, after {after}"))
+        return texts
 
     def ends_s(self) -> list[list[float]]:
-        """Return when each class's steps ended."""
-        found: dict[int, list[float]] = {}
+        """Return the end times of each class's steps."""
+        by_class: dict[int, list[float]] = {}
         for ranks in self.ranks:
-            last = ranks.family.streams["compute"][-1].tasks[-1]
-            found |= dict(zip(ranks.classes.tolist(), ranks.ended_s[:, last].T.tolist(), strict=True))
-        return [found[index] for index in sorted(found)]
+            last = ranks.task_group.streams["compute"][-1].tasks[-1]
+            by_class |= dict(zip(ranks.classes.tolist(), ranks.ended_s[:, last].T.tolist(), strict=True))
+        return [by_class[index] for index in sorted(by_class)]
 
     def spans(self) -> list[Span]:
-        """Return what occupied each class's streams."""
-        found: list[Span] = []
+        """Return the busy intervals of each class's streams."""
+        spans: list[Span] = []
         for ranks in self.ranks:
             names = [self.machine.classes[index].representative for index in ranks.classes.tolist()]
             for step in range(self.steps):
-                for place, task in enumerate(ranks.family.tasks):
+                for place, task in enumerate(ranks.task_group.tasks):
                     for i in np.flatnonzero(ranks.awaited[step, place] >= 0).tolist():
                         label = task.after[int(ranks.awaited[step, place, i])]
                         shown = task.label if task.label.startswith("wait") else f"wait {label}"
                         begin_s, end_s = float(ranks.wait_s[step, place, i]), float(ranks.began_s[step, place, i])
-                        found.append(Span(names[i], task.stream, shown, "exposed_communication", begin_s, end_s))
+                        spans.append(Span(names[i], task.stream, shown, "exposed_communication", begin_s, end_s))
                     began_s, ended_s = ranks.began_s[step, place], ranks.ended_s[step, place]
                     for i in np.flatnonzero(ended_s > began_s).tolist():
                         span = (task.stream, task.label, task.phase, float(began_s[i]), float(ended_s[i]))
-                        found.append(Span(names[i], *span))
-        return sorted(found, key=lambda span: span.end_s)
+                        spans.append(Span(names[i], *span))
+        return sorted(spans, key=lambda span: span.end_s)
 
     def peaks(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Give what each class holds at its worst moment, by category."""
+        """Yield the memory peak of each class, by category."""
         program, steps = self.machine.program, self.steps
         for each in self.ranks:
-            held = program.once((each.family, steps), partial(holding_of, each.family, program, steps))
+            held = program.once((each.task_group, steps), partial(group_peaks_of, each.task_group, program, steps))
             peaks = held.peaks(each.began_s, each.ended_s, each.columns)
             yield from zip(each.classes.tolist(), peaks, strict=True)
 
     def phases(self, ends_s: Sequence[Sequence[float]]) -> list[dict[str, float]]:
         """Return each class's phases between its two `ends_s`, as `result.typical_phases` does."""
-        found: dict[int, dict[str, float]] = {}
+        by_class: dict[int, dict[str, float]] = {}
         for ranks in self.ranks:
             start_s, end_s = np.array([ends_s[index] for index in ranks.classes.tolist()]).T
-            seconds = self._phases_of(ranks, start_s, end_s)
+            seconds = self._phase_times(ranks, start_s, end_s)
             rows = np.array([seconds[phase] for phase in PHASES])
             rows = rows * ((end_s - start_s) / sum(rows))
             for index, row in zip(ranks.classes.tolist(), rows.T.tolist(), strict=True):
-                found[index] = dict(zip(PHASES, row, strict=True))
-        return [found[index] for index in sorted(found)]
+                by_class[index] = dict(zip(PHASES, row, strict=True))
+        return [by_class[index] for index in sorted(by_class)]
 
-    def _phases_of(self, ranks: Ranks, start_s: Floats, end_s: Floats) -> dict[str, Floats]:
-        """Return how long ranks were in each phase between two times; what no task fills is idle."""
-        phases, began_s, ended_s, there = self._computed(ranks)
+    def _phase_times(self, ranks: Ranks, start_s: Floats, end_s: Floats) -> dict[str, Floats]:
+        """Return the time of ranks in each phase between two times; gaps are idle."""
+        phases, began_s, ended_s, there = self._compute_intervals(ranks)
         left_s, right_s = np.clip(began_s, start_s, end_s), np.clip(ended_s, start_s, end_s)
         busy_until_s = np.maximum.accumulate(np.concatenate([start_s[None], np.where(there, right_s, start_s)]))
         idle_s = np.where(there, np.maximum(0.0, left_s - busy_until_s[:-1]), 0.0)
@@ -354,12 +360,12 @@ class Lockstep:
         seconds["idle"] += idle_s.sum(axis=0) + (end_s - busy_until_s[-1])
         return seconds
 
-    def _computed(self, ranks: Ranks) -> tuple[Any, Floats, Floats, Any]:
-        """Return what the compute stream did, one thing after another: phase, begin, end, and whether it was at all.
+    def _compute_intervals(self, ranks: Ranks) -> tuple[Any, Floats, Floats, Any]:
+        """Return the intervals of the compute stream in order: phase, begin, end, and whether the interval exists.
 
-        Before each task is what it waited for.
+        Each task is preceded by its wait.
         """
-        tasks = ranks.family.tasks
+        tasks = ranks.task_group.tasks
         places = [place for place, task in enumerate(tasks) if task.stream == "compute"]
         phases = np.array([["exposed_communication", tasks[place].phase] for place in places] * self.steps).ravel()
         began_s, ended_s = ranks.began_s[:, places], ranks.ended_s[:, places]
@@ -371,16 +377,16 @@ class Lockstep:
         return phases, begins_s, ends_s, there
 
 
-def lockstep_of(machine: "Machine", steps: int) -> Lockstep:
-    """Return what carries out all of a machine's classes together."""
-    found = machine.program.once("families", lambda: families_of_roles(machine.program))
-    column = {role: (family, place) for family in found for place, role in enumerate(family.roles)}
-    inside: dict[Family, list[tuple[int, int]]] = defaultdict(list)
+def vectorised_walk_of(machine: "Machine", steps: int) -> VectorisedWalk:
+    """Return the vectorised walk over all of a machine's classes."""
+    task_groups = machine.program.once("task groups", lambda: task_groups_of(machine.program))
+    column = {role: (task_group, place) for task_group in task_groups for place, role in enumerate(task_group.roles)}
+    inside: dict[TaskGroup, list[tuple[int, int]]] = defaultdict(list)
     for each in machine.classes:
-        family, place = column[machine.roles[each.index]]
-        inside[family].append((each.index, place))
+        task_group, place = column[machine.roles[each.index]]
+        inside[task_group].append((each.index, place))
     ranks = [
-        Ranks(family, [index for index, _ in places], [place for _, place in places], steps)
-        for family, places in inside.items()
+        Ranks(task_group, [index for index, _ in places], [place for _, place in places], steps)
+        for task_group, places in inside.items()
     ]
-    return Lockstep(machine, ranks, steps)
+    return VectorisedWalk(machine, ranks, steps)

@@ -1,6 +1,6 @@
-"""The planner: the best plans for a cluster and a model, and advice where a plan does not fit."""
+"""Finds the best plans for a cluster and a model by branch and bound, and advises where a plan does not fit."""
 
-from gssim.planner.advice import MOST_PASSES, remedies, with_remedies
+from gssim.planner.advice import MAX_LAYER_PASSES, suggested_changes, with_suggested_changes
 from gssim.planner.batches import PLAN, Batches
 from gssim.planner.candidates import candidates
 from gssim.planner.explore import Outcome
@@ -11,7 +11,7 @@ from gssim.planner.workers import judged, searchers
 
 __all__ = [
     "FRONT_RATIO",
-    "MOST_PASSES",
+    "MAX_LAYER_PASSES",
     "PLAN",
     "Batches",
     "Found",
@@ -23,7 +23,7 @@ __all__ = [
     "judged",
     "memory_lack",
     "reason",
-    "remedies",
     "searchers",
-    "with_remedies",
+    "suggested_changes",
+    "with_suggested_changes",
 ]

@@ -1,92 +1,104 @@
-"""What to change where a plan does not fit, and what memory would then look like: lowered, never run."""
+"""Advice for a plan that does not fit: changes that save memory, and the margin after each; lowered, never executed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from typing import Any
 
-from gssim.engine import Memory
+from gssim.engine import MemoryTracker
 from gssim.errors import UserError
 from gssim.program import lower
 from gssim.result import Remedy, Result
 from gssim.scenario import Loaded, Scenario, check
-from gssim.simulation import Occupancy, misfit, occupancies, tightest
+from gssim.simulation import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
 
 STEPS = 2
-"""Steps that are added up: what the first leaves is there in the second."""
-MOST_RANKS = 8192
-"""More ranks than these are not asked for."""
+"""Number of steps over which memory is added up: the second starts with what the first leaves."""
+MAX_RANKS = 8192
+"""More ranks are not suggested."""
 
-MOST_PASSES = 2**13
-"""More micro-batches than come to so many, times layers, are not asked for: each is lowered, and a step's answer should
-not take longer than the step's prediction."""
+MAX_LAYER_PASSES = 2**13
+"""Upper bound of micro-batches times layers in suggestions: each is lowered, and advice should not take longer than the
+prediction of a step.
+"""
+
+METHOD_DEFAULTS: dict[str, Any] = {
+    "partition": None,
+    "parameters": None,
+    "gradients": None,
+    "gradient_sync": None,
+    "optimizer_state": None,
+    "zero1_implementation": "torch",
+}
+"""Settings of a plan that another method resolves itself."""
 
 Change = tuple[str, Callable[[Scenario], Scenario]]
-"""What to change, as `--set` takes it or in words, and what makes of a scenario one that is changed so."""
+"""A change as `--set` takes it or in words, and the function that applies it to a scenario."""
 
 
-def with_remedies(loaded: Loaded, result: Result) -> Result:
-    """Return a Result that does not fit with what would change that; any other as it is."""
-    return replace(result, remedies=remedies(loaded)) if result.does_not_fit is not None else result
+def with_suggested_changes(loaded: Loaded, result: Result) -> Result:
+    """Return a Result that does not fit with suggested changes; any other unchanged."""
+    return replace(result, remedies=suggested_changes(loaded)) if result.does_not_fit is not None else result
 
 
-def remedies(loaded: Loaded) -> tuple[Remedy, ...]:
-    """Return what each of the usual changes gives, what helps most first; those that cannot be made are left out.
+def suggested_changes(loaded: Loaded) -> tuple[Remedy, ...]:
+    """Return the effect of each of the usual changes, the most helpful first; impossible ones are left out.
 
-    Each is made alone: all blocks recomputed, as many micro-batches as all ranks have samples for (up to
-    `MOST_PASSES`), nothing kept of what
-    is not pushed, parameters sharded at rest (by Gradient Sharding or FSDP2), more ranks. Then those to the plan that
-    help are made together, with the method that is nearer to the plan's own.
+    Each is applied alone: all blocks recomputed, as many micro-batches as all ranks have samples for (up to
+    `MAX_LAYER_PASSES`), no residuals of thresholded pushes, parameters sharded at rest (by Gradient Sharding or FSDP2),
+    more ranks. Then the helpful changes to the plan are applied together, with the method that is closer to the plan's
+    own.
     """
-    now_bytes = _needed_bytes(_occupied(loaded))
+    now_bytes = _needed_bytes(_footprints(loaded))
     plan = _plan_changes(loaded.scenario)
     methods = _method_changes(loaded.scenario)
-    found, helping = [], []
+    suggestions, helpful = [], []
     for change in [*plan, *methods, *_rank_changes(loaded.scenario)]:
         remedy = _remedy(loaded, [change], now_bytes)
         if remedy is not None and remedy.saved_bytes > 0:
-            found.append(remedy)
-            helping.append(change)
-    together = [each for each in plan if each in helping] + [each for each in methods if each in helping][:1]
-    if len(together) > 1 and (remedy := _remedy(loaded, together, now_bytes)) is not None:
-        found.append(remedy)
-    return tuple(sorted(found, key=lambda each: -each.saved_bytes))
+            suggestions.append(remedy)
+            helpful.append(change)
+    combined = [each for each in plan if each in helpful] + [each for each in methods if each in helpful][:1]
+    if len(combined) > 1 and (remedy := _remedy(loaded, combined, now_bytes)) is not None:
+        suggestions.append(remedy)
+    return tuple(sorted(suggestions, key=lambda each: -each.saved_bytes))
 
 
 def _remedy(loaded: Loaded, changes: Sequence[Change], now_bytes: float) -> Remedy | None:
-    """Return what changes give together; None where they cannot be made."""
+    """Return the effect of changes applied together; None where they are impossible."""
     try:
         scenario = reduce(lambda changed, change: change[1](changed), changes, loaded.scenario)
         check(scenario, file=loaded.file)
-        found = _occupied(replace(loaded, scenario=scenario))
+        footprints = _footprints(replace(loaded, scenario=scenario))
     except UserError:
         return None
     return Remedy(
         change=", ".join(name for name, _ in changes),
-        fits=misfit(found) is None,
-        margin=tightest(found),
-        saved_bytes=now_bytes - _needed_bytes(found),
+        fits=worst_misfit(footprints) is None,
+        margin=tightest_margin(footprints),
+        saved_bytes=now_bytes - _needed_bytes(footprints),
     )
 
 
-def _occupied(loaded: Loaded) -> list[Occupancy]:
-    """Return what the first rank of each role needs, all tasks taken in the order of the program."""
+def _footprints(loaded: Loaded) -> list[MemoryFootprint]:
+    """Return the footprint of the first rank of each role, all tasks taken in the order of the program."""
     scenario = loaded.scenario
     statistics = loaded.gradients if loaded.statistics_needed else None
     program = lower(scenario, statistics, step=scenario.run.warmup_steps + scenario.run.steps - 1)
     peaks = []
     for role, tasks in enumerate(program.tasks):
-        memory = Memory(dict(program.persistent[role]))
+        memory = MemoryTracker(dict(program.persistent[role]))
         for _ in range(STEPS):
             for task in tasks:
                 memory.begin(task.stream, task.need)
                 memory.end(task.stream)
         peaks.append((program.role_of.index(role), memory.peak))
-    return occupancies(scenario, program, peaks)
+    return footprints_of(scenario, program, peaks)
 
 
-def _needed_bytes(found: Sequence[Occupancy]) -> float:
-    """Return what the rank needs whose device has least to spare."""
-    least = min(found, key=lambda each: each.margin_bytes)
+def _needed_bytes(footprints: Sequence[MemoryFootprint]) -> float:
+    """Return the memory of the rank whose device has least to spare."""
+    least = min(footprints, key=lambda each: each.margin_bytes)
     return least.allocated_bytes + least.outside_bytes
 
 
@@ -97,29 +109,30 @@ def _plan_changes(scenario: Scenario) -> list[Change]:
     """Return changes within the method that the plan has not made yet."""
     plan = scenario.plan
     most = min((samples for samples in scenario.batch_sizes if samples), default=1)  # no rank can have more
-    most = min(most, max(1, MOST_PASSES // sum(layer.repeats for layer in scenario.workload.model.layers)))
-    found: list[Change] = []
+    most = min(most, max(1, MAX_LAYER_PASSES // sum(layer.repeats for layer in scenario.workload.model.layers)))
+    changes: list[Change] = []
     if plan.recompute != "full":
-        found.append(("plan.recompute=full", partial(_with_plan, recompute="full")))
+        changes.append(("plan.recompute=full", partial(_with_plan, recompute="full")))
     if most > plan.micro_batches:
-        found.append((f"plan.micro_batches={most}", partial(_with_plan, micro_batches=most)))
+        changes.append((f"plan.micro_batches={most}", partial(_with_plan, micro_batches=most)))
     if scenario.policies.gradients == "push" and scenario.push.error_feedback:
-        found.append(("plan.push.error_feedback=false", _without_feedback))
-    return found
+        without_residuals = replace(plan.push, error_feedback=False)
+        changes.append(("plan.push.error_feedback=false", partial(_with_plan, push=without_residuals)))
+    return changes
 
 
 def _method_changes(scenario: Scenario) -> list[Change]:
-    """Return methods that shard parameters at rest, the one that is nearer to the plan's own first."""
+    """Return methods that shard parameters at rest, the one closer to the plan's own first."""
     if scenario.policies.parameters == "sharded":
         return []
     methods = ("gs_z3", "zero3") if scenario.policies.gradients == "push" else ("zero3", "gs_z3")
-    return [(f"plan.method={name}", partial(_by_method, method=name)) for name in methods]
+    return [(f"plan.method={name}", partial(_with_plan, method=name, **METHOD_DEFAULTS)) for name in methods]
 
 
 def _rank_changes(scenario: Scenario) -> list[Change]:
-    if scenario.plan.shares.shards == "cost":  # which hangs on how more devices would be wired
+    if scenario.plan.shares.shards == "cost":  # depends on the wiring of the added devices
         return []
-    times = [times for times in (2, 4) if times * scenario.ranks <= MOST_RANKS]
+    times = [times for times in (2, 4) if times * scenario.ranks <= MAX_RANKS]
     return [(f"{times} times the ranks", partial(_with_ranks, times=times)) for times in times]
 
 
@@ -127,26 +140,10 @@ def _with_plan(scenario: Scenario, **settings: object) -> Scenario:
     return replace(scenario, plan=replace(scenario.plan, **settings))  # type: ignore[arg-type]
 
 
-def _by_method(scenario: Scenario, method: str) -> Scenario:
-    """Return the scenario with another method, which says itself what becomes of parameters and gradients."""
-    return _with_plan(
-        scenario,
-        method=method,
-        partition=None,
-        parameters=None,
-        gradients=None,
-        gradient_sync=None,
-        optimizer_state=None,
-        zero1_implementation="torch",
-    )
-
-
-def _without_feedback(scenario: Scenario) -> Scenario:
-    return _with_plan(scenario, push=replace(scenario.plan.push, error_feedback=False))
-
-
 def _with_ranks(scenario: Scenario, times: int) -> Scenario:
-    """Return the scenario on so many times the devices it uses, without wiring: memory does not ask for it."""
+    """Return the scenario on a multiple of the devices that it uses, without wiring, which memory does not
+    depend on.
+    """
     cluster, used = scenario.cluster, scenario.cluster.devices[: scenario.ranks]
     more = [
         replace(device, name=f"{device.name} ({again})", host=f"{device.host} ({again})")

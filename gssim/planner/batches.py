@@ -1,4 +1,4 @@
-"""Shares of the batch that suit a plan: what the scenario's rules say, and what memory leaves room for."""
+"""Batch splits for candidate plans: by the rules of the search space, and by the memory of the devices."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +12,13 @@ from gssim.planner.bounds import Bounds
 
 PLAN = TypeAdapter(Plan)
 USABLE_RATIOS = (1.0, 0.9)
-"""Of a device's memory, as samples fill it up to what they need at least: the rest is left to all that is not in that
-bound. The plan counts that fits when simulated."""
+"""Fractions of a device's memory that the lower bound of a split may fill: the rest is left for memory outside the
+bound. A split counts only if its plan fits when simulated.
+"""
 
 
 class Batches:
-    """Divisions of one workload's batch."""
+    """Batch splits of one workload."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -32,7 +33,7 @@ class Batches:
         return None
 
     def shares(self, table: Mapping[str, Any], owned: str, rules: Sequence[str]) -> Iterator[str | list[float]]:
-        """Give the shares by each rule for a plan with that table; those alike are given once."""
+        """Yield the batch splits by each rule for a plan with that table, without duplicates."""
         plan = PLAN.validate_python({**table, "shares": {"shards": owned}})
         try:
             policies = self.bounds.parts.policies(plan)
@@ -50,7 +51,7 @@ class Batches:
     def _by_rule(
         self, plan: Plan, policies: Policies, rule: str
     ) -> Iterator[tuple[str | list[float], tuple[int, ...]]]:
-        """Give shares as a plan has them, and what they come to in samples."""
+        """Yield batch splits as a plan has them, with their sizes in samples."""
         if rule == "even":
             if self.total % policies.data_ranks == 0:
                 yield rule, (self.total // policies.data_ranks,) * policies.data_ranks
@@ -65,9 +66,10 @@ class Batches:
                         yield [size / self.total for size in sizes], sizes
 
     def _fitted(self, plan: Plan, policies: Policies, ratio: float, unit: int) -> tuple[int, ...] | None:
-        """Return samples, in multiples of `unit`, at least one a micro-batch and no more than fit; None if too few do.
+        """Return batch sizes in multiples of `unit`, of at least one sample per micro-batch, that fit memory; None if
+        there are none.
 
-        Among these, the slowest part is as fast as can be.
+        Among these, the slowest part is as fast as possible.
         """
         if self.total % unit:
             return None
@@ -79,22 +81,26 @@ class Batches:
             max(self.bounds.compute.micro_batch_s(rank, usual, plan.recompute) for rank in part) / usual
             for part in parts
         ]
-        room = self._room(plan, policies, ratio)
-        most = [min(room[rank] for rank in part) // unit for part in parts]
-        least = plan.micro_batches // unit if unit > 1 else plan.micro_batches
-        if min(most) < least or sum(most) * unit < self.total or least * len(parts) * unit > self.total:
+        max_samples = self._room(plan, policies, ratio)
+        max_units = [min(max_samples[rank] for rank in part) // unit for part in parts]
+        min_units = plan.micro_batches // unit if unit > 1 else plan.micro_batches
+        if (
+            min(max_units) < min_units
+            or sum(max_units) * unit < self.total
+            or min_units * len(parts) * unit > self.total
+        ):
             return None
-        found = splitting.balance_batch(
+        sizes = splitting.balance_batch(
             self.total // unit,
             sample_s=[unit * each for each in sample_s],
             fixed_s=[0.0] * len(parts),
-            least=least,
-            most=most,
+            least=min_units,
+            most=max_units,
         )
-        return tuple(unit * each for each in found)
+        return tuple(unit * each for each in sizes)
 
     def _room(self, plan: Plan, policies: Policies, ratio: float) -> list[int]:
-        """Return for how many samples a part of each rank's memory has room at most."""
+        """Return the largest number of samples that fits the given fraction of each rank's memory."""
         key = ("rooms", policies, plan.shares.shards, plan.micro_batches, plan.recompute, ratio)
         memory, ranks = self.bounds.memory, range(policies.ranks)
         return self.bounds.parts.once(key, lambda: [memory.room(plan, policies, rank, ratio) for rank in ranks])

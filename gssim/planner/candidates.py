@@ -1,15 +1,13 @@
-"""The plans of a search's space, as the scenario file would have them.
+"""Enumerates the candidate plans of a search space, and counts refused plans by reason.
 
-Plans of a search's space that cannot run: how many, of which methods, and why.
-
-Which thresholds a study of their price allows: those whose change of the last loss is within what the user allows.
-
-A study's table has a row for each variant that was trained (`analysis convergence` writes one). It says the threshold
-and its kind, but not what else a variant changed: of several with the same threshold the worst counts.
+Thresholds of a study: with `search.study`, only thresholds are searched whose change of the final loss is within the
+user's limit. The study's table has a row for each trained variant (`analysis convergence` writes one). It has the
+threshold and its kind, but no other settings of a variant: of several with the same threshold the worst counts.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -29,13 +27,13 @@ NUMBER = re.compile(r"\d[\d.]*")
 @dataclass
 class _Group:
     reason: str
-    """Of the first of them; the others' differ in numbers."""
+    """Reason of the first of them; those of the others differ only in numbers."""
     plans: int = 0
     methods: dict[str, None] = field(default_factory=dict)
 
 
-class LeftOut:
-    """Plans that were refused, by reason: those whose reasons differ in numbers alone are told together."""
+class RefusedPlans:
+    """Refused plans, counted by reason; reasons that differ only in numbers are counted together."""
 
     def __init__(self, file: str = "") -> None:
         self.file = file
@@ -50,16 +48,16 @@ class LeftOut:
 
     @property
     def plans(self) -> int:
-        """How many in all."""
+        """Total number of refused plans."""
         return sum(group.plans for group in self._groups.values())
 
     def rows(self) -> list[Mapping[str, Any]]:
-        """Return number, methods and reason of each group, the largest first, as a Result's provenance has them."""
+        """Return count, methods and reason of each group, the largest first, as in a Result's provenance."""
         groups = sorted(self._groups.values(), key=lambda group: -group.plans)
         return [{"plans": each.plans, "methods": list(each.methods), "reason": each.reason} for each in groups]
 
     def lines(self) -> list[str]:
-        """Return the same for people."""
+        """Return the rows as text."""
         return [
             f"left out: {each['plans']:,} ({', '.join(each['methods'])}): {each['reason']}"
             if each["plans"]
@@ -114,9 +112,9 @@ def allowed(
 
 
 USUAL_THRESHOLDS = tuple(float(f"{digit}e{power}") for power in range(-7, -1) for digit in (1, 3))
-"""Searched where a least density alone is given, without thresholds: two a decade."""
-KEPT = ("bucket_bytes", "first_bucket_bytes", "overlap", "prefetch")
-"""Keys of the scenario's own plan that each of its candidates has too, where they are set."""
+"""Thresholds searched where only a least density is given: two per decade."""
+KEPT_KEYS = ("bucket_bytes", "first_bucket_bytes", "overlap", "prefetch")
+"""Keys of the scenario's own plan that every candidate keeps, where they are set."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,9 @@ class Candidate:
     """A plan that may be the best."""
 
     index: int
-    """Of equally good ones the first counts."""
+    """Position in the enumeration; of equally good plans the first counts."""
     table: Mapping[str, Any]
-    """As the scenario's file would have it."""
+    """As in the scenario's file."""
     plan: Plan
 
     @property
@@ -145,38 +143,40 @@ class Axes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many devices they take."""
+        """Number of devices."""
         return prod(self)
 
     @property
     def parts(self) -> int:
-        """How many parts the batch is divided into."""
+        """Number of parts of the batch."""
         return self.dp_replicate * self.dp_shard
 
 
 def candidates(
-    scenario: Scenario, space: SearchSpace, batches: Batches, left_out: LeftOut | None = None
+    scenario: Scenario, space: SearchSpace, batches: Batches, left_out: RefusedPlans | None = None
 ) -> Iterator[Candidate]:
-    """Give every plan of the space, the scenario's own first; what cannot run is among them.
+    """Yield every plan of the space, the scenario's own first, including plans that cannot run.
 
-    `left_out` hears which combinations of the space make no plan.
+    `left_out` counts the combinations of the space that make no plan.
     """
-    left_out = left_out or LeftOut()
+    left_out = left_out or RefusedPlans()
     yield Candidate(0, _plan_table(scenario.plan), scenario.plan)
-    kept = _kept(scenario.plan)
-    seen = {_sized(scenario.plan, batches)}
+    kept = {key: value for key, value in _plan_table(scenario.plan).items() if key in KEPT_KEYS}
+    seen = {_with_axis_sizes(scenario.plan, batches)}
     for table in _tables(scenario, space, batches, left_out):
         whole = kept | _push_table(scenario.plan, table) | table
         if table["method"] == "zero1" and scenario.plan.zero1_implementation != "torch":
             whole["zero1_implementation"] = scenario.plan.zero1_implementation
         plan = PLAN.validate_python(whole)
-        if (sized := _sized(plan, batches)) not in seen:
+        if (sized := _with_axis_sizes(plan, batches)) not in seen:
             seen.add(sized)
             yield Candidate(len(seen) - 1, whole, plan)
 
 
-def _sized(plan: Plan, batches: Batches) -> Plan:
-    """Return a plan with its axes sized, as those are that are made here; as it is where that cannot be."""
+def _with_axis_sizes(plan: Plan, batches: Batches) -> Plan:
+    """Return a plan with explicit axis sizes, comparable to enumerated ones; unchanged where they cannot be
+    resolved.
+    """
     try:
         policies = batches.bounds.parts.policies(plan)
     except UserError:
@@ -187,17 +187,13 @@ def _sized(plan: Plan, batches: Batches) -> Plan:
 
 
 def _plan_table(plan: Plan) -> dict[str, Any]:
-    """Return what is set of a plan."""
+    """Return the keys of a plan that are set."""
     data: dict[str, Any] = PLAN.dump_python(plan, mode="json", exclude_defaults=True, exclude_none=True)
     return data
 
 
-def _kept(plan: Plan) -> dict[str, Any]:
-    return {key: value for key, value in _plan_table(plan).items() if key in KEPT}
-
-
 def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how the scenario's own plan pushes and publishes, for a method that does."""
+    """Return the push and publish settings of the scenario's own plan, for a method that has them."""
     if METHODS[table["method"]].gradients != "push":
         return {}
     own = _plan_table(plan)
@@ -207,8 +203,10 @@ def _push_table(plan: Plan, table: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({"publish": publish} if publish else {})
 
 
-def _tables(scenario: Scenario, space: SearchSpace, batches: Batches, left_out: LeftOut) -> Iterator[dict[str, Any]]:
-    """Give the plans of the space as tables, devices by devices, method by method."""
+def _tables(
+    scenario: Scenario, space: SearchSpace, batches: Batches, left_out: RefusedPlans
+) -> Iterator[dict[str, Any]]:
+    """Yield the plans of the space as tables, by number of devices and method."""
     counts = device_counts(scenario, space)
     for key, wanted in (("tp", space.tp), ("pp", space.pp)):
         for size in wanted or ():
@@ -220,38 +218,39 @@ def _tables(scenario: Scenario, space: SearchSpace, batches: Batches, left_out: 
             if method == "single" and place:  # once
                 continue
             for axes in _meshes(scenario, space, method, count):
-                yield from _of_mesh(scenario, space, batches, method, axes, left_out)
+                yield from _plans_of_mesh(scenario, space, batches, method, axes, left_out)
 
 
 def device_counts(scenario: Scenario, space: SearchSpace) -> list[int]:
-    """Return how many devices are used: all that the scenario's own plan may take first."""
+    """Return the numbers of devices to search, starting with all that the scenario's own plan may use."""
     hosts = [device.host for device in scenario.cluster.devices[: scenario.plan.ranks]]
     if space.devices is not None:
         return sorted({min(count, len(hosts)) for count in space.devices}, reverse=True)
     ends = [i for i in range(1, len(hosts)) if hosts[i] != hosts[i - 1]]
-    return [len(hosts), *(reversed(ends) if len(ends) <= MOST_HOSTS else ())]
+    return [len(hosts), *(reversed(ends) if len(ends) <= MAX_HOSTS else ())]
 
 
-MOST_HOSTS = 8
-"""Of more hosts, all are used unless the user says how many devices."""
+MAX_HOSTS = 8
+"""With more hosts, all are used unless the user gives the number of devices."""
 
 
 def _meshes(scenario: Scenario, space: SearchSpace, method: str, count: int) -> Iterator[Axes]:
-    """Give the meshes of `count` devices that suit a method."""
+    """Yield the meshes of `count` devices that suit a method."""
     if method == "single":
         yield Axes()
     elif method == "gs_wgrad":
         if count > 1:
             yield Axes(dp_shard=count)
     else:
-        tps = _sizes(space.tp, count, _largest_host(scenario, count))
+        hosts = Counter(device.host for device in scenario.cluster.devices[:count])
+        tps = _sizes(space.tp, count, max(hosts.values()))
         for tp, pp in product(tps, _sizes(space.pp, count, count) if METHODS[method].in_pipelines else [1]):
             if count % (tp * pp) == 0:
                 yield from _data_axes(method, count // (tp * pp), tp, pp)
 
 
 def _data_axes(method: str, data: int, tp: int, pp: int) -> Iterator[Axes]:
-    """Give the meshes of a method with `data` parts of the batch, tensor groups and stages of the sizes given."""
+    """Yield the meshes of a method with `data` parts of the batch, and tensor groups and stages of the given sizes."""
     if METHODS[method].two_levels:
         yield from (Axes(data // inner, inner, tp, pp) for inner in _divisors(data) if 1 < inner < data)
     elif (axis := METHODS[method].axis) in ("tp", "pp"):
@@ -269,41 +268,36 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _largest_host(scenario: Scenario, count: int) -> int:
-    hosts = [device.host for device in scenario.cluster.devices[:count]]
-    return max(map(hosts.count, set(hosts)))
-
-
-def _of_mesh(
-    scenario: Scenario, space: SearchSpace, batches: Batches, method: str, axes: Axes, left_out: LeftOut
+def _plans_of_mesh(
+    scenario: Scenario, space: SearchSpace, batches: Batches, method: str, axes: Axes, left_out: RefusedPlans
 ) -> Iterator[dict[str, Any]]:
-    """Give the plans of a method on a mesh."""
+    """Yield the plans of a method on a mesh."""
     total = scenario.workload.global_batch_size
     mesh = {name: size for name, size in axes._asdict().items() if size > 1 or name in ("dp_replicate", "dp_shard")}
     if axes.ranks < len(scenario.cluster.devices) and method != "single":
         mesh["ranks"] = axes.ranks
     parts = 1 if method == "gs_wgrad" else axes.parts
     shards = (
-        [each for each in space.shards if _may_own(scenario, method, axes, each)]
+        [each for each in space.shards if _rule_applies(scenario, method, axes, each)]
         if METHODS[method].is_gradient_sharding
         else ["even"]
     )
     recomputes = space.recompute if method != "gs_wgrad" else [each for each in space.recompute if each == "none"]
     rules = space.batch if parts > 1 else ("even",)
-    divided = list(product(shards, _pushes(scenario, space, method)))
+    shard_options = list(product(shards, _pushes(scenario, space, method)))
     for micro_batches in _micro_batches(space, total, parts):
-        same = {"method": method, **mesh, "micro_batches": micro_batches}
-        reason = _refusal(scenario, same) if method == "gs_wgrad" else batches.refusal(same)
+        base = {"method": method, **mesh, "micro_batches": micro_batches}
+        reason = _refusal(scenario, base) if method == "gs_wgrad" else batches.refusal(base)
         if reason is not None:
-            left_out.add(reason, method, len(recomputes) * len(divided) * len(rules))
+            left_out.add(reason, method, len(recomputes) * len(shard_options) * len(rules))
             continue
-        for recompute, (owned, push) in product(recomputes, divided):
-            table = same | {"recompute": recompute} | ({"push": push} if push else {})
-            found = list(batches.shares(table, owned, rules))
-            if not found:
+        for recompute, (owned, push) in product(recomputes, shard_options):
+            table = base | {"recompute": recompute} | ({"push": push} if push else {})
+            splits = list(batches.shares(table, owned, rules))
+            if not splits:
                 each = f"give each of {parts} parts samples for {micro_batches} equal micro-batches"
                 left_out.add(f"no division of the batch of {total} would {each}, within memory", method, len(rules))
-            for batch in found:
+            for batch in splits:
                 yield table | {"shares": {"batch": batch, "shards": owned}}
 
 
@@ -316,8 +310,8 @@ def _refusal(scenario: Scenario, table: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _may_own(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:
-    """Return whether a method's shards can follow a rule, and it makes a difference."""
+def _rule_applies(scenario: Scenario, method: str, axes: Axes, rule: str) -> bool:
+    """Return whether a method's shards can follow a rule, and the rule makes a difference."""
     if rule == "even":
         return True
     if rule == "compute":
@@ -330,15 +324,15 @@ def _micro_batches(space: SearchSpace, total: int, parts: int) -> Sequence[int]:
     if space.micro_batches is not None:
         return space.micro_batches
     most = max(1, total // parts)
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= min(most, MOST_MICRO_BATCHES)]
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= min(most, MAX_MICRO_BATCHES)]
 
 
-MOST_MICRO_BATCHES = 32
-"""Searched where the user does not say how many: more seldom pay, and take long to simulate."""
+MAX_MICRO_BATCHES = 32
+"""Searched where the user gives no numbers: more rarely pay, and take long to simulate."""
 
 
 def _pushes(scenario: Scenario, space: SearchSpace, method: str) -> list[dict[str, Any]]:
-    """Return what of the push is searched: the scenario's own, and thresholds where their effect is bounded."""
+    """Return the push settings to search: the scenario's own, and thresholds where their effect is bounded."""
     if METHODS[method].gradients != "push" or not space.searches_thresholds:
         return [{}]
     usual = USUAL_THRESHOLDS if space.study is None else ()

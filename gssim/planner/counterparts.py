@@ -1,4 +1,6 @@
-"""The best plan with other shares and nothing else changed, and the plan that comes nearest where none fits."""
+"""Plans for comparison with the best one: the same plan with other batch splits and shard sizes, and the nearest plan
+to fitting.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -6,7 +8,7 @@ from dataclasses import dataclass, replace
 from gssim.cache import Shared
 from gssim.errors import UserError
 from gssim.plan import METHODS
-from gssim.planner.advice import with_remedies
+from gssim.planner.advice import with_suggested_changes
 from gssim.planner.batches import PLAN
 from gssim.planner.bounds import Bound
 from gssim.planner.candidates import Candidate
@@ -14,20 +16,20 @@ from gssim.result import Result
 from gssim.scenario import Loaded, check
 from gssim.simulation import simulate
 
-MOST_TRIED = 50
-"""Plans that are looked at for one that runs at all."""
+MAX_TRIED = 50
+"""Number of plans tried until one can run."""
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A plan that the best is compared with."""
+    """A plan with which the best is compared."""
 
     name: str
     candidate: Candidate
     result: Result | None
-    """Whether it fits or not; None where it cannot run."""
+    """None where it cannot run."""
     refusal: str = ""
-    """Why it cannot."""
+    """Reason why it cannot run."""
 
 
 OWN = "the scenario's own plan"
@@ -39,7 +41,7 @@ def own_plan(loaded: Loaded, own: Candidate, shared: Shared) -> Counterpart:
 
 
 def counterparts(loaded: Loaded, best: Candidate, shared: Shared) -> tuple[Counterpart, ...]:
-    """Return the best plan with even shares, and with shares in proportion to compute: what these shares are worth."""
+    """Return the best plan with even shares, and with shares in proportion to compute."""
     even = {"batch": "even", "shards": "even"}
     compute = {"batch": "throughput", "shards": "compute" if METHODS[best.plan.method].is_gradient_sharding else "even"}
     return (
@@ -61,15 +63,15 @@ def _simulated(loaded: Loaded, name: str, candidate: Candidate, shared: Shared) 
 
 
 def nearest(loaded: Loaded, bounded: Iterable[tuple[Bound, Candidate]]) -> tuple[Candidate, Result] | None:
-    """Return the plan that needs least of the memory that there is, by its bound, and what would need less.
+    """Return the plan with the least memory by its bound, and its Result with suggested changes.
 
-    None where no plan can run whatever the memory is.
+    None where no plan can run whatever the memory.
     """
     order = sorted(bounded, key=lambda entry: (entry[0].full_ratio, entry[0].time_s, entry[1].index))
-    for _, candidate in order[:MOST_TRIED]:
+    for _, candidate in order[:MAX_TRIED]:
         try:
             changed = _with_plan(loaded, candidate)
-            return candidate, with_remedies(changed, simulate(changed).result)
+            return candidate, with_suggested_changes(changed, simulate(changed).result)
         except UserError:
             continue
     return None

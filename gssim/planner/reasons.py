@@ -1,4 +1,4 @@
-"""Why a plan takes as long as it does: who sets the pace, what it waits for, and where memory is tightest."""
+"""Explains a plan's step time and memory in words: its bottleneck device or link, and the tightest memory."""
 
 from collections import Counter
 
@@ -7,11 +7,11 @@ from gssim.simulation import WAITING_PHASES
 from gssim.units import human_bytes, human_seconds
 
 COMPUTES_RATIO = 0.5
-"""A plan in which some rank computes for at least this part of the step is bound by compute."""
+"""A plan in which some rank computes for at least this fraction of the step is compute-bound."""
 
 
 def reason(result: Result) -> str:
-    """Return what bounds a plan, in a line.
+    """Return the bottleneck of a plan, in a line.
 
     The rank that waits least sets the pace. Where even that one waits for most of the step, links do: the busiest is
     named.
@@ -31,7 +31,7 @@ def reason(result: Result) -> str:
 
 
 def bound_by(result: Result) -> str:
-    """Return what bounds a plan in a word or two: a device's compute, or a link."""
+    """Return the bottleneck of a plan in a word or two: a device's compute, or a link."""
     pace, link = pace_setter(result), busiest_link(result)
     if link is None or waiting_ratio(pace) <= 1 - COMPUTES_RATIO:
         return f"compute of {pace.device}"
@@ -39,9 +39,9 @@ def bound_by(result: Result) -> str:
 
 
 def why_worse(best: Result, other: Result) -> str:
-    """Return why another plan is worse than the best, in a line: what its slowest rank does for longer.
+    """Return why another plan is worse than the best, in a line: the additional time of its slowest rank.
 
-    That is the rank of the other plan that waits least; what it does in the best plan stands beside it.
+    That is the rank of the other plan that waits least, compared with the same rank in the best plan.
     """
     if other.does_not_fit is not None:
         return memory_lack(other)
@@ -67,7 +67,7 @@ def why_worse(best: Result, other: Result) -> str:
 
 
 def memory_lack(result: Result) -> str:
-    """Return where a plan does not fit, and what takes most there; that it fits, where it does."""
+    """Return where a plan does not fit, and the largest category there; or that it fits."""
     fit = result.does_not_fit
     if fit is None:
         return "it fits"
@@ -96,13 +96,13 @@ def waiting_ratio(ranks: RankClass) -> float:
 
 
 def busiest_link(result: Result) -> LinkUse | None:
-    """Return the link that is used for most of the step; None where nothing is communicated."""
+    """Return the link with the highest utilisation; None without communication."""
     used = [link for link in result.links if link.bytes]
     return max(used, key=lambda link: link.utilisation_ratio, default=None)
 
 
 def memory_reason(result: Result) -> str:
-    """Return how much memory the tightest device has left, and what takes most of it."""
+    """Return the free memory of the tightest device, and its largest category."""
     least = result.margin
     if least is None:
         return ""
@@ -112,7 +112,7 @@ def memory_reason(result: Result) -> str:
 
 
 def full_ratio(result: Result, memory_bytes: dict[str, float]) -> float:
-    """Return what is taken of the memory of the device that is fullest; `memory_bytes`: by device type."""
+    """Return the fraction of memory used on the fullest device; `memory_bytes`: by device type."""
     return max(
         (max(each.peak_allocated_bytes, each.peak_reserved_bytes or 0.0) + sum(each.outside_bytes.values()))
         / memory_bytes[each.device]

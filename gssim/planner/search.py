@@ -1,8 +1,8 @@
-"""The best plans for a scenario's cluster and model: searched, bounded, simulated, explained.
+"""Search for the best plans for a scenario's cluster and model: enumerate, bound, simulate, explain.
 
-Every plan of the space gets lower bounds of its step's time and memory ([Note: bounds] in `bounds`). The most promising
-are simulated first; what cannot be among the best by its bound, nor on the front of time and memory, never is. What is
-found is what simulating every plan would find.
+Every plan of the space gets lower bounds of its step time and memory ([Note: bounds] in `bounds`). The most promising
+are simulated first; a plan that by its bound can be neither among the best nor on the front of time and memory is never
+simulated. The result is the same as that of simulating every plan.
 """
 
 import math
@@ -17,9 +17,9 @@ from gssim.cache import Shared
 from gssim.errors import RunFailedError, UserError
 from gssim.planner.batches import Batches
 from gssim.planner.bounds import Bound, Bounds
-from gssim.planner.candidates import Candidate, LeftOut, allowed, candidates
+from gssim.planner.candidates import Candidate, RefusedPlans, allowed, candidates
 from gssim.planner.counterparts import OWN, Counterpart, counterparts, nearest, own_plan
-from gssim.planner.explore import Exploration, Outcome, Queue, Wanted, explore, front
+from gssim.planner.explore import Exploration, Outcome, Queue, RankedSet, explore, front
 from gssim.planner.objectives import objective_of
 from gssim.planner.reasons import full_ratio, reason, why_worse
 from gssim.planner.workers import Answer, Workers
@@ -34,12 +34,12 @@ RIVALS: dict[str, Callable[[Candidate], bool]] = {
         each.plan.shares.shards == "compute" and each.plan.shares.batch == "throughput"
     ),
 }
-"""What the best plan is compared with. The last is Gradient Sharding as its paper has it."""
+"""Plans with which the best is compared. The last is Gradient Sharding as in its paper."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to, or has come to so far."""
+    """Result of a search, final or so far."""
 
     space: SearchSpace
     best: tuple[Outcome, ...]
@@ -47,27 +47,27 @@ class Found:
     front: tuple[Outcome, ...]
     """Of time and memory, the fastest first."""
     rivals: tuple[tuple[str, Outcome | None], ...]
-    """What the best is compared with, by name; None: no such plan fits."""
+    """Plans with which the best is compared, by name; None: no such plan fits."""
     counts: Exploration
     plans: int
     counterparts: tuple[Counterpart, ...] = ()
-    """The best plan with other shares; none of a search that was interrupted."""
+    """The best plan with other shares; empty for an interrupted search."""
     nearest: tuple[Candidate, Result] | None = None
-    """Where no plan fits: which needs least, and what would need less."""
+    """Where no plan fits: the one that needs least memory, and its Result with suggested changes."""
 
     def results(self) -> list[Result]:
-        """Return the best plans' Results in order, then those of the others on the front.
+        """Return the best plans' Results in order, then the others on the front.
 
-        `provenance.search` tells each one's rank (None of the others), whether it is on the front, its plan as `--set`
-        takes it, how full its fullest device is, and why it takes as long as it does; of the first, also what it is
-        compared with and which plans of the space were left out.
+        `provenance.search` has each one's rank (None of the others), whether it is on the front, its plan as `--set`
+        takes it, how full its fullest device is, and its bottleneck; for the first, also comparisons and the plans of
+        the space that were left out.
         """
         others = [each for each in self.front if each not in self.best]
         ranked = [*enumerate(self.best, start=1), *((None, each) for each in others)]
         return [self._placed(each, rank) for rank, each in ranked]
 
     def comparisons(self, best: Outcome) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Give what the best plan is compared with, by name: plan, objective and why it is worse, as far as known."""
+        """Yield the comparisons of the best plan by name: plan, objective and why it is worse, as far as known."""
         told = {each.name for each in self.counterparts}
         for name, rival in self.rivals:
             if name in told:
@@ -99,7 +99,7 @@ class Found:
 
 
 def _compared(best: Outcome, candidate: Candidate, other: Result, objective: float) -> dict[str, Any]:
-    """Return how much worse a plan is than the best, and why that is."""
+    """Return how much worse a plan is than the best, and why."""
     if other.scenario_id == best.result.scenario_id:
         return {"plan": candidate.override, "why": "it is the first"}
     return {
@@ -111,27 +111,27 @@ def _compared(best: Outcome, candidate: Candidate, other: Result, objective: flo
 
 
 class Search:
-    """A search under way: `found` is what it has come to, whenever it is asked."""
+    """A running search: `found` returns its results at any time."""
 
     def __init__(self, loaded: Loaded, space: SearchSpace, top: int) -> None:
-        """Raise UserError where the objective, or what thresholds leave, cannot be known."""
+        """Raise UserError where the objective, or the density of thresholds, cannot be predicted."""
         _check_objective(loaded, space)
-        space = _with_allowed(loaded, space)
+        space = _with_allowed_thresholds(loaded, space)
         _check_statistics(loaded, space)
         self.loaded, self.space, self.top = loaded, space, top
         self.bounds = Bounds(loaded.scenario, space.objective)
-        self.counts = Exploration(left_out=LeftOut(loaded.file))
+        self.counts = Exploration(left_out=RefusedPlans(loaded.file))
         self.bounded: list[tuple[Bound, Candidate]] = []
-        self.wanted: list[Wanted] = []
+        self.wanted: list[RankedSet] = []
         self.plans = 0
         self.own: list[Candidate] = []
-        """The scenario's own plan, once there are plans."""
+        """The scenario's own plan, once prepared."""
         self.began_s = time.monotonic()
         self.counterparts: tuple[Counterpart, ...] = ()
         self.nearest: tuple[Candidate, Result] | None = None
 
     def prepare(self) -> None:
-        """Make the plans, with what each is at least."""
+        """Enumerate the plans and their lower bounds."""
         with no_collection():
             for each in candidates(self.loaded.scenario, self.space, Batches(self.bounds), self.counts.left_out):
                 self.plans += 1
@@ -141,17 +141,26 @@ class Search:
                 except UserError as error:
                     self.counts.refuse(each, error)
         there = {name for name, holds in RIVALS.items() if any(holds(each) for _, each in self.bounded)}
-        self.wanted = [Wanted("best", self.top, lambda each: True)]
-        self.wanted += [Wanted(name, 1, holds) for name, holds in RIVALS.items() if name in there]
+        self.wanted = [RankedSet("best", self.top, lambda each: True)]
+        self.wanted += [RankedSet(name, 1, holds) for name, holds in RIVALS.items() if name in there]
 
-    def run(self, workers: Workers, told: Callable[[int, int], None] = lambda done, plans: None) -> None:
-        """Simulate what can be wanted of what is prepared; `told` hears (plans done with, of how many)."""
+    def run(self, workers: Workers, on_progress: Callable[[int, int], None] = lambda done, plans: None) -> None:
+        """Simulate the prepared plans; `on_progress` is called with (plans done, total)."""
         until_s = self.began_s + self.space.seconds if self.space.seconds else math.inf
-        judge = partial(_judged, loaded=self.loaded, space=self.space)
+        judge = partial(_outcome_of, loaded=self.loaded, space=self.space)
         queue = Queue(self.bounded, self.bounds.closer)
         objective = self.space.objective
         with no_collection():
-            explore(queue, self.wanted, workers, judge, self.counts, objective=objective, told=told, until_s=until_s)
+            explore(
+                queue,
+                self.wanted,
+                workers,
+                judge,
+                self.counts,
+                objective=objective,
+                on_progress=on_progress,
+                until_s=until_s,
+            )
         best = self.found().best
         if best:
             self.counterparts = self._counterparts(best[0].candidate)
@@ -168,9 +177,9 @@ class Search:
         return (*own, *found)
 
     def found(self) -> Found:
-        """Return the best so far."""
+        """Return the results so far."""
         outcomes = self.counts.outcomes
-        best, *rivals = self.wanted or [Wanted("best", self.top, lambda each: True)]
+        best, *rivals = self.wanted or [RankedSet("best", self.top, lambda each: True)]
         return Found(
             space=self.space,
             best=tuple(best.best(outcomes)),
@@ -184,7 +193,7 @@ class Search:
 
 
 def _check_objective(loaded: Loaded, space: SearchSpace) -> None:
-    """Raise UserError for an objective that needs a price or power that is not known."""
+    """Raise UserError for an objective that needs an unknown price or power."""
     needed = {"step-time": (), "cost": ("price_usd_per_h",), "energy": ("busy_power_w", "idle_power_w")}
     for name, device in loaded.scenario.cluster.device_types.items():
         for key in needed[space.objective]:
@@ -195,8 +204,8 @@ def _check_objective(loaded: Loaded, space: SearchSpace) -> None:
                 )
 
 
-def _with_allowed(loaded: Loaded, space: SearchSpace) -> SearchSpace:
-    """Return the space with those thresholds alone that its study allows, if it names one."""
+def _with_allowed_thresholds(loaded: Loaded, space: SearchSpace) -> SearchSpace:
+    """Return the space with only those thresholds that its study allows, if it names one."""
     if space.study is None or space.most_loss_change is None:
         return space
     push = loaded.scenario.plan.push
@@ -212,7 +221,7 @@ def _with_allowed(loaded: Loaded, space: SearchSpace) -> SearchSpace:
 
 
 def _check_statistics(loaded: Loaded, space: SearchSpace) -> None:
-    """Raise UserError where thresholds are searched and nothing tells what they leave."""
+    """Raise UserError where thresholds are searched without gradient statistics."""
     if space.searches_thresholds and loaded.scenario.workload.gradients is None:
         key = "least_density" if space.least_density is not None else "most_loss_change"
         raise UserError(
@@ -221,10 +230,10 @@ def _check_statistics(loaded: Loaded, space: SearchSpace) -> None:
         )
 
 
-def _judged(
+def _outcome_of(
     candidate: Candidate, answer: Answer, found: Exploration, *, loaded: Loaded, space: SearchSpace
 ) -> Outcome | None:
-    """Return what becomes of a plan that was simulated, if it fits and is wanted; count it in any case."""
+    """Return the outcome of a simulated plan, if it fits and meets the conditions; count it in any case."""
     if isinstance(answer, UserError):
         found.refuse(candidate, answer)
         return None

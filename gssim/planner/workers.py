@@ -1,4 +1,4 @@
-"""Processes that look at plans, one at a time each: lowered, bounded, and simulated if that can be worth it."""
+"""Worker processes of a search: each lowers and bounds one plan at a time, and simulates it if it may be a result."""
 
 import math
 import signal
@@ -20,16 +20,17 @@ from gssim.scenario import Loaded, load_scenario
 from gssim.simulation import no_collection, simulate
 
 Answer = Result | Bound | UserError | RunFailedError
-"""What becomes of a plan: simulated, ruled out by what it has at least, refused, or without an end (a deadlock is a
-fault of ours, not of the plan)."""
+"""Answer for a plan: simulated, ruled out by its bound, refused, or failed (a deadlock is a bug of the simulator, not
+of the plan).
+"""
 
 
-DEAR_TASKS = 5000
-"""Of all roles: a program of more takes much longer to simulate than to lower."""
+COSTLY_TASKS = 5000
+"""Number of tasks of all roles above which simulating a program takes much longer than lowering it."""
 
 
 def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Shared) -> Answer:
-    """Return what becomes of a scenario with overrides."""
+    """Return the answer for a scenario with overrides."""
     try:
         return judged(load_scenario(file, overrides, shared=shared), limits, shared)
     except (UserError, RunFailedError) as error:
@@ -37,45 +38,42 @@ def answered(file: Path, overrides: Sequence[str], limits: Limits, shared: Share
 
 
 def judged(loaded: Loaded, limits: Limits, shared: Shared) -> Result | Bound:
-    """Return a scenario's prediction, or what it has at least: that is too much already, or others shall go first."""
+    """Return the prediction of a scenario, or its bound: where that rules it out, or other plans should go first."""
     with no_collection():
-        if LoweredBounds.are_of(loaded):
+        if LoweredBounds.apply_to(loaded):
             bounds = LoweredBounds(loaded, limits.objective, shared)
             bound = bounds.allocated()
             for closer in (bounds.met, bounds.reserved):
                 if limits.rule_out(bound):
                     return bound
                 bound = closer(bound)
-            if limits.rule_out(bound) or (bounds.tasks > DEAR_TASKS and bound.objective > limits.next_objective):
+            if limits.rule_out(bound) or (bounds.tasks > COSTLY_TASKS and bound.objective > limits.next_objective):
                 return bound
         result = simulate(loaded, shared=shared, spread=False).result
-        if loaded.statistics_needed and not limits.rule_out(_as_bound(loaded, limits, result)):
-            return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
+        if loaded.statistics_needed:
+            types = loaded.scenario.cluster.device_types
+            full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
+            objective = objective_of(result, limits.objective)
+            if not limits.rule_out(Bound(result.step_time_s, objective, full if result.fits else math.inf)):
+                return simulate(loaded, shared=shared).result  # it may be shown, with the time of its lightest steps
         return result
 
 
-def _as_bound(loaded: Loaded, limits: Limits, result: Result) -> Bound:
-    """Return what a plan really has: there is none closer."""
-    types = loaded.scenario.cluster.device_types
-    full = full_ratio(result, {name: device.memory_bytes for name, device in types.items()})
-    return Bound(result.step_time_s, objective_of(result, limits.objective), full if result.fits else math.inf)
-
-
 class Workers:
-    """So many processes, to which plans are handed as they become free."""
+    """A pool of processes, to which plans are submitted as they become free."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.idle = list(connections)
         self.busy: dict[Connection, int] = {}
 
-    def begin(self, number: int, override: str, limits: Limits) -> None:
-        """Hand a plan to a free process; `number`: what its answer goes by."""
+    def submit(self, number: int, override: str, limits: Limits) -> None:
+        """Submit a plan to a free process; `number`: identifies its answer."""
         connection = self.idle.pop()
         connection.send((override, limits))
         self.busy[connection] = number
 
-    def ended(self) -> Iterator[tuple[int, Answer]]:
-        """Give the answers that have come, after waiting for one."""
+    def completed(self) -> Iterator[tuple[int, Answer]]:
+        """Wait for an answer, and yield all that have arrived."""
         for connection in wait(list(self.busy)):
             assert isinstance(connection, Connection)
             try:
@@ -88,9 +86,9 @@ class Workers:
 
 @contextmanager
 def searchers(jobs: int, file: Path, overrides: Sequence[str], shared: Shared | None = None) -> Iterator[Workers]:
-    """Give so many processes that look at a scenario's other plans; they end with the block, whatever they do.
+    """Start worker processes for the other plans of a scenario; they end with the block in any case.
 
-    `shared`: what is known of the scenario by now; where processes are forked, they start with that.
+    `shared`: cache with which forked processes start.
     """
     forks = sys.platform == "linux"
     context: Any = get_context("fork" if forks else "spawn")
@@ -100,7 +98,7 @@ def searchers(jobs: int, file: Path, overrides: Sequence[str], shared: Shared | 
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, file, tuple(overrides), known), daemon=True)
         process.start()
-        theirs.close()  # so that its end shows as the end of what comes
+        theirs.close()  # so that the end of the process shows as EOF
         connections.append(ours)
         started.append(process)
     try:
@@ -113,7 +111,7 @@ def searchers(jobs: int, file: Path, overrides: Sequence[str], shared: Shared | 
 
 
 def _serve(connection: Connection, file: Path, overrides: Sequence[str], known: Shared | None) -> None:
-    """Answer for plans until the process is ended; the user's interrupt is for the one that hands them out."""
+    """Answer requests until the process is terminated; interrupts are handled by the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     shared = known or Shared()

@@ -1,26 +1,26 @@
-"""Programs: the tasks of every rank in a step, lowered from a scenario in passes."""
+"""Lowers scenarios to programs: the typed task graph of a training step, with the tasks of every rank."""
 
 from gssim.program.lowering import Lowering
 from gssim.program.optimizer import workspaces
 from gssim.program.owned import owned_layers
-from gssim.program.passes import Sent, Steps, lower, what_lowering_reads
+from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.sharded import Tensors, units
 from gssim.program.task import Issue, MicroBatch, Program, Task
-from gssim.program.tensor_slices import uncounted
+from gssim.program.tensor_slices import unmeasured_host_time
 
 __all__ = [
     "Issue",
     "Lowering",
     "MicroBatch",
     "Program",
-    "Sent",
+    "StepTraffic",
     "Steps",
     "Task",
     "Tensors",
     "lower",
+    "lowering_key",
     "owned_layers",
-    "uncounted",
     "units",
-    "what_lowering_reads",
+    "unmeasured_host_time",
     "workspaces",
 ]

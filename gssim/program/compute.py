@@ -1,4 +1,4 @@
-"""Forward and backward of every layer, with their memory: the first pass, which all others add to."""
+"""Lowers forward and backward of every layer to tasks with their memory: the first pass, extended by all others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,47 +24,57 @@ from gssim.program.kernel_workspace import scratch_events
 from gssim.program.lowering import Lowering
 from gssim.program.stage_boundary import stage_timeline
 from gssim.program.task import Issue, MicroBatch, Task
-from gssim.program.tensor_slices import cut_after, phase_label, reduced, with_host_time
+from gssim.program.tensor_slices import phase_label, sum_positions, with_all_reduces, with_host_time
 from gssim.scenario import pause_excess
 from gssim.workload import LayerInstance
 
 PHASE_NAMES = {"f": "forward", "r": "backward", "b": "backward"}
-"""The phase of a step in which a layer's forward runs, the first time and again, and its backward."""
+"""Phase of a step in which forward (f), recomputation (r) and backward (b) of a layer are counted."""
 
 
 def cuts(low: Lowering, micro_batch: MicroBatch) -> dict[int, list[int]]:
-    """Return positions at which a layer's backward is cut in parts: where a bucket becomes complete inside it."""
-    found: dict[int, list[int]] = {}
-    if _leaves_in_buckets(low, micro_batch):
-        for bucket in low.buckets:
-            layer, position = bucket.complete
-            found.setdefault(layer, []).append(position)
-    return found
+    """Return the positions at which each layer's backward is split into parts: where a bucket becomes complete inside
+    it.
+    """
+    return _completions(low) if _sends_in_buckets(low, micro_batch) else {}
 
 
-def _leaves_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
-    """Return whether gradients are copied into buckets, and given back, as soon as they are ready."""
+def _completions(low: Lowering) -> dict[int, list[int]]:
+    """Return the positions in each layer's backward at which a bucket becomes complete."""
+    positions: dict[int, list[int]] = {}
+    for bucket in low.buckets:
+        layer, position = bucket.complete
+        positions.setdefault(layer, []).append(position)
+    return positions
+
+
+def _sends_in_buckets(low: Lowering, micro_batch: MicroBatch) -> bool:
+    """Return whether gradients are copied into buckets, and freed, as soon as they are ready."""
     policies = low.policies
-    return micro_batch.leaves and policies.parameters == "replicated" and policies.gradients in ("all-reduce", "push")
+    return (
+        micro_batch.sends_gradients
+        and policies.parameters == "replicated"
+        and policies.gradients in ("all-reduce", "push")
+    )
 
 
 def _bucket_events(low: Lowering) -> dict[tuple[int, str], list[Event]]:
-    """Return where buckets are taken that are there only until they have left: as their first gradient is ready."""
-    found: dict[tuple[int, str], list[Event]] = {}
+    """Return the allocation of buckets that are freed once sent, each with its first gradient."""
+    events: dict[tuple[int, str], list[Event]] = {}
     for bucket in low.buckets:
         layer, position = bucket.started
         size = float(bucket.elements * low.value_bytes)
-        found.setdefault((layer, "b"), []).append(Event(position, size, "buckets"))
-    return found
+        events.setdefault((layer, "b"), []).append(Event(position, size, "buckets"))
+    return events
 
 
 def backward_label(layer: LayerInstance, part: int) -> str:
-    """Return the label of a part of a layer's backward; a layer that is not cut has part 0 alone."""
+    """Return the label of a part of a layer's backward; an unsplit layer has only part 0."""
     return phase_label("b", layer, part)
 
 
 def recompute_label(layer: LayerInstance) -> str:
-    """Return the label of a checkpointed layer's forward where it is run again for the backward."""
+    """Return the label of a checkpointed layer's recomputed forward."""
     return phase_label("r", layer, 0)
 
 
@@ -74,13 +84,13 @@ def backward_begin(low: Lowering, layer: LayerInstance) -> str:
 
 
 def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
-    """Return the forward of every layer and the backward in reverse, with their memory, for one micro-batch.
+    """Return forward of every layer and backward in reverse order, with their memory, for one micro-batch.
 
-    [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new one to what is there
-    and gives it back at once. Where gradients then go into buckets, the sum goes as well.
+    [Note: accumulation] Where an earlier micro-batch left whole gradients, autograd adds each new gradient to the
+    existing one and frees it at once. Where gradients are then copied into buckets, the sum is freed as well.
     """
     samples, own = low.samples(rank, micro_batch), low.layers_of(rank)
-    in_buckets, cut_at = _leaves_in_buckets(low, micro_batch), cuts(low, micro_batch)
+    in_buckets, cut_at = _sends_in_buckets(low, micro_batch), cuts(low, micro_batch)
     traced = timeline = _timeline(low, samples, low.layers, as_traced)
     if low.recomputes or own.layers is not low.layers:
         lives = _checkpointed(low, rank) if low.recomputes else as_traced
@@ -93,9 +103,9 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
     excess = pause_excess(low.device(rank), low.scenario.workload)
     once: dict[tuple[object, ...], tuple[list[Task], list[int]]] = {}
 
-    def alike(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
-        """Return the tasks of a layer's phase; those of a layer with the very same events are made once."""
-        cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *cut_after(instance.layer, phase))
+    def phase_tasks(instance: LayerInstance, phase: str, events: Sequence[Event], kept: Sequence[Event]) -> list[Task]:
+        """Return the tasks of a layer's phase; layers with identical events share theirs."""
+        cut = (*(cut_at.get(instance.index, ()) if phase == "b" else ()), *sum_positions(instance.layer, phase))
         key = (phase, id(instance.layer), cut, *map(id, events))
         if key not in once:
             taken, scratch = scratch_events(low, rank, instance, phase, samples, kept)
@@ -103,28 +113,44 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
             duration_s = with_host_time(low, rank, instance, phase, samples, alone_s=alone_s)
             if phase == "b":
                 duration_s += hook_s * len(instance.layer.parameters)
-                duration_s += _accumulation_s(low, rank, instance) if micro_batch.accumulates else 0.0
-            ends = _ends(events, cut)
-            parts = _parts(phase, [*events, *taken], scratch, duration_s, ends)
+                if micro_batch.accumulates:
+                    size, tensors = instance.layer.elements * low.value_bytes, len(instance.layer.parameters)
+                    duration_s += cost.accumulation_time_s(low.device(rank), size, tensors=tensors)
+            last = max((event.position for event in events), default=0)
+            ends = sorted({min(position, last) for position in cut} | {last})
+            parts = _split(phase, [*events, *taken], scratch, duration_s, ends)
             busy_s, host_s = _issue(low, rank, instance, phase, samples)
             if host_s > busy_s:
-                parts = _issued(parts, duration_s - alone_s + busy_s, host_s, _shares(events, ends))
+                device_s, shares = duration_s - alone_s + busy_s, _operation_shares(events, ends)
+                parts = [
+                    replace(task, duration_s=device_s * share, issue=Issue(host_s * share, goes_on=place > 0))
+                    for place, (task, share) in enumerate(zip(parts, shares, strict=True))
+                ]
             once[key] = parts, ends
         parts, ends = once[key]
-        found = [_named(task, phase_label(phase, instance, part)) for part, task in enumerate(parts)]
-        whole = reduced(low, rank, instance, phase, found, ends, samples)
-        return [replace(task, after_pauses=excess) for task in whole] if excess else whole
+        labelled = [
+            Task(
+                phase_label(phase, instance, part),
+                task.phase,
+                duration_s=task.duration_s,
+                need=task.need,
+                issue=task.issue,
+            )
+            for part, task in enumerate(parts)
+        ]
+        summed = with_all_reduces(low, rank, instance, phase, labelled, ends, samples)
+        return [replace(task, after_pauses=excess) for task in summed] if excess else summed
 
     tasks = []
     for instance in own.layers:
-        tasks += alike(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
+        tasks += phase_tasks(instance, "f", timeline.at(instance.index, "f"), traced.at(instance.index, "f"))
     for instance in reversed(own.layers[own.deepest :]):
         if low.recomputes and instance.layer.block:
-            tasks += alike(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
+            tasks += phase_tasks(instance, "r", timeline.at(instance.index, "r"), traced.at(instance.index, "f"))
         place = (instance.index, "b")
         events = [*timeline.at(*place), *gradients.get(place, ()), *buckets.get(place, ())]
         kept = [*traced.at(*place), *always_kept.get(place, ())]
-        tasks += alike(instance, "b", events, kept)
+        tasks += phase_tasks(instance, "b", events, kept)
     end = footprint(timeline.end)
     tasks.append(Task("backward end", "backward", need=end))
     return tasks
@@ -133,32 +159,36 @@ def compute(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
 def _timeline(low: Lowering, samples: int, layers: Sequence[LayerInstance], lives: Lives) -> Timeline:
     length, scale = low.scenario.workload.sequence_length or 1, low.traced_scale
 
-    def made() -> Timeline:
+    def new_timeline() -> Timeline:
         return activation_timeline(layers, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
 
     if not low.stages:
-        return _kept_timeline(low, (samples, length, scale), lives, made) if layers is low.layers else made()
+        return (
+            _cached_timeline(low, (samples, length, scale), lives, new_timeline)
+            if layers is low.layers
+            else new_timeline()
+        )
     (stage,) = low.stages
     return stage_timeline(stage, batch_size=samples, sequence_length=length, scale=scale, lives=lives)
 
 
-def _kept_timeline(low: Lowering, size: tuple[int, int, float], lives: Lives, made: Callable[[], Timeline]) -> Timeline:
-    """Return the timeline of the layers that each rank of a part of the model runs; other plans of it have the same."""
+def _cached_timeline(
+    low: Lowering, size: tuple[int, int, float], lives: Lives, make: Callable[[], Timeline]
+) -> Timeline:
+    """Return the timeline of the layers that every rank of a part of the model runs, cached over plans of that
+    model.
+    """
     slices = (low.scenario.slice_shares, low.tensor_part) if low.policies.tp > 1 else ()
-    how = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
-    key = (Same(low.scenario.workload.model), slices, size, how)
-    return low.shared.once("timeline", key, made)
+    settings = tuple(sorted(lives.keywords.items())) if isinstance(lives, partial) else ()
+    key = (Same(low.scenario.workload.model), slices, size, settings)
+    return low.shared.once("timeline", key, make)
 
 
 def _checkpointed(low: Lowering, rank: int) -> Lives:
-    """Return what checkpointing makes of a layer's buffers on the rank's device."""
+    """Return the buffer lifetimes of a layer under activation checkpointing on the rank's device."""
     state = CPU_RANDOM_STATE_BYTES if low.device(rank).kind == "cpu" else 0  # a GPU's is kept in the host's memory
     unscaled = round(state / low.traced_scale)  # bytes, whatever the precision
     return partial(recomputed_buffers, selective=low.selective, random_state_bytes=unscaled)
-
-
-def _named(task: Task, label: str) -> Task:
-    return Task(label, task.phase, duration_s=task.duration_s, need=task.need, issue=task.issue)
 
 
 def _layer_s(
@@ -171,14 +201,14 @@ def _layer_s(
         phase=phase,
         batch_size=samples,
         selective=low.selective,
-        whole=low.whole(instance),
+        whole=low.whole_layer(instance),
         issued=issued,
     )
 
 
 def _issue(low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int) -> tuple[float, float]:
-    """Return how long the device and its host each take for a phase in which ranks sum; nothing where they do not."""
-    sums = len(cut_after(instance.layer, phase))
+    """Return device and host time of a phase with sums over ranks; zeros for a phase without."""
+    sums = len(sum_positions(instance.layer, phase))
     if not sums:
         return 0.0, 0.0
     device, workload, selective = low.device(rank), low.scenario.workload, low.selective
@@ -186,38 +216,18 @@ def _issue(low: Lowering, rank: int, instance: LayerInstance, phase: str, sample
     return (_layer_s(low, rank, instance, phase, samples, issued=False) if host_s else 0.0), host_s
 
 
-def _issued(parts: Sequence[Task], busy_s: float, host_s: float, shares: Sequence[float]) -> list[Task]:
-    """Return a phase's parts, which the host issues one after another while the device waits for sums between them."""
-    return [
-        replace(task, duration_s=busy_s * share, issue=Issue(host_s * share, goes_on=place > 0))
-        for place, (task, share) in enumerate(zip(parts, shares, strict=True))
-    ]
-
-
-def _shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:
-    """Return which share of a phase's operations each part has; what only marks the phase's end is none of them."""
+def _operation_shares(events: Sequence[Event], ends: Sequence[int]) -> list[float]:
+    """Return the fraction of a phase's operations in each part; a position that marks the phase's end counts none."""
     before = ends[-2] if len(ends) > 1 else -1
     last = max([before + 1, *(event.position for event in events if event.position < LAST)])
     bounds = (-1, *ends[:-1], last)
     return [(end - before) / (bounds[-1] + 1) for before, end in pairwise(bounds)]
 
 
-def _accumulation_s(low: Lowering, rank: int, instance: LayerInstance) -> float:
-    """Return the time to add a layer's gradients to those of earlier micro-batches."""
-    size = instance.layer.elements * low.value_bytes
-    return cost.accumulation_time_s(low.device(rank), size, tensors=len(instance.layer.parameters))
+def _split(phase: str, events: Sequence[Event], scratch: float, duration_s: float, ends: Sequence[int]) -> list[Task]:
+    """Return a layer's phase in parts that end at the given positions, with its time divided by operations.
 
-
-def _ends(events: Sequence[Event], cuts: Sequence[int]) -> list[int]:
-    """Return the last position of each part of a phase that is cut after the given positions."""
-    last = max((event.position for event in events), default=0)
-    return sorted({min(cut, last) for cut in cuts} | {last})
-
-
-def _parts(phase: str, events: Sequence[Event], scratch: float, duration_s: float, ends: Sequence[int]) -> list[Task]:
-    """Return a layer's phase in parts that end at the given positions; time is shared out by operations.
-
-    `scratch`: what is taken at an unknown moment of each.
+    `scratch`: workspace allocated at an unknown moment of each part.
     """
     parts = []
     before = -1
@@ -239,10 +249,10 @@ def part_at(low: Lowering, tasks: Sequence[Task], place: tuple[int, int]) -> int
     """Return the index of the task in which the backward reaches `place` (layer, position)."""
     layer, position = place
     instance = low.layers[layer]
-    if "complete" not in low.found:
-        low.found["complete"] = _completed(low)
-    complete: Mapping[int, set[int]] = low.found["complete"]
-    cuts = complete.get(layer, set()) | set(cut_after(instance.layer, "b"))
+    if "complete" not in low.step_memo:
+        low.step_memo["complete"] = _completions(low)
+    complete: Mapping[int, list[int]] = low.step_memo["complete"]
+    cuts = set(complete.get(layer, ())) | set(sum_positions(instance.layer, "b"))
     part = sum(1 for cut in cuts if cut < position)
     labels = [task.label for task in tasks]
     while backward_label(instance, part) not in labels:
@@ -250,17 +260,8 @@ def part_at(low: Lowering, tasks: Sequence[Task], place: tuple[int, int]) -> int
     return labels.index(backward_label(instance, part))
 
 
-def _completed(low: Lowering) -> dict[int, set[int]]:
-    """Return where in each layer's backward buckets are complete."""
-    found: dict[int, set[int]] = {}
-    for bucket in low.buckets:
-        layer, position = bucket.complete
-        found.setdefault(layer, set()).add(position)
-    return found
-
-
 def insert_after(tasks: list[Task], index: int, new: Sequence[Task]) -> None:
-    """Insert tasks after a part of the backward, and after what was inserted there before."""
+    """Insert tasks after a part of the backward, and after tasks inserted there before."""
     end = index + 1
     while end < len(tasks) and not tasks[end].label.startswith(("backward ", "recompute ")):
         end += 1

@@ -1,10 +1,11 @@
-"""Neighbours whose messages depend on the data, but are the same.
+"""Classes of neighbouring ranks whose data-dependent messages are equal.
 
-[Note: neighbours] What a rank sends under a threshold depends on whose range holds which tensors, so that no two ranks
-need be alike. But ranges of many ranks are small: neighbours often own equally many elements of the same block of a
-tensor, and what is sent of these is as much. Of ranks in a row for which that is so in every bucket, each sends all
-others the same and gets the same from them, one after another: to leave out the one or the other for oneself leaves
-the same row. So they have one role. It must be neighbours: sums in another order differ in their last digits.
+[Note: neighbours] Under a threshold, the messages of a rank depend on the tensors in each owner's range, so that in
+general no two ranks are equal. But with many ranks the ranges are small: neighbours often own equally many elements of
+the same block of a tensor, of which equally many entries are sent. Consecutive ranks for which that holds in every
+bucket send equal messages to all others and receive equal ones from them, in the same order: leaving out the message to
+oneself leaves the same row for each. So they share one role. They must be neighbours: sums in another order differ in
+the last digits.
 """
 
 from collections.abc import Iterator
@@ -17,27 +18,29 @@ from gssim.program.publish import messages_of
 from gssim.units import Floats, Ints
 
 
-def neighbours(low: Lowering) -> Ints:
-    """Return a number for each of the group's ranks, by position: equal in rows of neighbours with the same messages.
+def message_classes(low: Lowering) -> Ints:
+    """Return the class of each of the group's ranks, by position: equal for neighbours with equal messages.
 
-    Places in a node have numbers of their own.
+    Classes of different places in a node are distinct.
     """
-    found = np.zeros(len(low.group), np.int64)
+    classes = np.zeros(len(low.group), np.int64)
     first = 0
     for place in range(low.places):
         columns = np.array(list(_columns(low, place)))
         changes = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
-        found[place :: low.places] = first + np.cumsum(np.r_[0, changes])
-        first = int(found[place :: low.places][-1]) + 1
-    return found
+        classes[place :: low.places] = first + np.cumsum(np.r_[0, changes])
+        first = int(classes[place :: low.places][-1]) + 1
+    return classes
 
 
 def _columns(low: Lowering, place: int) -> Iterator[Floats]:
-    """Give what tells the nodes' ranks at a place apart: what each owns, sends, and is sent by every kind of sender."""
+    """Yield columns that distinguish the nodes' ranks at a place: elements owned, kind of sender, entries received per
+    kind.
+    """
     for bucket in low.buckets:
         yield np.array(low.division(bucket).owned[place], dtype=float)
         for micro_batch in low.micro_batches:
-            if micro_batch.leaves:
+            if micro_batch.sends_gradients:
                 entries = push_matrix(low, bucket, micro_batch, place)[1]
                 yield np.array(entries.kinds, dtype=float)
                 yield from np.array(entries.rows, dtype=float)

@@ -1,13 +1,13 @@
-"""Gradient Sharding with parameters sharded at rest: flat units, gathered just in time, whose gradients are pushed.
+"""Gradient Sharding with parameters sharded at rest: flat units gathered just in time, whose gradients are pushed.
 
-[Note: flat units] The units are FSDP2's, a block or all that is no block (the root); see `sharded`. Each is one flat
-tensor, cut by the ranks' shares without padding, and gathered into a flat buffer of which its parameters are views.
-A shard is kept in the precision of the optimizer alone, and cast as the own part is copied into that buffer.
-The root is kept from forward to backward, and so are blocks where the plan says so; else a block is freed after its
-forward and gathered once more. Once a unit's backward is done, its gradients are collected in one bucket, which goes
-to its owners; nothing is published, as the next gather does that. Where collectives run beside the compute, the gather
-of a unit is issued when the one before it is taken, so that two blocks live at most; else just before its use. A
-rank's bytes for N elements of which it owns the share s, p of a value, w(d) of a pushed one (gradient-sharding A.3 B):
+[Note: flat units] The units are FSDP2's, a block or everything outside blocks (the root); see `sharded`. Each is one
+flat tensor, cut by the ranks' shard sizes without padding, and gathered into a flat buffer of which its parameters are
+views. A shard is kept in the optimizer's precision only, and cast as it is copied into that buffer. The root is kept
+from forward to backward, and so are blocks where the plan says so; else a block is freed after its forward and gathered
+again. Once a unit's backward is done, its gradients are collected in one bucket, which is pushed to the owners; nothing
+is published, as the next gather does that. Where collectives overlap with compute, the gather of a unit is issued when
+the one before it is consumed, so that at most two blocks are gathered at a time; else just before its use. A rank's
+bytes for N elements of which it owns the share s, p of a value, w(d) of a pushed one (gradient-sharding A.3 B):
 
     sent and received:  2pN + w(d)N, each (M-1)/M with even shares, but for the root, which is gathered once
     held:               (parameter + optimizer state + gradient) * sN in the optimizer's precision, and the root and
@@ -22,63 +22,65 @@ from gssim import cost
 from gssim.memory import Event, footprint
 from gssim.program.compute import backward_begin, backward_label
 from gssim.program.lowering import Lowering
-from gssim.program.push import sent_off
-from gssim.program.sharded import inserted
+from gssim.program.push import send_bucket
+from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.workload import LayerInstance
 
 
 @dataclass(frozen=True)
 class FlatUnit:
-    """Layers whose parameters are one flat tensor, and whose gradients travel together."""
+    """Layers whose parameters are one flat tensor, and whose gradients are pushed in one bucket."""
 
     name: str
     layers: tuple[LayerInstance, ...]
     bucket: Bucket
     size_bytes: float
-    """Of all its parameters."""
+    """Size of all its parameters."""
 
     @property
     def is_root(self) -> bool:
-        """Whether this is what no block holds."""
+        """Whether it consists of the layers outside blocks."""
         return not self.layers[0].layer.block
 
 
 def flat_units(low: Lowering) -> tuple[FlatUnit, ...]:
     """Return the units in the order in which gradients are complete: each block from the last on, then the root."""
-    found = []
+    flat = []
     root = tuple(instance for instance in low.layers if not instance.layer.block)
     for bucket in low.buckets:
         first = bucket.members[0][0]
         layers = (first,) if first.layer.block else root
         name = first.module if first.layer.block else "root"
-        found.append(FlatUnit(name, layers, bucket, float(bucket.elements * low.value_bytes)))
-    return tuple(found)
+        flat.append(FlatUnit(name, layers, bucket, float(bucket.elements * low.value_bytes)))
+    return tuple(flat)
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
 def push_units(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
-    """GS: once a unit's backward is done, its parameters are freed, and its gradients collected and pushed."""
-    behind: dict[str, list[Task]] = defaultdict(list)
+    """Pass of GS with sharded parameters: after each unit's backward, free its parameters, collect and push
+    gradients.
+    """
+    after_task: dict[str, list[Task]] = defaultdict(list)
     end: list[Task] = []
     draining: list[Task] = []
     for unit in flat_units(low):
-        new = [_collected(low, rank, unit, leaves=micro_batch.leaves)]
-        if micro_batch.leaves:
-            _, push, drain = sent_off(low, rank, unit.bucket, micro_batch, new[0].label)
+        new = [_end_of_backward(low, rank, unit, leaves=micro_batch.sends_gradients)]
+        if micro_batch.sends_gradients:
+            _, push, drain = send_bucket(low, rank, unit.bucket, micro_batch, new[0].label)
             new = [*draining, *new, *push]
             draining = drain
         if unit.is_root:
             end = new
         else:
-            behind[backward_label(unit.layers[0], 0)] = new
-    return [*inserted(tasks, before={}, behind=behind), *end, *draining]
+            after_task[backward_label(unit.layers[0], 0)] = new
+    return [*insert_beside(tasks, before={}, behind=after_task), *end, *draining]
 
 
-def _collected(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) -> Task:
-    """Return the end of a unit's backward: parameters are freed; gradients that leave are copied into a bucket."""
+def _end_of_backward(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) -> Task:
+    """Return the end of a unit's backward: parameters are freed; gradients to be sent are copied into a bucket."""
     gathered = unit.size_bytes if len(low.group) > 1 else 0.0
     events = [Event(0, -gathered, "gathered_parameters")]
     if not leaves:
@@ -93,20 +95,20 @@ def _collected(low: Lowering, rank: int, unit: FlatUnit, *, leaves: bool) -> Tas
 
 
 def gather_flat_parameters(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """GS: each unit is gathered before its first forward and kept."""
-    return _gathered(low, rank, tasks, twice=False)
+    """Pass of GS with sharded parameters: gather each unit before its first forward and keep it."""
+    return _with_gathers(low, rank, tasks, twice=False)
 
 
 def gather_flat_parameters_twice(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """GS: each block is freed after its forward, and gathered once more for its backward."""
-    return _gathered(low, rank, tasks, twice=True)
+    """Pass of GS with sharded parameters: free each block after its forward, and gather it again for its backward."""
+    return _with_gathers(low, rank, tasks, twice=True)
 
 
 Use = tuple[FlatUnit, str]
-"""A unit, and the label of the task before which its parameters must be there."""
+"""A unit, and the label of the task that needs its gathered parameters."""
 
 
-def _gathered(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
+def _with_gathers(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> list[Task]:
     if len(low.group) == 1:
         return tasks
     units = flat_units(low)
@@ -115,25 +117,23 @@ def _gathered(low: Lowering, rank: int, tasks: list[Task], *, twice: bool) -> li
     uses = [(unit, first) for unit in root]
     uses += [(block, f"forward {block.layers[0].module}") for block in reversed(blocks)]
     before = _just_in_time(low, rank, uses, "forward", first)
-    behind: dict[str, list[Task]] = {}
+    after_task: dict[str, list[Task]] = {}
     if twice:
         uses = [(block, backward_begin(low, block.layers[0])) for block in blocks]
-        issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on what the loss is made of
+        issuer = low.layers[-2] if root else low.layers[-1]  # the root's hook is on the input of the loss
         for label, new in _just_in_time(low, rank, uses, "backward", backward_begin(low, issuer)).items():
             before[label] += new
-        behind = {f"forward {block.layers[0].module}": [_free(block)] for block in blocks}
-    return inserted(tasks, before=before, behind=behind)
-
-
-def _free(unit: FlatUnit) -> Task:
-    freed = Event(0, -unit.size_bytes, "gathered_parameters")
-    return Task(f"free {unit.name}", "forward", need=footprint([freed]))
+        for block in blocks:
+            freed = footprint([Event(0, -block.size_bytes, "gathered_parameters")])
+            after_task[f"forward {block.layers[0].module}"] = [Task(f"free {block.name}", "forward", need=freed)]
+    return insert_beside(tasks, before=before, behind=after_task)
 
 
 def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, begin: str) -> dict[str, list[Task]]:
-    """Return the gathers of units by the tasks that they come before; `begin` is the first of the phase.
+    """Return the gathers of units, by the label of the task before which they are issued; `begin` is the phase's first.
 
-    Beside the compute, the first gather is issued at the beginning and each other one when the one before is taken.
+    Where collectives overlap, the first gather is issued at the beginning and each other when the one before is
+    consumed.
     """
     before: dict[str, list[Task]] = defaultdict(list)
     for number, (unit, label) in enumerate(uses):
@@ -147,7 +147,7 @@ def _just_in_time(low: Lowering, rank: int, uses: Sequence[Use], phase: str, beg
 
 
 def _gather(low: Lowering, rank: int, unit: FlatUnit, phase: str) -> list[Task]:
-    """Return the gather of a unit: the own part is cast into a new flat buffer, then all parts go round."""
+    """Return the gather of a unit: the own shard is cast into a new flat buffer, then all shards are all-gathered."""
     name = f"all-gather {unit.name}" + (" backward" if phase == "backward" else "")
     owned = low.division(unit.bucket).owned[0]
     parts = tuple(float(n * low.value_bytes) for n in owned)

@@ -1,4 +1,4 @@
-"""What the kernels of a layer take for themselves, and when: as it was measured of the layer run in the same way."""
+"""Workspace that the kernels of a layer allocate, and when, as measured for the layer run in the same way."""
 
 from collections.abc import Sequence
 
@@ -13,26 +13,28 @@ from gssim.workload import LayerInstance
 def scratch_events(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, traced: Sequence[Event]
 ) -> tuple[list[Event], float]:
-    """Return when a phase's kernels take scratch and give it back, and what is taken at an unknown moment besides.
+    """Return the allocations of workspace in a phase, and the bytes allocated at an unknown moment besides.
 
-    `traced`: the layer's events as in a profile that knows no more than peaks. Without a profile: what sums over rows
-    take on a GPU alone.
+    `traced`: the layer's events for a profile that records only peaks. Without a profile: only the buffers of
+    reductions over rows on a GPU.
     """
-    profile = layer_profile(low.device(rank), low.scenario.workload, low.whole(instance) or instance.layer)
+    profile = layer_profile(low.device(rank), low.scenario.workload, low.whole_layer(instance) or instance.layer)
     if not samples:
         return [], 0.0
     if profile is not None and profile.scratch_bytes is not None:
-        return _measured(low, rank, instance, phase, samples, profile), 0.0
-    summed = _summed(low, rank, instance, samples) if phase == "b" else []
-    rest = 0.0 if profile is None else _at_worst(low, rank, instance, phase, samples, [*traced, *summed])
-    return summed, rest
+        return _measured_events(low, rank, instance, phase, samples, profile), 0.0
+    bias_events = _bias_gradient_events(low, rank, instance, samples) if phase == "b" else []
+    unplaced_bytes = (
+        0.0 if profile is None else _worst_case_bytes(low, rank, instance, phase, samples, [*traced, *bias_events])
+    )
+    return bias_events, unplaced_bytes
 
 
-def _summed(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> list[Event]:
-    """Return what the gradients of linear layers' biases take, which are sums over rows.
+def _bias_gradient_events(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> list[Event]:
+    """Return the workspace of the gradients of linear layers' biases, which are sums over rows.
 
-    Assumes that these are called `bias` beside a weight of two dimensions, and are of tokens where the layer's
-    operations grow with the sequence; else of samples.
+    Assumes that a bias is a parameter named `bias` beside a two-dimensional weight, and that rows are tokens where the
+    layer's operations scale with the sequence; else samples.
     """
     layer, workload, device = instance.layer, low.scenario.workload, low.device(rank)
     if device.kind != "cuda":
@@ -40,33 +42,33 @@ def _summed(low: Lowering, rank: int, instance: LayerInstance, samples: int) -> 
     of_tokens = any(power for _, _, power in layer.forward_flop.terms)
     rows = samples * (workload.sequence_length or 1) if of_tokens else samples
     summed_bytes = max(PRECISION_BYTES["fp32"], low.value_bytes)
-    weights = {each.name.removesuffix("weight") for each in layer.parameters if len(each.shape) == 2}
-    found = []
-    for each in layer.parameters:
-        if each.name.endswith("bias") and each.name.removesuffix("bias") in weights:
+    weights = {parameter.name.removesuffix("weight") for parameter in layer.parameters if len(parameter.shape) == 2}
+    events = []
+    for parameter in layer.parameters:
+        if parameter.name.endswith("bias") and parameter.name.removesuffix("bias") in weights:
             size = reduction_buffer_bytes(
-                rows, each.elements, value_bytes=summed_bytes, resident_threads=device.resident_threads
+                rows, parameter.elements, value_bytes=summed_bytes, resident_threads=device.resident_threads
             )
-            found += [Event(each.born.position, sign * float(size), "temporaries") for sign in (1, -1) if size]
-    return found
+            events += [Event(parameter.born.position, sign * float(size), "temporaries") for sign in (1, -1) if size]
+    return events
 
 
-def _measured(
+def _measured_events(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, profile: LayerProfile
 ) -> list[Event]:
     layer = instance.layer
     again, traced_phase = phase == "r", "f" if phase == "r" else phase
     kept = (layer.selective_positions or ()) if again and low.selective else ()
-    found = []
-    for scratch in (profile.scratch_bytes or {}).get(_way(low, rank, instance), ()):
+    events = []
+    for scratch in (profile.scratch_bytes or {}).get(_profile_key(low, rank, instance), ()):
         runs = not again or (scratch.position <= last_saved(layer) and scratch.position not in kept)
         if scratch.phase == traced_phase and runs and (size := scratch.at(samples)):
-            found += [Event(scratch.position, sign * size, "temporaries") for sign in (1, -1)]
-    return found
+            events += [Event(scratch.position, sign * size, "temporaries") for sign in (1, -1)]
+    return events
 
 
-def _way(low: Lowering, rank: int, instance: LayerInstance) -> str:
-    """Return the way in which a rank runs a layer, as profiles call it."""
+def _profile_key(low: Lowering, rank: int, instance: LayerInstance) -> str:
+    """Return the key under which profiles record the way in which a rank runs a layer."""
     units = instance.layer.units
     if low.policies.tp > 1 and units:
         return f"units-{units_of_ranks(units, low.scenario.slice_shares)[low.tensor_part]}"
@@ -74,7 +76,7 @@ def _way(low: Lowering, rank: int, instance: LayerInstance) -> str:
     return roles[instance.index] if roles else "whole"
 
 
-def _at_worst(
+def _worst_case_bytes(
     low: Lowering, rank: int, instance: LayerInstance, phase: str, samples: int, traced: Sequence[Event]
 ) -> float:
     if phase == "r" and low.selective:

@@ -1,4 +1,4 @@
-"""What every pass needs: the scenario unrolled, its gradient buckets, and the collectives found so far."""
+"""The lowering context of all passes: the unrolled model, gradient buckets, and the collectives recorded so far."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,79 +24,81 @@ from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unro
 
 @dataclass(frozen=True)
 class Lowering:
-    """A scenario with what every pass needs of it, and the collectives found so far.
+    """A scenario with the derived values that passes read, and the collectives that they have recorded.
 
-    All ranks that share a part of the model (equal coordinates on the axes pp and tp) are lowered by one.
+    One lowering serves all ranks that share a part of the model (equal coordinates on the axes pp and tp).
     """
 
     scenario: Scenario
     statistics: GradientStatistics | None
     step: int
     group: Sequence[int]
-    """The ranks that hold this part of the model, each for its own samples."""
+    """Ranks that hold this part of the model, each for its own samples."""
     stages: tuple[Stage, ...] = ()
-    """The stages of a pipeline that they hold; none: the whole model."""
+    """Pipeline stages that they hold; empty: the whole model."""
     all_stages: tuple[Stage, ...] = ()
-    """Of the pipeline."""
+    """All stages of the pipeline."""
     communications: dict[str, Communication] = field(default_factory=dict)
-    found: dict[object, Any] = field(default_factory=dict)
-    """What passes work out once for all ranks."""
+    step_memo: dict[object, Any] = field(default_factory=dict)
+    """Values computed once for all ranks of a step."""
     tensor_part: int = 0
-    """Which part of each block they hold: their coordinate on the axis tp."""
+    """Index of the tensor slice that they hold: their coordinate on the axis tp."""
     shared: Shared = field(default_factory=Shared)
-    """What other steps, and other scenarios, have in common with this."""
-    every_step: dict[object, Any] = field(default_factory=dict)
-    """What passes work out once for all steps of a run."""
+    """Cache shared with other steps and other scenarios."""
+    run_memo: dict[object, Any] = field(default_factory=dict)
+    """Values computed once for all steps of a run."""
     slowed: Mapping[int, float] = field(default_factory=dict)
-    """By rank, where one is slower than its device: time of its forward, backward and update over the device's."""
+    """Time of forward, backward and update over the device's, by rank, for ranks slower than their device."""
 
     def at_step(self, step: int) -> "Lowering":
-        """Return the same for another step: all that is worked out but for what is in `found` holds for every step."""
+        """Return the lowering of another step; everything cached but `step_memo` is shared."""
         other = copy(self)
-        for name, value in (("step", step), ("communications", {}), ("found", {})):
+        for name, value in (("step", step), ("communications", {}), ("step_memo", {})):
             object.__setattr__(other, name, value)
         return other
 
     @cached_property
     def layers(self) -> tuple[LayerInstance, ...]:
-        """The unrolled model, or the part that stages have, numbered from 0; of cut blocks, the units that are held."""
+        """Unrolled layers of the model or of the stages, numbered from 0; of sliced blocks, the units that are held."""
         if self.stages:
-            return tuple(replace(instance, index=i) for i, instance in enumerate(self._of_stages))
+            return tuple(replace(instance, index=i) for i, instance in enumerate(self._stage_layers))
         if self.scenario.policies.tp > 1:
             return unrolled(model_slice(self.scenario.workload.model, self.scenario.slice_shares, self.tensor_part))
         return self.whole_layers
 
     @cached_property
-    def _of_stages(self) -> tuple[LayerInstance, ...]:
-        """The layers of the stages that are held, with the model's own numbers."""
+    def _stage_layers(self) -> tuple[LayerInstance, ...]:
+        """Layers of the stages that are held, with the model's own numbers."""
         return tuple(instance for stage in self.stages for instance in stage.layers)
 
-    def whole(self, instance: LayerInstance) -> Layer | None:
-        """Return the layer of which a rank runs a part: a slice of it, or what is left of its backward; else None."""
-        parts = self.deals_out_layers or self.scenario.policies.tp > 1
+    def whole_layer(self, instance: LayerInstance) -> Layer | None:
+        """Return the unsliced layer of which a rank runs a slice or a partial backward; None where it runs whole
+        layers.
+        """
+        parts = self.assigns_layers or self.scenario.policies.tp > 1
         if not parts:
             return None
-        index = self._of_stages[instance.index].index if self.stages else instance.index
+        index = self._stage_layers[instance.index].index if self.stages else instance.index
         return self.whole_layers[index].layer
 
     @cached_property
     def whole_layers(self) -> tuple[LayerInstance, ...]:
-        """The unrolled model as it is on one device."""
+        """Unrolled layers of the model on one device."""
         return unrolled(self.scenario.workload.model)
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether each block runs its forward again for its backward, or those operations that cost little."""
+        """Whether blocks recompute their forward, or its cheap operations, in the backward."""
         return self.scenario.plan.recompute != "none"
 
     @cached_property
     def selective(self) -> bool:
-        """Whether each block keeps the outputs of its compute-heavy operations, and only its others run again."""
+        """Whether blocks keep the outputs of compute-heavy operations, and recompute only the others."""
         return self.scenario.plan.recompute == "selective"
 
     @cached_property
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
-        """What each of a pipeline's ranks does, by its place on the axis pp."""
+        """Schedule of each rank of a pipeline, by its coordinate on the axis pp."""
         plan, ranks = self.scenario.plan, self.scenario.policies.pp
         stages = len(self.all_stages)
         return schedule(schedule_of(plan, ranks), ranks=ranks, stages=stages, micro_batches=plan.micro_batches)
@@ -116,11 +118,11 @@ class Lowering:
 
     @cached_property
     def push(self) -> Push:
-        """How gradients are pushed, with what follows from the optimizer filled in."""
+        """Push settings, with defaults derived from the optimizer filled in."""
         return self.scenario.push
 
     def shard_position(self, rank: int) -> int:
-        """Return the position of a rank among those that share the parameters with it: on the axis `dp_shard`."""
+        """Return the position of a rank among those that share the parameters with it, on the axis `dp_shard`."""
         return self.position(rank) % self.shards
 
     @cached_property
@@ -130,100 +132,105 @@ class Lowering:
 
     @property
     def replicates(self) -> bool:
-        """Whether there are several replicas of what is sharded, whose gradients are all-reduced (HSDP)."""
+        """Whether sharded parameters have several replicas, whose gradients are all-reduced (HSDP)."""
         return self.policies.gradients == "reduce-scatter" and self.policies.dp_replicate > 1
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether collectives run beside the compute; see [Note: streams] in `sharded`."""
+        """Whether collectives run on streams beside the compute; see [Note: streams] in `sharded`."""
         return self.scenario.plan.overlap and self.scenario.cluster.backend == "nccl" and len(self.group) > 1
 
     @cached_property
     def thresholds_publish(self) -> bool:
-        """Whether owners publish only what has moved far enough; see [Note: thresholded publish] in `publish`."""
+        """Whether owners publish only parameters above a threshold; see [Note: thresholded publish] in `publish`."""
         return self.scenario.plan.publish.threshold is not None
 
     @cached_property
     def sends_by_data(self) -> bool:
-        """Whether what each rank sends depends on the data: on whose range holds which tensors, and on the step."""
+        """Whether message sizes depend on the data: on the tensors in each range, and on the step."""
         return self.policies.gradients == "push" and self.scenario.plan.sends_by_data
 
     @cached_property
     def nodes(self) -> int:
-        """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `division`."""
+        """Number of nodes among which gradients are pushed; see [Note: hierarchy] in `gssim.plan.bucket_partition`."""
         return len(self.group) // self.places
 
     @cached_property
     def places(self) -> int:
-        """Number of devices of a node among which gradients are reduce-scattered before they are pushed."""
+        """Number of devices per node among which gradients are reduce-scattered before they are pushed; 1 without
+        hierarchy.
+        """
         return self.policies.dp_shard if self.policies.push_axis == "dp_replicate" else 1
 
     @cached_property
     def push_groups(self) -> tuple[Sequence[int], ...]:
-        """The ranks that push to one another: those of equal place, by place."""
-        return self.along(self.policies.push_axis)
+        """Ranks that push to one another, those at the same place of every node, by place."""
+        return self.groups_along(self.policies.push_axis)
 
     def place(self, rank: int) -> int:
         """Return a rank's place in its node."""
         return self.position(rank) % self.places
 
     def node(self, rank: int) -> int:
-        """Return which of the nodes a rank is in, among which gradients are pushed."""
+        """Return the index of the node of a rank, among those between which gradients are pushed."""
         return self.position(rank) // self.places
 
     def division(self, bucket: Bucket) -> Division:
         """Return how a bucket's elements are divided among the ranks."""
         key = ("division", self.group, bucket.elements)
-        if key not in self.every_step:
+        if key not in self.run_memo:
             rows = [self.shard_shares[first : first + self.places] for first in range(0, len(self.group), self.places)]
-            self.every_step[key] = divide(bucket.elements, by_node=rows)
-        found: Division = self.every_step[key]
-        return found
+            self.run_memo[key] = divide(bucket.elements, by_node=rows)
+        division: Division = self.run_memo[key]
+        return division
 
     def pushed_elements(self, bucket: Bucket, rank: int) -> int:
-        """Return the elements of a bucket that a rank owns, where gradients are pushed to their owners."""
+        """Return the number of elements of a bucket that a rank owns, where gradients are pushed to their owners."""
         return self.division(bucket).owned[self.place(rank)][self.node(rank)]
 
-    def along(self, axis: str) -> tuple[Sequence[int], ...]:
-        """Return the group's ranks in the groups in which they stand along a data axis, by first rank."""
-        if axis not in self.found:
+    def groups_along(self, axis: str) -> tuple[Sequence[int], ...]:
+        """Return the groups of the lowering's ranks along a data axis, by first rank."""
+        if axis not in self.step_memo:
             mesh = self.policies.mesh
             alone = getattr(mesh, axis) == len(self.group)
             groups = [self.group] if alone else [mesh.group(rank, axis) for rank in self.group]
-            self.found[axis] = tuple(dict.fromkeys(groups))
-        found: tuple[Sequence[int], ...] = self.found[axis]
-        return found
+            self.step_memo[axis] = tuple(dict.fromkeys(groups))
+        by_first_rank: tuple[Sequence[int], ...] = self.step_memo[axis]
+        return by_first_rank
 
     def communication(self, kind: str, axis: str, size_bytes: float, **settings: Any) -> Communication:
-        """Return a collective that every group along a data axis carries out for itself."""
-        group, *beside = self.along(axis)
+        """Return a collective that each group along a data axis carries out on its own."""
+        group, *beside = self.groups_along(axis)
         return Communication(kind, group, size_bytes, beside=tuple(beside), **settings)
 
     @cached_property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """The parts in which each rank's samples are taken, one after another."""
-        each = self.policies.gradients != "local" and self.policies.gradient_sync == "micro-batch"
+        """Micro-batches of each rank's samples, in order."""
+        sends_every = self.policies.gradients != "local" and self.policies.gradient_sync == "micro-batch"
         count = self.scenario.plan.micro_batches
-        return tuple(MicroBatch(i, count, leaves=each or i == count - 1, left=each) for i in range(count))
+        return tuple(
+            MicroBatch(i, count, sends_gradients=sends_every or i == count - 1, sent_before=sends_every)
+            for i in range(count)
+        )
 
     def samples(self, rank: int, micro_batch: MicroBatch) -> int:
-        """Return the samples of a rank in a micro-batch."""
+        """Return the number of samples of a rank in a micro-batch."""
         return splitting.split(self.batch_sizes[rank], splitting.even(micro_batch.count))[micro_batch.index]
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each rank."""
+        """Number of samples of each rank."""
         return self.scenario.batch_sizes
 
     @cached_property
     def shard_shares(self) -> tuple[float, ...]:
-        """Share in the sharded state of each rank of the group, by position."""
+        """Fraction of the sharded state of each rank of the group, by position."""
         by_rank = self.scenario.shard_shares
         return tuple(by_rank[rank] for rank in self.group)
 
     @cached_property
     def value_bytes(self) -> int:
-        """Bytes of one element of what is trained with: parameters, activations, gradients, messages."""
+        """Bytes of an element in the training precision: parameters, activations, gradients, messages."""
         return value_bytes(self.scenario.workload)
 
     @cached_property
@@ -233,19 +240,20 @@ class Lowering:
 
     @cached_property
     def master_bytes(self) -> int:
-        """Bytes of one element of what the optimizer updates, and of its state."""
+        """Bytes of an element in the optimizer's precision: master copy and optimizer state."""
         return master_bytes(self.scenario.workload)
 
     @cached_property
     def has_master_copy(self) -> bool:
-        """Whether these differ."""
+        """Whether the optimizer's precision differs from the training precision."""
         return has_master_copy(self.scenario.workload)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradient buckets by PyTorch's rule, in the order in which they are complete.
 
-        Where parameters are sharded they are FSDP2's units: each block from the last on, then all that is no block.
+        Where parameters are sharded, buckets are FSDP2's units: each block from the last on, then everything outside
+        blocks.
         """
         order = gradient_order(self.layers)
         members = [(self.layers[i], self.layers[i].layer.parameters[j]) for i, j in order]
@@ -255,8 +263,8 @@ class Lowering:
             return tuple(Bucket(i, tuple(unit)) for i, unit in enumerate(units))
         first, cap = bucket_limits(self.scenario.plan, self.policies)
         sizes = [parameter.elements * self.value_bytes for _, parameter in members]
-        found = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
-        return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(found))
+        assignment = assign_buckets(sizes, first_bytes=first, cap_bytes=cap)
+        return tuple(Bucket(i, tuple(members[p] for p in positions)) for i, positions in enumerate(assignment))
 
     @cached_property
     def parameters(self) -> tuple[tuple[LayerInstance, Parameter], ...]:
@@ -265,58 +273,60 @@ class Lowering:
 
     @cached_property
     def owned_parameters(self) -> tuple[tuple[int, ...], ...]:
-        """Which of `parameters`, by position, each rank updates where whole tensors are dealt out (ZeRO-1)."""
+        """Positions in `parameters` of the tensors that each rank updates (ZeRO-1, whole tensors assigned to ranks)."""
         return splitting.greedy([parameter.elements for _, parameter in self.parameters], len(self.group))
 
     @cached_property
-    def deals_out_layers(self) -> bool:
-        """Whether each rank gets the weight gradients of its own layers alone, and updates these."""
+    def assigns_layers(self) -> bool:
+        """Whether each rank computes and updates the weight gradients of its own layers only."""
         return self.scenario.policies.partition == "weight-gradient"
 
     @cached_property
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The layers that each rank updates where layers are dealt out, as half-open ranges."""
+        """Half-open range of the layers that each rank updates, where layers are assigned to ranks."""
         return self.scenario.owned_layers
 
     def layers_of(self, rank: int) -> OwnedLayers:
-        """Return the layers as a rank runs them: whole, unless others make some of the weight gradients."""
-        if not self.deals_out_layers:
+        """Return the layers as a rank runs them: whole, unless other ranks compute some of the weight gradients."""
+        if not self.assigns_layers:
             return OwnedLayers(self.layers)
         key = ("layers", self.owned_ranges[rank])
-        if key not in self.found:
-            self.found[key] = owned_layers(self.layers, frozenset(range(*self.owned_ranges[rank])))
-        found: OwnedLayers = self.found[key]
-        return found
+        if key not in self.step_memo:
+            self.step_memo[key] = owned_layers(self.layers, frozenset(range(*self.owned_ranges[rank])))
+        layers: OwnedLayers = self.step_memo[key]
+        return layers
 
     @property
-    def deals_out_tensors(self) -> bool:
-        """Whether gradients are all-reduced, but each tensor is updated by one rank alone (ZeRO-1)."""
-        return self._is_zero1 and self.scenario.plan.zero1_implementation == "torch"
+    def assigns_tensors(self) -> bool:
+        """Whether gradients are all-reduced, and each tensor is updated by one rank alone (ZeRO-1)."""
+        return self._shards_optimizer_state and self.scenario.plan.zero1_implementation == "torch"
 
     @property
-    def _is_zero1(self) -> bool:
+    def _shards_optimizer_state(self) -> bool:
         policies = self.scenario.policies
         return policies.gradients == "all-reduce" and policies.optimizer_state == "sharded"
 
     @cached_property
     def flat_part(self) -> int:
-        """Elements of each rank's even part of all parameters, flat and padded (DeepSpeed's ZeRO-1); else 0.
+        """Number of elements of each rank's equal part of all parameters, flattened and padded (DeepSpeed's ZeRO-1);
+        else 0.
 
         Source: DeepSpeed, runtime/zero/stage_1_and_2.py: the flat buffer is aligned to twice the number of ranks.
         """
-        if not self._is_zero1 or self.deals_out_tensors:
+        if not self._shards_optimizer_state or self.assigns_tensors:
             return 0
-        return 2 * math.ceil(sum(each.elements for _, each in self.parameters) / (2 * len(self.group)))
+        return 2 * math.ceil(sum(parameter.elements for _, parameter in self.parameters) / (2 * len(self.group)))
 
     def owned_elements(self, rank: int) -> tuple[int, ...]:
-        """Return the elements of every tensor that a rank updates where whole tensors are dealt out."""
+        """Return the elements of every tensor that a rank updates, where whole tensors are assigned to ranks."""
         owned = self.owned_parameters[self.position(rank)]
         return tuple(self.parameters[position][1].elements for position in owned)
 
     def roles(self, *, unfolded: bool = False, by_data: Ints | None = None) -> tuple[Ints, list[int]]:
-        """Return the role of each rank of the group, and the first rank of each: all that lowering reads is in it.
+        """Return the role of each rank of the group, and the first rank of each role; equal roles lower to equal tasks.
 
-        `by_data`: what tells ranks apart where messages depend on the data; absent: they are all apart then.
+        `by_data`: class of each rank by its data-dependent messages; None: where messages depend on data, all ranks
+        differ.
         """
         positions = np.arange(len(self.group))
         policies = self.scenario.policies
@@ -332,15 +342,15 @@ class Lowering:
             ratios = [self.slowed.get(rank, 1.0) for rank in self.group]
             columns.append(np.array([sorted(set(ratios)).index(ratio) for ratio in ratios]))
         if policies.gradients == "push":
-            columns += [column for bucket in self.buckets for column in self._divided(bucket)]
-        if self.deals_out_tensors:
+            columns += [column for bucket in self.buckets for column in self._ownership_columns(bucket)]
+        if self.assigns_tensors:
             owned = [self.owned_elements(rank) for rank in self.group]
             kinds = {sizes: i for i, sizes in enumerate(dict.fromkeys(owned))}
             columns.append(np.array([kinds[sizes] for sizes in owned]))
-        if self.deals_out_layers:
+        if self.assigns_layers:
             columns.append(np.array([first for first, _ in self.owned_ranges]))
         if policies.gradients == "reduce-scatter":
-            columns += [self._held_rows(rows, positions % self.shards) for rows in self._distinct_rows]
+            columns += [self._own_rows(rows, positions % self.shards) for rows in self._distinct_rows]
         code = np.zeros(len(positions), np.int64)
         for column in columns:
             code = np.unique(code * (int(column.max()) + 1) + column, return_inverse=True)[1]
@@ -348,21 +358,25 @@ class Lowering:
         by_rank = np.argsort(first, kind="stable")
         return np.argsort(by_rank, kind="stable")[role], [self.group[i] for i in first[by_rank].tolist()]
 
-    def _divided(self, bucket: Bucket) -> list[Ints]:
-        """Return what tells ranks apart in a bucket: what each owns, and how its place is divided."""
-        each = self.division(bucket).owned
-        alike = {sizes: number for number, sizes in enumerate(dict.fromkeys(each))}
-        owned = np.array(each).T.ravel()  # node by node
-        return [owned] if self.places == 1 else [owned, np.tile([alike[sizes] for sizes in each], self.nodes)]
+    def _ownership_columns(self, bucket: Bucket) -> list[Ints]:
+        """Return columns that distinguish ranks by a bucket: the elements each owns, and the division of its place."""
+        owned_by_place = self.division(bucket).owned
+        place_class = {sizes: number for number, sizes in enumerate(dict.fromkeys(owned_by_place))}
+        owned = np.array(owned_by_place).T.ravel()  # node by node
+        return (
+            [owned]
+            if self.places == 1
+            else [owned, np.tile([place_class[sizes] for sizes in owned_by_place], self.nodes)]
+        )
 
     @cached_property
     def _distinct_rows(self) -> list[int]:
-        """First dimensions of all parameters: FSDP2 cuts them (torch.chunk)."""
+        """Distinct first dimensions of all parameters, along which FSDP2 chunks them (torch.chunk)."""
         layers = {id(instance.layer): instance.layer for instance in self.layers}
         return sorted({p.shape[0] if p.shape else 1 for layer in layers.values() for p in layer.parameters})
 
-    def _held_rows(self, rows: int, positions: Ints) -> Ints:
-        """Return how many of `rows` each rank holds."""
+    def _own_rows(self, rows: int, positions: Ints) -> Ints:
+        """Return the number of `rows` that each rank holds."""
         chunk = math.ceil(rows / self.shards)
         return np.clip(rows - positions * chunk, 0, chunk)
 

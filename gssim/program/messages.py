@@ -1,4 +1,6 @@
-"""What a push sends: bytes and entries of every message of a bucket, and what a rank keeps for it all the time."""
+"""Sizes of the messages of a push: bytes and entries per sender and owner, densities, and residuals kept on each
+rank.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,110 +15,111 @@ from gssim.units import PRECISION_BYTES
 
 
 def is_thresholded(low: Lowering) -> bool:
-    """Return whether this step's pushes are thresholded: there is a threshold, and the dense steps are over."""
+    """Return whether this step's pushes are thresholded: a threshold is set, and the dense warm-up steps are over."""
     push = low.push
     return push.threshold is not None and low.step >= push.warmup_steps
 
 
 def encoding_of(low: Lowering, elements: float, entries: float) -> str:
-    """Return how a thresholded message goes."""
+    """Return the encoding of a thresholded message."""
     kind = low.push.encoding
     return encodings.chosen(kind, entries=entries, elements=elements, value_bytes=low.value_bytes)
 
 
 def push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
-    """Return bytes and entries that each node's rank at a place sends to each owner for a bucket."""
+    """Return the matrices of bytes and of entries from each node's rank at a place to each owner, for a bucket."""
     unique = low.push.selects
     key = ("push", bucket.index, place, micro_batch) if unique else ("push", low.division(bucket).owned[place])
-    if key not in low.found:
-        low.found[key] = _new_matrix(low, bucket, micro_batch, place)
-    found: tuple[Pairs, Pairs] = low.found[key]
-    return found
+    if key not in low.step_memo:
+        low.step_memo[key] = _build_push_matrix(low, bucket, micro_batch, place)
+    matrices: tuple[Pairs, Pairs] = low.step_memo[key]
+    return matrices
 
 
-def _new_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
+def _build_push_matrix(low: Lowering, bucket: Bucket, micro_batch: MicroBatch, place: int) -> tuple[Pairs, Pairs]:
     division = low.division(bucket)
     if not is_thresholded(low):
         owned = division.owned[place]
-        return to_everybody(owned, low.value_bytes), to_everybody(owned, 1)
-    kinds, numbers = _kinds_of_senders(low, micro_batch)
-    rows = [_row(low, bucket, place, *kind) for kind in kinds]
+        return to_all(owned, low.value_bytes), to_all(owned, 1)
+    kinds, numbers = _sender_classes(low, micro_batch)
+    rows = [_message_row(low, bucket, place, *kind) for kind in kinds]
     return Pairs([sizes for sizes, _ in rows], numbers), Pairs([entries for _, entries in rows], numbers)
 
 
-def _kinds_of_senders(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[int, float]], Sequence[int]]:
-    """Return what gradients are means over, see `_samples`, and which of these each node's is; found once."""
+def _sender_classes(low: Lowering, micro_batch: MicroBatch) -> tuple[Sequence[tuple[int, float]], Sequence[int]]:
+    """Return the distinct gradient means over senders (see `_sender_samples`), and the index of the one of each
+    node.
+    """
     key = ("kinds of senders", micro_batch)
-    if key not in low.every_step:
-        of_nodes = [_samples(low, micro_batch, sender) for sender in range(low.nodes)]
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(of_nodes))}
-        low.every_step[key] = tuple(kinds), [kinds[kind] for kind in of_nodes]
-    found: tuple[Sequence[tuple[int, float]], Sequence[int]] = low.every_step[key]
-    return found
+    if key not in low.run_memo:
+        by_node = [_sender_samples(low, micro_batch, sender) for sender in range(low.nodes)]
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(by_node))}
+        low.run_memo[key] = tuple(kinds), [kinds[kind] for kind in by_node]
+    classes: tuple[Sequence[tuple[int, float]], Sequence[int]] = low.run_memo[key]
+    return classes
 
 
-def _row(
+def _message_row(
     low: Lowering, bucket: Bucket, place: int, samples: int, part: float
 ) -> tuple[Sequence[float], Sequence[float]]:
-    """Return bytes and entries that go to each owner from those whose gradient is such a mean; see `_samples`."""
-    entries = _entries(low, bucket, place, samples, part)
+    """Return bytes and entries to each owner from senders whose gradient is such a mean; see `_sender_samples`."""
+    entries = _entries_by_owner(low, bucket, place, samples, part)
     messages = [*zip(map(float, low.division(bucket).owned[place]), entries, strict=True)]
-    sizes = {each: _bytes(low, *each) for each in dict.fromkeys(messages)}  # neighbours' are often equal
-    return tuple(sizes[each] for each in messages), tuple(entries)
+    sizes: dict[tuple[float, float], float] = {}
+    for owned, sent in dict.fromkeys(messages):  # messages to neighbouring owners are often equal
+        encoding = encoding_of(low, owned, sent)
+        sizes[owned, sent] = encodings.message_bytes(
+            encoding, entries=sent, elements=owned, value_bytes=low.value_bytes
+        )
+    return tuple(sizes[message] for message in messages), tuple(entries)
 
 
-def _bytes(low: Lowering, elements: float, entries: float) -> float:
-    """Return the bytes of a thresholded message."""
-    encoding = encoding_of(low, elements, entries)
-    return encodings.message_bytes(encoding, entries=entries, elements=elements, value_bytes=low.value_bytes)
-
-
-def to_everybody(owned: Sequence[float], factor: int) -> Pairs:
-    """Return what each rank sends where all send all: every owner's part, but nothing to itself."""
+def to_all(owned: Sequence[float], factor: int) -> Pairs:
+    """Return the matrix of an exchange in which all send all: every owner's part, and nothing to itself."""
     return Pairs([tuple(float(factor * elements) for elements in owned)], (0,) * len(owned))
 
 
-def _entries(low: Lowering, bucket: Bucket, place: int, samples: int, part: float) -> list[float]:
-    """Return how many elements of each owner's range of a bucket are sent to it; none without samples."""
+def _entries_by_owner(low: Lowering, bucket: Bucket, place: int, samples: int, part: float) -> list[float]:
+    """Return the number of elements of each owner's range of a bucket that are sent to it; 0 without samples."""
     ranges = low.division(bucket).ranges(place)
     if not samples:
         return [0.0] * len(ranges)
     if not low.push.selects:
         return [float(last - first) for first, last in ranges]
-    ratios, found = _ratios(low, samples, part), []
-    for pieces in pieces_of(low, bucket, place):
+    ratios, entries = _push_ratios(low, samples, part), []
+    for pieces in owned_pieces(low, bucket, place):
         sent = 0.0
         for elements, tensor, begin, end in pieces:
             sent += elements * ratios[tensor].over(begin, end)
-        found.append(sent)
-    return found
+        entries.append(sent)
+    return entries
 
 
 Piece = tuple[int, str, float, float]
-"""Of a tensor: how many elements, its name, and where they begin and end, as fractions of all."""
+"""A part of a tensor: number of elements, name, and begin and end as fractions of the tensor."""
 
 
-def pieces_of(low: Lowering, bucket: Bucket, place: int) -> list[list[Piece]]:
-    """Return what each owner's range of a bucket has of tensors; found once for all steps."""
+def owned_pieces(low: Lowering, bucket: Bucket, place: int) -> list[list[Piece]]:
+    """Return the pieces of tensors in each owner's range of a bucket, computed once for all steps."""
     key = ("pieces", bucket.index, place)
-    if key not in low.every_step:
-        low.every_step[key] = [
+    if key not in low.run_memo:
+        low.run_memo[key] = [
             [
                 (end - begin, p.name.replace("{}", instance.module), begin / p.elements, end / p.elements)
                 for instance, p, begin, end in bucket.inside(first, last)
             ]
             for first, last in low.division(bucket).ranges(place)
         ]
-    found: list[list[Piece]] = low.every_step[key]
-    return found
+    pieces: list[list[Piece]] = low.run_memo[key]
+    return pieces
 
 
-def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:
-    """Return what is sent of each tensor in this step, by ranks whose gradient is such a mean."""
+def _push_ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.Ratios]:
+    """Return the sent fraction of each tensor in this step, for senders whose gradient is such a mean."""
     statistics = low.statistics
     assert statistics is not None  # loading demands them
 
-    def found() -> Mapping[str, sparsity.Ratios]:
+    def ratios() -> Mapping[str, sparsity.Ratios]:
         names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
         return {
             name: sparsity.push_ratios(
@@ -127,11 +130,11 @@ def _ratios(low: Lowering, samples: int, part: float) -> Mapping[str, sparsity.R
 
     lag_steps = _lag_steps(low)
     key = (Same(statistics), Same(low.scenario.workload.model), low.push, samples, part, low.step, lag_steps)
-    return low.shared.once("densities of pushes", key, found, most=MOST_DENSITIES)
+    return low.shared.once("densities of pushes", key, ratios, most=MAX_CACHED_DENSITIES)
 
 
 def _lag_steps(low: Lowering) -> float:
-    """Return by how many steps the parameters lag that ranks compute with, where not all of them are published."""
+    """Return the number of steps by which parameters used for compute lag, where not all updates are published."""
     if not low.thresholds_publish:
         return 0.0
     elements = {p.name.replace("{}", instance.module): p.elements for instance, p in low.parameters}
@@ -141,25 +144,26 @@ def _lag_steps(low: Lowering) -> float:
     return staleness_steps(movements(low.statistics, elements, steps=low.step), threshold)
 
 
-MOST_DENSITIES = 256
-"""Of steps, thresholds and numbers of samples: a sweep of thresholds has as many as steps, for each of them."""
+MAX_CACHED_DENSITIES = 256
+"""Cached densities by step, threshold and number of samples: a sweep of thresholds has one per step and threshold."""
 
 
-def _samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[int, float]:
-    """Return the samples that a node's gradient is a mean over, and which part of the node's mean that is.
+def _sender_samples(low: Lowering, micro_batch: MicroBatch, node: int) -> tuple[int, float]:
+    """Return the number of samples that a node's gradient averages over, and its fraction of the node's step mean.
 
-    Where every micro-batch is pushed, what is thresholded is its part of the mean over the whole step's samples.
+    Where every micro-batch is pushed, the thresholded gradient is its part of the mean over the samples of the whole
+    step.
     """
     ranks = low.group[node * low.places : (node + 1) * low.places]
     whole = sum(low.batch_sizes[rank] for rank in ranks)
-    samples = sum(low.samples(rank, micro_batch) for rank in ranks) if micro_batch.left else whole
+    samples = sum(low.samples(rank, micro_batch) for rank in ranks) if micro_batch.sent_before else whole
     return samples, samples / whole if whole else 0.0
 
 
-def mean_density(low: Lowering) -> float:
-    """Return the fraction of elements owned on other nodes that all ranks send in this step."""
+def mean_push_density(low: Lowering) -> float:
+    """Return the sent fraction of elements owned on other nodes, over all ranks, in this step."""
     sent = offered = 0.0
-    for micro_batch in (each for each in low.micro_batches if each.leaves):
+    for micro_batch in (each for each in low.micro_batches if each.sends_gradients):
         for bucket in low.buckets:
             entries = [push_matrix(low, bucket, micro_batch, place)[1] for place in range(low.places)]
             sent += sum(each.total for each in entries)
@@ -167,36 +171,36 @@ def mean_density(low: Lowering) -> float:
     return sent / offered if offered else 0.0
 
 
-# What a threshold takes all the time ---------------------------------------------------------------------------------
+# Residuals and scratch ------------------------------------------------------------------------------------------------
 
 
-def kept_elements(low: Lowering, bucket: Bucket, rank: int) -> int:
-    """Return the elements of a bucket for which a rank keeps what it has not sent: those that others own."""
+def residual_elements(low: Lowering, bucket: Bucket, rank: int) -> int:
+    """Return the elements of a bucket for which a rank keeps a residual: those owned by others."""
     if not low.push.error_feedback:
         return 0
     return low.division(bucket).places[low.place(rank)] - low.pushed_elements(bucket, rank)
 
 
-def kept_bytes(low: Lowering) -> int:
-    """Return the bytes of one element of what is kept."""
+def residual_value_bytes(low: Lowering) -> int:
+    """Return the bytes of one element of a residual."""
     return PRECISION_BYTES[low.push.error_feedback_precision]
 
 
-def accumulates_in_kept(low: Lowering) -> bool:
-    """Return whether gradients are added to what was kept of earlier ones, so that their bucket is not needed longer.
+def accumulates_in_residual(low: Lowering) -> bool:
+    """Return whether gradients are added to the residual, so that their bucket is freed early.
 
-    Else it is added to them: sums are made in the more precise of the two.
+    Else the residual is added to the gradients: sums are made in the more precise of the two.
     """
-    return low.push.error_feedback is True and kept_bytes(low) >= low.value_bytes
+    return low.push.error_feedback is True and residual_value_bytes(low) >= low.value_bytes
 
 
-def held_for_thresholds(low: Lowering, rank: int) -> dict[str, float]:
-    """Return what a rank holds all the time to threshold its gradients: what it has not sent, and scratch."""
+def threshold_memory(low: Lowering, rank: int) -> dict[str, float]:
+    """Return the persistent memory of thresholding on a rank: residuals, and scratch."""
     if low.policies.gradients != "push" or (low.push.threshold is None and not low.thresholds_publish):
         return {}
     owned = [low.division(bucket).owned[low.place(rank)] for bucket in low.buckets]
     chunked = low.device(rank).kind == "cpu"
     flags, magnitudes = encodings.scratch_elements(max(map(max, owned)), max(map(sum, owned)), chunked=chunked)
-    kept = sum(kept_elements(low, bucket, rank) for bucket in low.buckets)
+    residuals = sum(residual_elements(low, bucket, rank) for bucket in low.buckets)
     scratch = flags + magnitudes * max(low.value_bytes, PRECISION_BYTES["fp32"])
-    return {"residuals": float(kept * kept_bytes(low)), "scratch": float(scratch)}
+    return {"residuals": float(residuals * residual_value_bytes(low)), "scratch": float(scratch)}

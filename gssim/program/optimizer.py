@@ -1,6 +1,5 @@
-"""The update of what a rank owns, its publication, and what the rank holds all the time.
-
-Of which tensors it is made what a rank holds all the time.
+"""The optimizer's update of the shard that a rank owns, the publication of updated parameters, and persistent
+memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from gssim import collectives, cost
 from gssim.collectives import Communication
 from gssim.memory import Event, footprint, input_bytes
 from gssim.program.lowering import Lowering
-from gssim.program.messages import held_for_thresholds
+from gssim.program.messages import threshold_memory
 from gssim.program.publish import publish
 from gssim.program.sharded import owned_rows, units
 from gssim.program.task import Task
@@ -24,14 +23,15 @@ from gssim.workload import (
 
 Tensors = dict[str, tuple[float, ...]]
 """Bytes of tensors, by category."""
-LT_WORKSPACE_BYTES = 2**20
-"""What torch gives cuBLASLt where nobody asks for another size (CUBLASLT_WORKSPACE_SIZE), and keeps."""
+CUBLASLT_WORKSPACE_BYTES = 2**20
+"""Size of the workspace that torch gives cuBLASLt by default (CUBLASLT_WORKSPACE_SIZE), and keeps."""
 
 
 def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> Tensors:
-    """Return the tensors of what a rank holds all the time (`held`), by category, each in the order of making.
+    """Return the bytes of each persistent tensor of a rank, by category, in the order of allocation.
 
-    Of a category that is not known in more detail, one. Adam's step counters are on the host but where it is fused.
+    `held`: bytes by category; a category whose tensors are not known is one tensor. Adam's step counters are on the
+    host unless it is fused.
     """
     owned = owned_tensors(low, rank)
     workload = low.scenario.workload
@@ -40,7 +40,7 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
     on_device = [4.0] * len(owned) if counters and fused else []
     on_host = 4.0 * len(owned) if counters and not fused else 0.0
     values = VALUES_KEPT[workload.optimizer]
-    each: dict[str, Callable[[], Sequence[float]]] = {  # each is worked out only where the rank holds some
+    sizes_of: dict[str, Callable[[], Sequence[float]]] = {  # evaluated only for categories that the rank holds
         "parameters": lambda: _parameters(low, owned),
         "master_copy": lambda: [elements * low.master_bytes for elements in owned],
         "buckets": lambda: [bucket.elements * low.value_bytes for bucket in low.buckets],
@@ -49,27 +49,27 @@ def persistent_tensors(low: Lowering, rank: int, held: Mapping[str, float]) -> T
         "optimizer": lambda: [elements * low.master_bytes for elements in owned for _ in range(values)] + on_device,
     }
     return {
-        category: _parts(size - (on_host if category == "optimizer" else 0.0), each.get(category, tuple)())
+        category: _fill(size - (on_host if category == "optimizer" else 0.0), sizes_of.get(category, tuple)())
         for category, size in held.items()
         if size
     }
 
 
 def workspaces(size_bytes: float) -> tuple[float, ...]:
-    """Return what libraries keep of the allocator's memory: cuBLAS's workspace of each of two threads, and cuBLASLt's.
+    """Return the workspaces that libraries keep in the allocator: cuBLAS's of each of two threads, and cuBLASLt's.
 
-    That of the thread that runs the forward comes first, that of the backward last. Too little for them is one.
-    Source: torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp: one workspace for each handle and stream.
+    That of the thread that runs the forward comes first, that of the backward last. A size too small for all is one
+    tensor. Source: torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp: one workspace for each handle and stream.
 
     >>> [size / 2**20 for size in workspaces(65 * 2**20)]
     [32.0, 1.0, 32.0]
     """
-    each = (size_bytes - LT_WORKSPACE_BYTES) / 2
-    return (each, float(LT_WORKSPACE_BYTES), each) if each >= LT_WORKSPACE_BYTES else (size_bytes,)
+    cublas = (size_bytes - CUBLASLT_WORKSPACE_BYTES) / 2
+    return (cublas, float(CUBLASLT_WORKSPACE_BYTES), cublas) if cublas >= CUBLASLT_WORKSPACE_BYTES else (size_bytes,)
 
 
 def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
-    """Return the bytes of the tensors that parameters are in: their own, GS's flat replicas, or shards."""
+    """Return the bytes of the tensors that store parameters: their own, GS's flat replicas, or shards."""
     pushes = low.policies.gradients == "push"
     if holds_shards(low):
         if pushes:
@@ -82,24 +82,24 @@ def _parameters(low: Lowering, owned: Sequence[int]) -> Sequence[float]:
     return [parameter.elements * low.value_bytes for _, parameter in low.parameters]
 
 
-def _parts(size: float, parts: Sequence[float]) -> tuple[float, ...]:
-    """Return parts that add up to `size`, whatever is missing as one more.
+def _fill(size: float, parts: Sequence[float]) -> tuple[float, ...]:
+    """Return parts that add up to `size`: the given ones as far as they fit, and the remainder as one more.
 
-    >>> _parts(10.0, [4.0, 4.0]), _parts(7.0, [4.0, 4.0])
+    >>> _fill(10.0, [4.0, 4.0]), _fill(7.0, [4.0, 4.0])
     ((4.0, 4.0, 2.0), (4.0, 3.0))
     """
-    found = []
+    filled = []
     left = size
     for part in parts:
         part = min(part, left)
         if part > 0:
-            found.append(float(part))
+            filled.append(float(part))
         left -= part
-    return (*found, float(left)) if left > 0 else tuple(found)
+    return (*filled, float(left)) if left > 0 else tuple(filled)
 
 
 def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
-    """Update what the rank owns; then, where replicas are kept and states sharded, publish it."""
+    """Append the update of what the rank owns and, where replicas are kept and states sharded, its publication."""
     workload, device = low.scenario.workload, low.device(rank)
     owned = owned_tensors(low, rank)
     elements = sum(owned)
@@ -112,14 +112,18 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     )
     cast = float(elements * low.master_bytes) if _casts_gradients(low) else 0.0
     whole = tuple(float(n * low.master_bytes) for n in owned)
-    each = whole if temporary == sum(whole) else ()  # for all tensors at once, or one after another
+    each = whole if temporary == sum(whole) else ()  # for all tensors at once, else one after another
     events = [Event(0, cast, "temporaries", whole), Event(1, temporary, "temporaries", each)]
     events += [Event(2, -temporary, "temporaries", each), Event(3, -cast, "temporaries", whole)]
-    events.append(Event(4, -_gradient_bytes_at_end(low, rank), "gradients", _gradients_at_end(low, rank)))
+    gradients = _gradients_at_end(low, rank)
+    events.append(Event(4, -sum(gradients), "gradients", gradients))
+    distributed = native_tensors(workload.model) if low.policies.cuts_natively else 0  # DTensors
+    if low.policies.gradients == "reduce-scatter":
+        distributed = len(owned)
     duration_s = cost.optimizer_time_s(
-        device, workload, elements=elements, tensors=len(owned), sharded_tensors=_native_tensors(low, len(owned))
+        device, workload, elements=elements, tensors=len(owned), sharded_tensors=distributed
     )
-    if not holds_shards(low):  # else what was updated is cast to the parameters as they are gathered
+    if not holds_shards(low):  # sharded parameters are cast as they are gathered
         duration_s += cost.master_copy_time_s(
             device, workload, elements=elements, tensors=len(owned), casts=1 + _casts_gradients(low)
         )
@@ -128,43 +132,36 @@ def optimize(low: Lowering, rank: int, tasks: list[Task]) -> list[Task]:
     update = Task("optimizer", "optimizer", duration_s=duration_s, need=footprint(events))
     if low.policies.gradients == "push":
         return publish(low, rank, tasks, update)
-    return [*tasks, update, *_published(low)]
-
-
-def _native_tensors(low: Lowering, owned: int) -> int:
-    """Return how many of the tensors that a rank updates are DTensors: all where FSDP2 shards, else cut maps."""
-    if low.policies.gradients == "reduce-scatter":
-        return owned
-    return native_tensors(low.scenario.workload.model) if low.policies.cuts_natively else 0
+    return [*tasks, update, *_publish_replicas(low)]
 
 
 def _casts_gradients(low: Lowering) -> bool:
-    """Return whether the optimizer copies gradients into its own precision; where they are sharded, they are in it."""
+    """Return whether the optimizer copies gradients into its own precision; sharded ones are in it already."""
     return bool(low.flat_part) or (low.has_master_copy and low.policies.gradients in ("local", "all-reduce"))
 
 
 def holds_shards(low: Lowering) -> bool:
-    """Return whether parameters are sharded at rest; of what is pushed, a rank alone keeps the whole."""
+    """Return whether parameters are sharded at rest; with pushed gradients, a rank alone holds all of them."""
     pushes = low.policies.gradients == "push"
     return low.policies.parameters != "replicated" and (not pushes or len(low.group) > 1)
 
 
-def _published(low: Lowering) -> Sequence[Task]:
-    """Return the tasks that bring what was updated to all replicas."""
+def _publish_replicas(low: Lowering) -> Sequence[Task]:
+    """Return the tasks that bring updated parameters to all replicas."""
     key = "publish"
-    if key not in low.found:
-        whole = _publish_layers(low) if low.deals_out_layers else []
-        gathered = _gather_parts(low) if low.flat_part else whole
-        low.found[key] = _broadcast(low) if low.deals_out_tensors else gathered
-    tasks: Sequence[Task] = low.found[key]
+    if key not in low.step_memo:
+        whole = _publish_layers(low) if low.assigns_layers else []
+        gathered = _all_gather_flat(low) if low.flat_part else whole
+        low.step_memo[key] = _broadcast_tensors(low) if low.assigns_tensors else gathered
+    tasks: Sequence[Task] = low.step_memo[key]
     return tasks
 
 
-def _broadcast(low: Lowering) -> list[Task]:
-    """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all are there.
+def _broadcast_tensors(low: Lowering) -> list[Task]:
+    """ZeRO-1: every tensor is broadcast by its owner, rank after rank; the step ends when all have arrived.
 
-    ZeroRedundancyOptimizer hands all of them over and then waits; the backend takes them in that order, as many at once
-    as it has threads for.
+    ZeroRedundancyOptimizer posts all of them and then waits; the backend starts them in that order, as many
+    concurrently as it has threads.
     """
     handed = Task("hand over parameters", "idle")
     at_once = collectives.at_once(low.scenario.cluster.backend)
@@ -180,19 +177,19 @@ def _broadcast(low: Lowering) -> list[Task]:
     return [handed, *tasks, Task("wait for parameters", "exposed_communication", after=tuple(t.label for t in tasks))]
 
 
-GATHERED_ELEMENTS = 500_000_000
+ALL_GATHER_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's `allgather_bucket_size`."""
 
 
-def _gather_parts(low: Lowering) -> list[Task]:
-    """DeepSpeed's ZeRO-1: everybody's part goes into the flat buffer of all, bucket by bucket, one after another.
+def _all_gather_flat(low: Lowering) -> list[Task]:
+    """DeepSpeed's ZeRO-1: each rank's part is all-gathered into the flat buffer, bucket by bucket, one after another.
 
     Source: DeepSpeed, runtime/utils.py, `all_gather_dp_groups`.
     """
     ranks, part = len(low.group), low.flat_part
     if ranks == 1:
         return []
-    count = max(1, part * ranks // GATHERED_ELEMENTS)
+    count = max(1, part * ranks // ALL_GATHER_BUCKET_ELEMENTS)
     size = part // count // 2 * 2
     tasks = []
     for number in range(count):
@@ -204,7 +201,9 @@ def _gather_parts(low: Lowering) -> list[Task]:
 
 
 def _publish_layers(low: Lowering) -> list[Task]:
-    """Weight gradients dealt out: everybody's updated layers go round a ring into the flat replica, all at once."""
+    """Weight gradients assigned by layer: each rank's updated layers are all-gathered into the flat replica by one
+    ring.
+    """
     name = "publish"
     parts = tuple(float(sum(_elements(low, *layers)) * low.value_bytes) for layers in low.owned_ranges)
     low.communications[name] = Communication("all-gather-v", low.group, sum(parts), part_bytes=parts)
@@ -225,23 +224,18 @@ def owned_tensors(low: Lowering, rank: int) -> Sequence[int]:
         return owned_rows(low, rank)
     if low.flat_part:
         return [low.flat_part]
-    if low.deals_out_tensors:
+    if low.assigns_tensors:
         return low.owned_elements(rank)
-    if low.deals_out_layers:
+    if low.assigns_layers:
         return _elements(low, *low.owned_ranges[rank])
     return [parameter.elements for _, parameter in low.parameters]
 
 
-def _gradient_bytes_at_end(low: Lowering, rank: int) -> float:
-    """Return the bytes of gradients that live until the optimizer is done."""
-    return sum(_gradients_at_end(low, rank))
-
-
 def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
-    """Return the bytes of each gradient that lives until the optimizer is done (DDP's are views of its buckets).
+    """Return the bytes of each gradient that lives until the end of the optimizer (DDP's are views of its buckets).
 
-    A shard's are in the precision of its optimizer: owners add up in that, FSDP2 casts what it has reduced, all of a
-    unit's in one.
+    A shard's gradients are in the precision of its optimizer: owners accumulate in that, FSDP2 casts the reduced
+    gradients, all of a unit's in one tensor.
     """
     gradients = low.scenario.policies.gradients
     if gradients == "all-reduce":
@@ -252,8 +246,8 @@ def _gradients_at_end(low: Lowering, rank: int) -> tuple[float, ...]:
     return tuple(float(elements * value_bytes) for elements in owned_tensors(low, rank))
 
 
-def persistent(low: Lowering, rank: int) -> dict[str, float]:
-    """Return what the rank holds all the time, by category."""
+def persistent_bytes(low: Lowering, rank: int) -> dict[str, float]:
+    """Return a rank's persistent memory, by category."""
     workload, policies = low.scenario.workload, low.scenario.policies
     owned = owned_tensors(low, rank)
     total = sum(parameter.elements for _, parameter in low.parameters)
@@ -281,5 +275,5 @@ def persistent(low: Lowering, rank: int) -> dict[str, float]:
         held["master_copy"] = float(sum(owned) * low.master_bytes)
     if policies.gradients == "all-reduce":
         held["buckets"] = sum(bucket.elements for bucket in low.buckets) * low.value_bytes
-    held |= held_for_thresholds(low, rank)
+    held |= threshold_memory(low, rank)
     return held

@@ -1,11 +1,12 @@
-"""The layers as a rank runs them that trains only those it owns: weight gradients of its own, no others.
+"""The layers of a model as run by a rank that computes the weight gradients of its own layers only.
 
-[Note: roles] From the loss down, a layer's backward passes gradients on (`frozen`) or makes weight gradients as well
-(`whole`); that of the `deepest` owned layer makes weight gradients, but none for its input; below that there is no
-backward, and autograd keeps nothing (`untrained`). Each role is traced on its own. Two buffers end in a neighbour,
-whose role may be another than it was there: what a layer hands on to the next ends as the next's role has it, unless
-the layer's own backward needs it longer, and what it hands back to the one before as that one's has it. What ends in
-the forward of a later layer is held until that is over: the module's own variables and arguments refer to it.
+[Note: roles] From the loss down, a layer's backward only propagates gradients (`frozen`), or computes weight gradients
+as well (`whole`); that of the `deepest` owned layer computes weight gradients, but none for its input; below that there
+is no backward, and autograd saves nothing (`untrained`). Each role is traced on its own. Two buffers end in a
+neighbouring layer, whose role may differ from the traced one: the output that a layer passes to the next is freed as
+the next layer's role says, unless the layer's own backward needs it longer, and the gradient that it passes back is
+freed as the role of the layer before says. A buffer that is freed in the forward of a later layer is held until that
+forward is over: the module's own variables and arguments refer to it.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ LAST = 2**31
 
 @dataclass(frozen=True)
 class OwnedLayers:
-    """All layers as a rank runs them, the index of the first that has a backward, and where they differ their roles."""
+    """All layers as a rank runs them, the index of the first with a backward, and their roles where these differ."""
 
     layers: tuple[LayerInstance, ...]
     deepest: int = 0
@@ -38,23 +39,23 @@ class OwnedLayers:
 
 
 def owned_layers(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> OwnedLayers:
-    """Return `layers` as a rank runs them that trains those in `owned` (indices; some have parameters) alone.
+    """Return `layers` as run by a rank that trains only those in `owned` (indices; some have parameters).
 
-    Assumes that the model file says what is left of each layer where others are frozen.
+    Assumes that the model file has the partial backward of each layer for frozen neighbours.
     """
     roles = _roles(layers, owned)
     deepest = sum(1 for role in roles if role == "untrained")
     once: dict[tuple[object, ...], Layer] = {}
-    found = []
+    adapted = []
     for instance, before, after in zip(layers, [None, *layers], [*layers[1:], None], strict=False):
-        beside = [each.layer if each else None for each in (before, instance, after)]
-        at = instance.index
-        around = (roles[at - 1] if at else "", roles[at], roles[at + 1] if after else "")
-        key = (*map(id, beside), around)
+        layer_and_neighbours = [each.layer if each else None for each in (before, instance, after)]
+        index = instance.index
+        roles_around = (roles[index - 1] if index else "", roles[index], roles[index + 1] if after else "")
+        key = (*map(id, layer_and_neighbours), roles_around)
         if key not in once:  # repetitions stay one layer
-            once[key] = _as_run(beside, around)
-        found.append(replace(instance, layer=_cut_off(once[key], at - deepest)))
-    return OwnedLayers(tuple(found), deepest, tuple(roles))
+            once[key] = _adapted_to_neighbours(layer_and_neighbours, roles_around)
+        adapted.append(replace(instance, layer=_ended_at(once[key], index - deepest)))
+    return OwnedLayers(tuple(adapted), deepest, tuple(roles))
 
 
 def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str]:
@@ -66,8 +67,8 @@ def _roles(layers: Sequence[LayerInstance], owned: AbstractSet[int]) -> list[str
     return roles
 
 
-def _as_run(beside: Sequence[Layer | None], around: tuple[str, str, str]) -> Layer:
-    """Return a layer in its role, given the layers before and after it and theirs."""
+def _adapted_to_neighbours(beside: Sequence[Layer | None], around: tuple[str, str, str]) -> Layer:
+    """Return a layer in its role, given the layers before and after it and their roles."""
     before, layer, after = beside
     assert layer is not None
     if set(around) <= {"whole", ""}:
@@ -76,21 +77,19 @@ def _as_run(beside: Sequence[Layer | None], around: tuple[str, str, str]) -> Lay
     buffers = list(run.buffers)
     handed, back = layer_output(buffers), layer_input_gradient(buffers)
     if handed and after:
-        buffers[buffers.index(handed)] = _handed_to(handed, _input_freed(layer, after, around[2]))
-    if back and before and (freed := _gradient_freed(layer, before, around[0])):
-        buffers[buffers.index(back)] = replace(back, freed=replace(freed, layer_offset=-1))
-    return replace(run, buffers=tuple(map(_held_through, buffers)))
+        freed = _input_freed(layer, after, around[2])  # None: not sooner than its own life
+        if freed is not None:
+            category = "activations" if freed.phase == "b" else "temporaries"
+            passed = replace(handed, freed=replace(freed, layer_offset=1), category=category)
+            buffers[buffers.index(handed)] = passed
+    if back and before:
+        freed = _gradient_freed(layer, before, around[0])
+        if freed:
+            buffers[buffers.index(back)] = replace(back, freed=replace(freed, layer_offset=-1))
+    return replace(run, buffers=tuple(map(_held_until_phase_end, buffers)))
 
 
-def _handed_to(buffer: Buffer, freed: Moment | None) -> Buffer:
-    """Return what a layer hands on, freed by the next at a moment of its own (None: not sooner than it is held)."""
-    if freed is None:
-        return buffer
-    category = "activations" if freed.phase == "b" else "temporaries"
-    return replace(buffer, freed=replace(freed, layer_offset=1), category=category)
-
-
-def _held_through(buffer: Buffer) -> Buffer:
+def _held_until_phase_end(buffer: Buffer) -> Buffer:
     freed = buffer.freed
     if freed.phase == "f" and freed.layer_offset > 0:
         return replace(buffer, freed=replace(freed, position=LAST))
@@ -110,7 +109,7 @@ def _in_role(layer: Layer, role: str) -> Layer:
             buffers=layer.untrained_buffers or (),
         )
     else:
-        part = _part(layer, role)
+        part = _partial_backward(layer, role)
     return replace(
         layer,
         parameters=part.parameters,
@@ -122,32 +121,36 @@ def _in_role(layer: Layer, role: str) -> Layer:
     )
 
 
-def _part(layer: Layer, role: str) -> PartialBackward:
+def _partial_backward(layer: Layer, role: str) -> PartialBackward:
     part = layer.deepest if role == "deepest" else layer.frozen
     assert part is not None  # checked when the scenario was loaded
     return part
 
 
 def _input_freed(layer: Layer, after: Layer, role: str) -> Moment | None:
-    """Return when the layer `after`, in its role, lets go of what `layer` hands on to it."""
+    """Return the moment at which the layer `after`, in its role, frees the output of `layer`; None: no earlier than
+    traced.
+    """
     if role == "untrained":
         return None
     if role != "whole":
-        return _part(after, role).input_freed
+        return _partial_backward(after, role).input_freed
     handed = layer_output(layer.buffers)
     return handed.freed if handed and handed.freed.layer_offset == 1 else None
 
 
 def _gradient_freed(layer: Layer, before: Layer, role: str) -> Moment | None:
-    """Return when the layer `before`, in its role, lets go of the gradient that `layer` hands back to it."""
+    """Return the moment at which the layer `before`, in its role, frees the gradient that `layer` passes back."""
     if role != "whole":
-        return _part(before, role).gradient_freed
+        return _partial_backward(before, role).gradient_freed
     back = layer_input_gradient(layer.buffers)
     return back.freed if back else None
 
 
-def _cut_off(layer: Layer, above: int) -> Layer:
-    """Return a layer, `above` that many that have a backward: what would end below them ends with the backward."""
+def _ended_at(layer: Layer, above: int) -> Layer:
+    """Return a layer with `above` layers that have a backward beneath it: buffers freed below those end with the
+    backward.
+    """
 
     def ended(buffer: Buffer) -> Buffer:
         below = buffer.freed.phase == "b" and buffer.freed.layer_offset + above < 0

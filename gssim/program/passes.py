@@ -1,9 +1,11 @@
-"""What each rank does in one step, in order: tasks lowered from a scenario in passes, one pass per policy.
+"""Lowers a scenario to the program of a training step: composes the passes that produce each rank's tasks.
 
-Tasks are known by their label, unique within a rank and the same as in a real run's trace. A task of the compute
-stream runs after the one before it; `after` names tasks of other streams that it waits for as well.
+One pass per policy: forward and backward (`compute`), reduction of gradients, holding of parameters, update and
+publish, pipeline schedule. Tasks are identified by their label, which is unique within a rank and the same as in a real
+run's trace. A task of the compute stream runs after the one before it; `after` names tasks of other streams that it
+waits for as well.
 
-Which scenarios have the same programs: those that agree in all that lowering reads.
+`lowering_key` is the cache key of a program: scenarios that agree in all that lowering reads have equal programs.
 """
 
 import json
@@ -21,15 +23,14 @@ from gssim.collectives import Communication
 from gssim.gradient_statistics import GradientStatistics
 from gssim.plan import DATA_AXES
 from gssim.program.compute import compute
-from gssim.program.equal_messages import neighbours
+from gssim.program.equal_messages import message_classes
 from gssim.program.flat_units import gather_flat_parameters, gather_flat_parameters_twice, push_units
 from gssim.program.lowering import Lowering
-from gssim.program.messages import mean_density
-from gssim.program.optimizer import Tensors, optimize, persistent, persistent_tensors
-from gssim.program.pipeline import held_by_stages, pipeline
-from gssim.program.publish import published_density
+from gssim.program.messages import mean_push_density
+from gssim.program.optimizer import Tensors, optimize, persistent_bytes, persistent_tensors
+from gssim.program.pipeline import pipeline, stage_buffers
+from gssim.program.publish import mean_publish_density
 from gssim.program.push import push_gradients
-from gssim.program.rank_speed import share_compute_times, slowed_down
 from gssim.program.replicated import all_reduce_gradients, keep_gradients
 from gssim.program.sharded import (
     gather_parameters,
@@ -39,28 +40,28 @@ from gssim.program.sharded import (
 )
 from gssim.program.stage_boundary import stages_of
 from gssim.program.task import MicroBatch, Program, Task
+from gssim.result import COMPUTE_PHASES, UPDATE_PHASES
 from gssim.scenario import Scenario, model_slice, units_of_ranks
 from gssim.workload import LayerInstance, unrolled
 
 NOT_READ = frozenset({"model", "gradients", "data"})
-"""Of a workload: what is not lowered, and the model, which is known by being the same."""
+"""Fields of a workload that lowering does not read, and the model, which is compared by identity."""
 
 _DEVICE_TYPES: TypeAdapter[Mapping[str, DeviceType]] = TypeAdapter(Mapping[str, DeviceType])
 
 
-def what_lowering_reads(
-    scenario: Scenario, statistics: GradientStatistics | None, shared: Shared
-) -> tuple[Hashable, ...]:
-    """Return a key that is equal where programs are: of the cluster nothing but devices and the backend's costs.
+def lowering_key(scenario: Scenario, statistics: GradientStatistics | None, shared: Shared) -> tuple[Hashable, ...]:
+    """Return a key that is equal for scenarios with equal programs.
 
-    How it is wired counts only where shares follow from that, which are in it.
+    Of the cluster it holds only the devices and the backend's costs. Wiring counts only where shard sizes are derived
+    from it, and these are in the key.
     """
     cluster, workload, ranks = scenario.cluster, scenario.workload, scenario.ranks
     return (
         shared.once("devices", (Same(cluster), ranks), lambda: _devices(cluster, ranks)),
         cluster.backend,
         Same(workload.model),
-        tuple(getattr(workload, each.name) for each in fields(workload) if each.name not in NOT_READ),
+        tuple(getattr(workload, field.name) for field in fields(workload) if field.name not in NOT_READ),
         scenario.plan,
         scenario.policies,
         scenario.batch_sizes,
@@ -71,7 +72,7 @@ def what_lowering_reads(
 
 
 def _devices(cluster: Cluster, ranks: int) -> str:
-    """Return what the first devices are, and what the backend costs, as text: equal in other clusters, too."""
+    """Return the device types of the first ranks and the costs of the backend as text, comparable across clusters."""
     kinds = [device.type for device in cluster.devices[:ranks]]
     used = {name: cluster.device_types[name] for name in dict.fromkeys(kinds)}
     costs = cluster.backend_cost
@@ -80,15 +81,15 @@ def _devices(cluster: Cluster, ranks: int) -> str:
 
 
 Pass = Callable[[Lowering, int, list[Task], MicroBatch], list[Task]]
-COMMUNICATE: dict[tuple[str, bool], Pass] = {
+REDUCE_GRADIENTS: dict[tuple[str, bool], Pass] = {
     ("local", False): keep_gradients,
     ("all-reduce", False): all_reduce_gradients,
     ("reduce-scatter", True): reduce_scatter_gradients,
     ("push", False): push_gradients,
     ("push", True): push_units,
 }
-"""By what happens to gradients, and whether parameters are sharded."""
-HOLD: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] = {
+"""Pass that reduces gradients, by gradient policy and whether parameters are sharded."""
+HOLD_PARAMETERS: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] = {
     ("replicated", False): keep_parameters,
     ("replicated", True): keep_parameters,
     ("gathered", False): gather_parameters,
@@ -96,26 +97,26 @@ HOLD: dict[tuple[str, bool], Callable[[Lowering, int, list[Task]], list[Task]]] 
     ("sharded", False): gather_parameters_twice,
     ("sharded", True): gather_flat_parameters_twice,
 }
-"""By how parameters are held, and whether gradients are pushed."""
+"""Pass that keeps or gathers parameters, by parameter policy and whether gradients are pushed."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What a step sends, where it may depend on the data."""
+class StepTraffic:
+    """Data-dependent traffic and densities of one step."""
 
     payload_bytes: Mapping[str, float]
-    """By collective, of those that are uneven."""
+    """Payload of each uneven collective, by name."""
     whole_bytes: float
-    """Of those that depend on the data, all together."""
+    """Sum over all data-dependent collectives."""
     push_density: float | None
     publish_density: float | None
 
 
 class Steps:
-    """The programs of a run's steps, each made when it is first asked for: what is the same in all of them, once.
+    """Programs of a run's steps, lowered on first use; everything that is equal in all steps is computed once.
 
-    `unfolded`: every rank has a role of its own. `slowed`: by rank, how much longer it computes and updates. `shared`:
-    what other scenarios have in common with this one.
+    `unfolded`: every rank has a role of its own. `slowed`: compute and update time of a rank over that of its device,
+    by rank. `shared`: cache shared with other scenarios.
     """
 
     def __init__(
@@ -128,64 +129,74 @@ class Steps:
         shared: Shared | None = None,
     ) -> None:
         self.scenario, self.unfolded, slowed = scenario, unfolded, slowed or {}
-        alike = not unfolded and not slowed and _slices_are_alike(scenario)
+        alike = not unfolded and not slowed and _slices_are_equal(scenario)
         self._copies = scenario.policies.tp if alike else 1
-        """How many slices of the model do the same."""
-        every_step: dict[object, Any] = {}
-        self._parts = [
-            replace(low, shared=shared or Shared(), every_step=every_step)
-            for low in _parts_of_the_model(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed)
+        """Number of slices of the model that one lowering stands for."""
+        run_memo: dict[object, Any] = {}
+        self._lowerings = [
+            replace(low, shared=shared or Shared(), run_memo=run_memo)
+            for low in _lowerings(scenario, statistics, 0, scenario.policies.tp // self._copies, slowed)
         ]
         self._programs: dict[int, Program] = {}
-        self._sent: dict[int, Sent] = {}
+        self._traffic: dict[int, StepTraffic] = {}
 
     def program(self, step: int) -> Program:
-        """Return the program of a step (from the first); which one matters where push or publish are thresholded."""
+        """Return the program of a step (counted from 0); steps differ only where push or publish are thresholded."""
         if step not in self._programs:
-            self._programs[step] = self._program([low.at_step(step) for low in self._parts])
+            self._programs[step] = self._program([low.at_step(step) for low in self._lowerings])
         return self._programs[step]
 
-    def sent(self, step: int) -> Sent:
-        """Return what a step sends, without its program: the first rank of each place in a node takes part in all."""
-        if step not in self._sent:
-            parts = [low.at_step(step) for low in self._parts]
+    def traffic(self, step: int) -> StepTraffic:
+        """Return the traffic of a step without lowering its whole program.
+
+        The first rank of each place in a node takes part in every collective.
+        """
+        if step not in self._traffic:
+            lowerings = [low.at_step(step) for low in self._lowerings]
             communications: dict[str, Communication] = {}
             if step in self._programs:
                 communications = self._programs[step].communications
             else:
-                for low in parts:
+                for low in lowerings:
                     self._tasks(low, low.group[: low.places], communications)
-            self._sent[step] = _sent(parts[0], communications)
-        return self._sent[step]
+            uneven = [(name, each) for name, each in communications.items() if each.pair_bytes or each.part_bytes]
+            payloads = {name: each.payload_bytes for name, each in uneven}
+            self._traffic[step] = StepTraffic(
+                payloads,
+                sum(payloads[name] for name, each in uneven if each.data_dependent),
+                _push_density(lowerings[0]),
+                _publish_density(lowerings[0]),
+            )
+        return self._traffic[step]
 
     def first_rank(self, step: int = 0) -> tuple[tuple[Task, ...], Mapping[str, Communication]]:
         """Return the tasks of the first rank alone, and the collectives that they name."""
-        low = self._parts[0].at_step(step)
+        low = self._lowerings[0].at_step(step)
         communications: dict[str, Communication] = {}
         (tasks,) = self._tasks(low, low.group[:1], communications)
         return tasks, communications
 
-    def _program(self, parts: Sequence[Lowering]) -> Program:
+    def _program(self, lowerings: Sequence[Lowering]) -> Program:
         communications: dict[str, Communication] = {}
         tasks: list[tuple[Task, ...]] = []
-        held: list[dict[str, float]] = []
+        persistent: list[dict[str, float]] = []
         tensors: list[Callable[[], Tensors]] = []
         roles = np.zeros(self.scenario.ranks, np.int64)
-        for low in parts:
-            by_data = neighbours(low) if low.sends_by_data and not self.unfolded else None
-            found, representatives = low.roles(unfolded=self.unfolded, by_data=by_data)
+        for low in lowerings:
+            message_class = message_classes(low) if low.sends_by_data and not self.unfolded else None
+            role_of_rank, representatives = low.roles(unfolded=self.unfolded, by_data=message_class)
             for copy in range(self._copies):
-                roles[np.array(low.group) + copy] = found + len(tasks)
+                roles[np.array(low.group) + copy] = role_of_rank + len(tasks)
             tasks += self._tasks(low, representatives, communications)
             for rank in representatives:
-                held.append(persistent(low, rank) | (held_by_stages(low, rank) if low.stages else {}))
-                tensors.append(partial(persistent_tensors, low, rank, held[-1]))
+                persistent.append(persistent_bytes(low, rank) | (stage_buffers(low, rank) if low.stages else {}))
+                tensors.append(partial(persistent_tensors, low, rank, persistent[-1]))
         return Program(
             tasks=tuple(tasks),
             communications=communications,
-            persistent=tuple(held),
-            push_density=_push_density(parts[0]),
-            publish_density=_publish_density(parts[0]),
+            persistent=tuple(persistent),
+            push_density=_push_density(lowerings[0]),
+            publish_density=_publish_density(lowerings[0]),
             roles=tuple(roles.tolist()),
             tensors=tuple(tensors),
         )
@@ -193,32 +204,21 @@ class Steps:
     def _tasks(
         self, low: Lowering, ranks: Sequence[int], communications: dict[str, Communication]
     ) -> list[tuple[Task, ...]]:
-        """Return the tasks of some ranks, and note the collectives that they name."""
+        """Return the tasks of some ranks, and record the collectives that they name in `communications`."""
         alike: dict[tuple[object, ...], list[Task]] = {}
-        alone = len(self._parts) == 1
+        alone = len(self._lowerings) == 1
         return [
-            tuple(_named(low, _tasks(low, rank, alike), communications, alone=alone, copies=self._copies))
+            tuple(_with_group_names(low, _tasks(low, rank, alike), communications, alone=alone, copies=self._copies))
             for rank in ranks
         ]
 
 
-def _sent(low: Lowering, communications: Mapping[str, Communication]) -> Sent:
-    uneven = {name: each for name, each in communications.items() if each.pair_bytes or each.part_bytes}
-    payloads = {name: each.payload_bytes for name, each in uneven.items()}
-    return Sent(
-        payloads,
-        sum(payloads[name] for name, each in uneven.items() if each.data_dependent),
-        _push_density(low),
-        _publish_density(low),
-    )
-
-
 def _push_density(low: Lowering) -> float | None:
-    return mean_density(low) if low.scenario.plan.push.threshold is not None else None
+    return mean_push_density(low) if low.scenario.plan.push.threshold is not None else None
 
 
 def _publish_density(low: Lowering) -> float | None:
-    return published_density(low) if low.thresholds_publish else None
+    return mean_publish_density(low) if low.thresholds_publish else None
 
 
 def lower(
@@ -233,18 +233,22 @@ def lower(
     return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed).program(step)
 
 
-def _slices_are_alike(scenario: Scenario) -> bool:
-    """Return whether all ranks of each tensor group hold as much, on devices of one type: one then stands for all."""
+def _slices_are_equal(scenario: Scenario) -> bool:
+    """Return whether the ranks of each tensor group hold equal slices on devices of one type, so that one stands for
+    all.
+    """
     ranks, types = scenario.policies.tp, [device.type for device in scenario.cluster.devices[: scenario.ranks]]
     sliced = scenario.workload.model.sliced_layers if ranks > 1 else ()
     same = all(len(set(units_of_ranks(layer.units, scenario.slice_shares))) == 1 for layer in sliced if layer.units)
     return ranks > 1 and same and all(len(set(types[i : i + ranks])) == 1 for i in range(0, len(types), ranks))
 
 
-def _parts_of_the_model(
+def _lowerings(
     scenario: Scenario, statistics: GradientStatistics | None, step: int, slices: int, slowed: Mapping[int, float]
 ) -> Iterator[Lowering]:
-    """Give a lowering for each part of the model: the ranks that hold the same part share one. Of slices, the first."""
+    """Yield a lowering for each part of the model, shared by the ranks that hold it; of tensor slices, the first
+    `slices`.
+    """
     mesh = scenario.policies.mesh
     by_part = [stages_of(_held_stages(scenario, part)) if mesh.pp > 1 else () for part in range(slices)]
     for place in range(mesh.pp):
@@ -263,7 +267,7 @@ def _parts_of_the_model(
 
 
 def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstance]]:
-    """Return the layers of every stage of a pipeline; where blocks are cut, as the ranks with that part hold them."""
+    """Return the layers of every stage of a pipeline; where blocks are sliced, as held by the ranks with that slice."""
     if scenario.policies.tp == 1:
         return scenario.stages
     held = unrolled(model_slice(scenario.workload.model, scenario.slice_shares, part))
@@ -271,20 +275,37 @@ def _held_stages(scenario: Scenario, part: int) -> Sequence[Sequence[LayerInstan
 
 
 def _tasks(low: Lowering, rank: int, alike: dict[tuple[object, ...], list[Task]]) -> list[Task]:
-    """Return a rank's step; `alike`: what ranks have done that compute alike, who may still own unequal shards."""
+    """Return the tasks of a rank's step; `alike` caches those of ranks that compute the same, by key."""
     if low.stages:
         return optimize(low, rank, pipeline(low, rank, partial(_micro_batch, rank=rank, alike=alike)))
-    kind = _kind(low, rank)
+    kind = _compute_key(low, rank)
     if kind not in alike:
-        found = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
-        alike[kind] = [task for tasks in found for task in tasks]
-    tasks = slowed_down(optimize(low, rank, alike[kind]), low.slowed.get(rank, 1.0))
-    return [*tasks, *share_compute_times(low)]
+        micro_batches = (_micro_batch(low, micro_batch, rank=rank, alike=alike) for micro_batch in low.micro_batches)
+        alike[kind] = [task for tasks in micro_batches for task in tasks]
+    tasks, ratio = optimize(low, rank, alike[kind]), low.slowed.get(rank, 1.0)
+    if ratio != 1:
+        tasks = [replace(t, duration_s=ratio * t.duration_s) if t.phase in SLOWED_PHASES else t for t in tasks]
+    return [*tasks, *_share_compute_times(low)]
 
 
-def _kind(low: Lowering, rank: int) -> tuple[object, ...]:
-    """Return what tells ranks apart that do not compute alike."""
-    own = low.owned_ranges[rank] if low.deals_out_layers else low.scenario.policies.gradients == "push" and rank
+SLOWED_PHASES = (*COMPUTE_PHASES, *UPDATE_PHASES)
+"""Phases whose tasks take longer on a slow rank."""
+REPORTED_BYTES = 16
+"""Each rank reports two float64: the seconds of its forward and backward, and those of its update."""
+
+
+def _share_compute_times(low: Lowering) -> list[Task]:
+    """Return the all-gather of compute times that ends a step whose batch split and shard sizes are rebalanced."""
+    if not low.scenario.plan.shares.replan:
+        return []
+    name = "share compute times"
+    low.communications[name] = Communication("all-gather", low.group, REPORTED_BYTES * len(low.group))
+    return [Task(name, "exposed_communication", communication=name)]
+
+
+def _compute_key(low: Lowering, rank: int) -> tuple[object, ...]:
+    """Return a key that is equal for ranks whose forward, backward and communication tasks are equal."""
+    own = low.owned_ranges[rank] if low.assigns_layers else low.scenario.policies.gradients == "push" and rank
     stages = tuple(stage.number for stage in low.stages)
     return (low.scenario.cluster.devices[rank].type, low.batch_sizes[rank], own, stages)
 
@@ -292,70 +313,70 @@ def _kind(low: Lowering, rank: int) -> tuple[object, ...]:
 def _micro_batch(
     low: Lowering, micro_batch: MicroBatch, *, rank: int, alike: dict[tuple[object, ...], list[Task]]
 ) -> list[Task]:
-    """Return a micro-batch of a rank's step: the passes, one after another."""
-    policies, kind = low.scenario.policies, _kind(low, rank)
-    whole = (kind, micro_batch)
-    if whole not in alike:
+    """Return the tasks of one micro-batch of a rank: all passes but the update."""
+    policies, kind = low.scenario.policies, _compute_key(low, rank)
+    full_key = (kind, micro_batch)
+    if full_key not in alike:
         pushes, sharded = policies.gradients == "push", policies.parameters != "replicated"
-        alone = pushes and low.push.selects and micro_batch.index  # what is sent differs
-        key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.leaves, alone)
+        unique_messages = pushes and low.push.selects and micro_batch.index  # each micro-batch sends other entries
+        key = (kind, low.samples(rank, micro_batch), micro_batch.first, micro_batch.sends_gradients, unique_messages)
         if key not in alike:
-            found = _computed(low, rank, micro_batch)
-            found = COMMUNICATE[policies.gradients, sharded](low, rank, found, micro_batch)
-            alike[key] = HOLD[policies.parameters, pushes](low, rank, found)
-        alike[whole] = _suffixed(low, alike[key], micro_batch.suffix)
-    return alike[whole]
+            new_tasks = _forward_and_backward(low, rank, micro_batch)
+            new_tasks = REDUCE_GRADIENTS[policies.gradients, sharded](low, rank, new_tasks, micro_batch)
+            alike[key] = HOLD_PARAMETERS[policies.parameters, pushes](low, rank, new_tasks)
+        alike[full_key] = _with_suffix(low, alike[key], micro_batch.suffix)
+    return alike[full_key]
 
 
-def _computed(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
-    """Return forward and backward of a micro-batch; ranks that do the same share them, in all steps."""
-    if low.policies.tp > 1:  # the sums over ranks are noted as they are found
+def _forward_and_backward(low: Lowering, rank: int, micro_batch: MicroBatch) -> list[Task]:
+    """Return forward and backward of a micro-batch, cached over ranks and steps."""
+    if low.policies.tp > 1:  # not cached: `compute` records the sums over ranks as a side effect
         return compute(low, rank, micro_batch)
-    own = low.owned_ranges[rank] if low.deals_out_layers else ()
-    how = (low.samples(rank, micro_batch), micro_batch.accumulates, micro_batch.leaves)
+    own = low.owned_ranges[rank] if low.assigns_layers else ()
+    settings = (low.samples(rank, micro_batch), micro_batch.accumulates, micro_batch.sends_gradients)
     stages = tuple(stage.number for stage in low.stages)
-    key = ("computed", low.scenario.cluster.devices[rank].type, own, stages, *how)
-    if key not in low.every_step:
-        low.every_step[key] = compute(low, rank, micro_batch)
-    return list(low.every_step[key])
+    key = ("computed", low.scenario.cluster.devices[rank].type, own, stages, *settings)
+    if key not in low.run_memo:
+        low.run_memo[key] = compute(low, rank, micro_batch)
+    return list(low.run_memo[key])
 
 
-def _suffixed(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:
-    """Return the tasks of a micro-batch with its suffix on every label, and on the collectives that they name."""
+def _with_suffix(low: Lowering, tasks: list[Task], suffix: str) -> list[Task]:
+    """Return tasks with `suffix` on every label, dependency and collective name."""
     if not suffix:
         return tasks
-    found = []
+    renamed = []
     for task in tasks:
         name = task.communication and task.communication + suffix
         if name and task.communication:
             low.communications[name] = low.communications[task.communication]
         after = tuple(label + suffix for label in task.after)
-        found.append(task.renamed(task.label + suffix, name, after))
-    return found
+        renamed.append(task.renamed(task.label + suffix, name, after))
+    return renamed
 
 
-def _named(
+def _with_group_names(
     low: Lowering, tasks: list[Task], communications: dict[str, Communication], *, alone: bool, copies: int
 ) -> list[Task]:
-    """Return tasks whose collectives bear names that tell groups apart, and note these collectives.
+    """Return tasks whose collectives have names that are unique over all groups, and record these collectives.
 
-    `alone`: there is one group only, so that their labels do. `copies`: how many slices of the model do the same.
+    `alone`: there is one group only, so that labels are unique already. `copies`: number of equal slices of the model.
     """
-    found = []
+    renamed = []
     for task in tasks:
         if task.communication is None:
-            found.append(task)
+            renamed.append(task)
             continue
         communication = low.communications[task.communication]
         name = task.communication if alone else f"{task.communication} of {_ranks_text(communication.group)}"
         if name not in communications:
-            communications[name] = _in_every_slice(communication, low.policies.tp, copies)
-        found.append(task if alone else task.renamed(task.label, name, task.after))
-    return found
+            communications[name] = _with_copies(communication, low.policies.tp, copies)
+        renamed.append(task if alone else task.renamed(task.label, name, task.after))
+    return renamed
 
 
-def _in_every_slice(communication: Communication, slices: int, copies: int) -> Communication:
-    """Return a collective of ranks that hold the same slice, carried out by those of every other slice as well."""
+def _with_copies(communication: Communication, slices: int, copies: int) -> Communication:
+    """Return a collective of ranks that hold one slice, repeated for the ranks of every other equal slice."""
     if copies == 1 or len({rank % slices for rank in communication.group}) > 1:
         return communication
     groups = [tuple(rank + copy for rank in group) for copy in range(copies) for group in communication.groups]

@@ -1,20 +1,19 @@
-"""Gradient Sharding: updated parameters on their way back from the owners to every replica.
+"""Publication of updated parameters in Gradient Sharding: from their owners to every replica, dense or thresholded.
 
-[Note: publish beside the forward] Where publishing overlaps, a step begins with it: the parameters that the step before
-updated are sent bucket by bucket, last bucket first, as gradients are complete from the last layer on, and the first
-layer of the forward to read a bucket waits for it. A GPU does all of that in a stream beside its compute's, by rings as
-ever. On a CPU there is none: messages are posted and left to gloo's threads, and as nobody passes on what is to go on
-by itself, every owner sends its own to everybody; what was packed is put where it belongs when it is waited for.
+[Note: publish beside the forward] Where publishing overlaps, a step begins with it: the parameters updated in the step
+before are sent bucket by bucket, last bucket first, as gradients are complete from the last layer on, and the first
+layer of the forward to read a bucket waits for it. On a GPU all of that runs on a stream beside the compute, by rings
+as usual. A CPU has no such stream: messages are posted and left to gloo's threads, and as no rank would forward a
+ring's messages in the meantime, every owner sends its own directly to all others; packed messages are unpacked when
+they are waited for.
 
-Gradient Sharding: what a threshold makes of the updated parameters that owners publish.
-
-[Note: thresholded publish] An owner updates a master copy of its range, in any precision, and publishes what of it is
-at least the threshold away from what it published last; the rest stays in that difference, and goes with a later step
-(gradient-sharding A.3, step 5). First all buckets are thresholded and packed, then the ranks tell each other once how
-many entries each sends of each bucket, then bucket after bucket goes round a ring: messages to everybody take as many
-bytes by any way, but a ring loads no link with more than all messages but one, whatever the shares. What goes densely
-is sent from the replica, and received in it. With two levels the threshold is for what goes across nodes; in the node
-everything goes densely, as links there are fast.
+[Note: thresholded publish] An owner updates a master copy of its range, in any precision, and publishes the values that
+differ by at least the threshold from those published last; the rest of the difference remains for a later step
+(gradient-sharding A.3, step 5). First all buckets are thresholded and packed, then the ranks exchange once the number
+of entries that each sends of each bucket, then bucket after bucket is all-gathered by a ring: an all-to-all broadcast
+takes as many bytes by any route, but a ring loads no link with more than all messages but one, whatever the shard
+sizes. Dense messages are sent from the replica, and received in it. With two levels the threshold applies across nodes;
+within a node everything is dense, as links there are fast.
 """
 
 import math
@@ -32,50 +31,50 @@ from gssim.collectives import Communication, summed_without
 from gssim.memory import Event, footprint
 from gssim.plan import absolute_threshold, encodings
 from gssim.program.lowering import Lowering
-from gssim.program.messages import MOST_DENSITIES, Piece, pieces_of, to_everybody
-from gssim.program.push import COUNT_BYTES, across
-from gssim.program.sharded import inserted
+from gssim.program.messages import MAX_CACHED_DENSITIES, Piece, owned_pieces, to_all
+from gssim.program.push import COUNT_BYTES, push_group_collective
+from gssim.program.sharded import insert_beside
 from gssim.program.task import Bucket, Task
 from gssim.program.tensor_slices import phase_label
 
-PLACE_BYTES = 8
-"""torch lists places as int64."""
+INDEX_BYTES = 8
+"""torch indexes with int64."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What an owner publishes of a bucket."""
+    """The published message of one owner for one bucket."""
 
     elements: int
-    """That it owns."""
+    """Number of elements that it owns."""
     entries: float
-    """That it sends."""
+    """Number of elements that it sends."""
     size_bytes: float
     encoding: str
 
     @property
     def buffer_bytes(self) -> float:
-        """Bytes of the buffer that it is in: none densely, as that is sent from the replica, and received in it."""
+        """Bytes of its buffer: 0 for a dense message, which is sent from the replica and received in it."""
         return 0.0 if self.encoding == "dense" else self.size_bytes
 
 
 def messages_of(low: Lowering, bucket: Bucket, place: int) -> tuple[Message, ...]:
     """Return the message of the owner on every node, at a place."""
     key = ("messages", bucket.index, place)
-    if key not in low.found:
-        ratios = _ratios(low) if low.scenario.plan.publish.selects else None
-        low.found[key] = tuple(_message(low, pieces, ratios) for pieces in pieces_of(low, bucket, place))
-    found: tuple[Message, ...] = low.found[key]
-    return found
+    if key not in low.step_memo:
+        ratios = _publish_ratios(low) if low.scenario.plan.publish.selects else None
+        low.step_memo[key] = tuple(_owner_message(low, pieces, ratios) for pieces in owned_pieces(low, bucket, place))
+    messages: tuple[Message, ...] = low.step_memo[key]
+    return messages
 
 
 def message_bytes(low: Lowering, bucket: Bucket, rank: int) -> tuple[float, ...]:
-    """Return the bytes of the message of every owner in a rank's push group."""
+    """Return the size of the message of every owner in a rank's push group."""
     return tuple(message.size_bytes for message in messages_of(low, bucket, low.place(rank)))
 
 
-def _message(low: Lowering, pieces: Sequence[Piece], ratios: Mapping[str, sparsity.Ratios] | None) -> Message:
-    """Return the message of an owner of some pieces; `ratios`: what of them is published, absent: all."""
+def _owner_message(low: Lowering, pieces: Sequence[Piece], ratios: Mapping[str, sparsity.Ratios] | None) -> Message:
+    """Return the message of an owner of some pieces; `ratios`: published fraction of each tensor; None: all."""
     elements = sum(piece[0] for piece in pieces)
     entries = sum(n * ratios[tensor].over(begin, end) if ratios else n for n, tensor, begin, end in pieces)
     sizes = {"entries": entries, "elements": float(elements)}
@@ -84,35 +83,35 @@ def _message(low: Lowering, pieces: Sequence[Piece], ratios: Mapping[str, sparsi
     return Message(elements, entries, size, kind)
 
 
-def _ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
-    """Return what is published of each tensor in this step."""
+def _publish_ratios(low: Lowering) -> Mapping[str, sparsity.Ratios]:
+    """Return the published fraction of each tensor in this step."""
     statistics, workload = low.statistics, low.scenario.workload
     assert statistics is not None  # loading demands them
     threshold = absolute_threshold(low.scenario.plan.publish, workload.learning_rate)
     rules = replace(low.scenario.plan.publish, kind="absolute", threshold=threshold)
 
-    def found() -> Mapping[str, sparsity.Ratios]:
+    def ratios() -> Mapping[str, sparsity.Ratios]:
         names = {p.name.replace("{}", instance.module) for instance, p in low.parameters}
         return {name: sparsity.publish_ratios(statistics, rules, tensor=name, step=low.step) for name in names}
 
     key = (Same(statistics), Same(workload.model), rules, low.step)
-    return low.shared.once("densities of publications", key, found, most=MOST_DENSITIES)
+    return low.shared.once("densities of publications", key, ratios, most=MAX_CACHED_DENSITIES)
 
 
-def prepared(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
+def threshold_and_pack(low: Lowering, rank: int, order: Sequence[Bucket]) -> list[Task]:
     """Return the tasks that threshold and pack every bucket, and the exchange of counts."""
     name, axis = "counts publish", low.policies.push_axis
     parts = (len(order) * COUNT_BYTES,) * low.nodes
     settings: dict[str, Any] = {"part_bytes": parts, "carried_as": "all-gather-v"}
     low.communications[name] = low.communication("all-gather", axis, sum(parts), **settings)
     counts = Task(name, "exposed_communication", communication=name)
-    return [*(_prepare(low, rank, bucket) for bucket in order), counts]
+    return [*(_threshold_bucket(low, rank, bucket) for bucket in order), counts]
 
 
-def _prepare(low: Lowering, rank: int, bucket: Bucket) -> Task:
-    """Return the task that finds what of the own range is published, brings it to the replica, and packs it.
+def _threshold_bucket(low: Lowering, rank: int, bucket: Bucket) -> Task:
+    """Return the task that thresholds and packs a bucket of the rank's own shard.
 
-    Distances are found in scratch; what is published is read from the master, and written to the replica.
+    Differences are computed in scratch; published values are read from the master copy, and written to the replica.
     """
     device, message = low.device(rank), messages_of(low, bucket, low.place(rank))[low.node(rank)]
     duration_s = cost.copy_time_s(device, message.elements * (low.value_bytes + low.master_bytes))
@@ -131,17 +130,17 @@ def _prepare(low: Lowering, rank: int, bucket: Bucket) -> Task:
 
 
 def received_bytes(low: Lowering, bucket: Bucket, rank: int) -> float:
-    """Return the bytes of the buffers that others' messages come in."""
+    """Return the size of the receive buffers for the other owners' messages."""
     key = ("received", bucket.index, low.place(rank))
-    if key not in low.found:
-        low.found[key] = np.array([each.buffer_bytes for each in messages_of(low, bucket, low.place(rank))])
-    return summed_without(low.found[key], low.node(rank))
+    if key not in low.step_memo:
+        low.step_memo[key] = np.array([each.buffer_bytes for each in messages_of(low, bucket, low.place(rank))])
+    return summed_without(low.step_memo[key], low.node(rank))
 
 
-def put(low: Lowering, rank: int, bucket: Bucket) -> Task:
-    """Return the task that brings what was received of a bucket to the replica, and gives all messages back.
+def unpack(low: Lowering, rank: int, bucket: Bucket) -> Task:
+    """Return the task that writes the received messages of a bucket to the replica, and frees all messages.
 
-    torch writes at places that are int64: those of COO are cast, on a CPU in chunks.
+    torch writes at int64 indices: those of COO are cast, on a CPU in chunks.
     """
     device, own = low.device(rank), low.node(rank)
     messages = messages_of(low, bucket, low.place(rank))
@@ -149,17 +148,17 @@ def put(low: Lowering, rank: int, bucket: Bucket) -> Task:
     others = (*messages[:own], *messages[own + 1 :])
     places = max((min(each.entries, most) for each in others if each.encoding == "coo"), default=0.0)
     given_back = received_bytes(low, bucket, rank) + messages[own].buffer_bytes
-    cast = [Event(0, PLACE_BYTES * places, "temporaries"), Event(1, -PLACE_BYTES * places, "temporaries")]
+    cast = [Event(0, INDEX_BYTES * places, "temporaries"), Event(1, -INDEX_BYTES * places, "temporaries")]
     need = footprint([*cast, Event(2, -given_back, "communication")])
     key = ("put", bucket.index, low.place(rank), low.scenario.cluster.devices[rank].type)
-    if key not in low.found:
-        low.found[key] = np.array([_put_s(low, device, each) for each in messages])
-    put_s = summed_without(low.found[key], own)
-    return Task(f"put publish bucket {bucket.index}", "compression", duration_s=put_s, need=need)
+    if key not in low.step_memo:
+        low.step_memo[key] = np.array([_unpack_s(low, device, message) for message in messages])
+    unpack_s = summed_without(low.step_memo[key], own)
+    return Task(f"put publish bucket {bucket.index}", "compression", duration_s=unpack_s, need=need)
 
 
-def _put_s(low: Lowering, device: DeviceType, message: Message) -> float:
-    """Return the time to bring one message to the replica; what goes densely is received there."""
+def _unpack_s(low: Lowering, device: DeviceType, message: Message) -> float:
+    """Return the time to write one message to the replica; a dense one is received there."""
     if message.encoding == "dense":
         return 0.0
     return cost.unpack_time_s(
@@ -171,112 +170,109 @@ def _put_s(low: Lowering, device: DeviceType, message: Message) -> float:
     )
 
 
-def published_density(low: Lowering) -> float:
+def mean_publish_density(low: Lowering) -> float:
     """Return the fraction of their elements that all owners publish in this step."""
-    found = [m for bucket in low.buckets for place in range(low.places) for m in messages_of(low, bucket, place)]
-    elements = sum(message.elements for message in found)
-    return sum(message.entries for message in found) / elements if elements else 0.0
+    messages = [
+        message for bucket in low.buckets for place in range(low.places) for message in messages_of(low, bucket, place)
+    ]
+    elements = sum(message.elements for message in messages)
+    return sum(message.entries for message in messages) / elements if elements else 0.0
 
 
 def publish(low: Lowering, rank: int, tasks: Sequence[Task], update: Task) -> list[Task]:
-    """Return a rank's step: its other tasks, the update, and what brings the updated parameters to all replicas."""
+    """Return a rank's step: its other tasks, the update, and the publication of updated parameters to all replicas."""
     if low.policies.parameters != "replicated":
         return [*tasks, update]
     key = ("publish", rank if low.thresholds_publish else low.place(rank))
-    if key not in low.found:
-        low.found[key] = _published(low, rank)
-    begun: Sequence[Task]
-    taken: Mapping[str, Sequence[Task]]
-    begun, taken = low.found[key]
+    if key not in low.step_memo:
+        low.step_memo[key] = _publish_tasks(low, rank)
+    sends: Sequence[Task]
+    waits: Mapping[str, Sequence[Task]]
+    sends, waits = low.step_memo[key]
     if not low.policies.publish_overlaps:
-        return [*tasks, update, *begun]
-    return [*_after_update(low, begun), *inserted(tasks, before=taken, behind={}), update]
+        return [*tasks, update, *sends]
+    if sends and not _posts_messages(low):  # a CPU's compute stream posts the messages itself
+        first, *others = sends
+        first = replace(first, after=(*first.after, PUBLISH_BEGIN))
+        sends = [Task(PUBLISH_BEGIN, "forward"), first, *others]
+    return [*sends, *insert_beside(tasks, before=waits, behind={}), update]
 
 
 PUBLISH_BEGIN = "publish begin"
+"""Marker of the beginning of a step that first publishes the update of the step before."""
 
 
-def _after_update(low: Lowering, begun: Sequence[Task]) -> list[Task]:
-    """Return the tasks that publish, behind a mark of the step's beginning: what they send was updated just before.
-
-    On a CPU the compute itself posts the messages.
-    """
-    if _posts(low) or not begun:
-        return list(begun)
-    first, *others = begun
-    return [Task(PUBLISH_BEGIN, "forward"), replace(first, after=(*first.after, PUBLISH_BEGIN)), *others]
-
-
-def _published(low: Lowering, rank: int) -> tuple[list[Task], dict[str, list[Task]]]:
-    """Return the tasks that publish, and those that wait for it, by the forward that they come before."""
+def _publish_tasks(low: Lowering, rank: int) -> tuple[list[Task], dict[str, list[Task]]]:
+    """Return the tasks that publish, and those that wait for them, by the label of the forward that they precede."""
     overlaps = low.policies.publish_overlaps
     order = low.buckets[::-1] if overlaps else low.buckets
-    begun = prepared(low, rank, order) if low.thresholds_publish else []
-    taken: dict[str, list[Task]] = defaultdict(list)
+    sends = threshold_and_pack(low, rank, order) if low.thresholds_publish else []
+    waits: dict[str, list[Task]] = defaultdict(list)
     for bucket in order:
-        exchanges = _exchanges(low, rank, bucket)
-        begun += exchanges
+        exchanges = _bucket_exchanges(low, rank, bucket)
+        sends += exchanges
         if overlaps:
-            taken[_first_reader(low, bucket)] += _taken(low, rank, bucket, exchanges)
-    return begun, taken
+            first_reader = min((instance for instance, _ in bucket.members), key=lambda instance: instance.index)
+            label = phase_label("f", first_reader, 0) + low.micro_batches[0].suffix
+            waits[label] += _waits_for(low, rank, bucket, exchanges)
+    return sends, waits
 
 
-def _first_reader(low: Lowering, bucket: Bucket) -> str:
-    """Return the label of the first forward that reads a bucket."""
-    layer = min((instance for instance, _ in bucket.members), key=lambda instance: instance.index)
-    return phase_label("f", layer, 0) + low.micro_batches[0].suffix
-
-
-def _taken(low: Lowering, rank: int, bucket: Bucket, exchanges: Sequence[Task]) -> list[Task]:
-    """Return what waits for a bucket whose exchanges have begun."""
+def _waits_for(low: Lowering, rank: int, bucket: Bucket, exchanges: Sequence[Task]) -> list[Task]:
+    """Return the tasks that wait for a bucket whose exchanges are under way."""
     after = tuple(task.label for task in exchanges if task.stream == "communication")
-    if low.thresholds_publish and _posts(low):
-        return [replace(put(low, rank, bucket), after=after)]
+    if low.thresholds_publish and _posts_messages(low):
+        return [replace(unpack(low, rank, bucket), after=after)]
     return [Task(f"take publish bucket {bucket.index}", "forward", after=after)]
 
 
-def _exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
-    """Return the tasks that bring a bucket to all: across nodes, then, with all of the rank's place, in the node."""
+def _bucket_exchanges(low: Lowering, rank: int, bucket: Bucket) -> list[Task]:
+    """Return the tasks that publish a bucket: across nodes, then, with all of the rank's place, within the node."""
     label = f"publish bucket {bucket.index}"
     if not low.policies.point_to_point:
-        return _beside(low, _broadcast_parts(low, bucket, label))
+        return _on_communication_stream(low, _broadcast_parts(low, bucket, label))
     tasks = []
     if low.nodes > 1 or low.places == 1:
-        tasks += _across(low, rank, bucket, label)
+        tasks += _exchange_across_nodes(low, rank, bucket, label)
     if low.places > 1:
         label = f"{label} in the node"
         parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
         low.communications[label] = low.communication("all-gather-v", "dp_shard", sum(parts), part_bytes=parts)
         tasks.append(Task(label, "exposed_communication", communication=label))
-    return _beside(low, tasks)
+    return _on_communication_stream(low, tasks)
 
 
-def _posts(low: Lowering) -> bool:
-    """Return whether messages are posted, to be waited for later; see [Note: publish beside the forward]."""
+def _posts_messages(low: Lowering) -> bool:
+    """Return whether messages are posted, and waited for later; see [Note: publish beside the forward]."""
     return low.policies.publish_overlaps and low.scenario.cluster.backend == "gloo"
 
 
-def _beside(low: Lowering, tasks: list[Task]) -> list[Task]:
-    """Return tasks on the stream beside the compute, if publishing overlaps: all but the posting of messages."""
+def _on_communication_stream(low: Lowering, tasks: list[Task]) -> list[Task]:
+    """Return tasks moved to the communication stream if publishing overlaps, except the posting of messages."""
     if not low.policies.publish_overlaps:
         return tasks
-    return [replace(task, stream="communication") if task.communication or not _posts(low) else task for task in tasks]
+    return [
+        replace(task, stream="communication") if task.communication or not _posts_messages(low) else task
+        for task in tasks
+    ]
 
 
-def _across(low: Lowering, rank: int, bucket: Bucket, label: str) -> list[Task]:
-    """Return the exchange of a bucket in the push group, round a ring or posted; messages are put after a ring."""
+def _exchange_across_nodes(low: Lowering, rank: int, bucket: Bucket, label: str) -> list[Task]:
+    """Return the exchange of a bucket in the push group, by a ring or posted; a ring is followed by unpacking."""
     owned, thresholded = low.division(bucket).owned[low.place(rank)], low.thresholds_publish
     dense = tuple(n * low.value_bytes for n in owned)
     parts = message_bytes(low, bucket, rank) if thresholded else dense
     carried: dict[str, Any] = {"part_bytes": parts}
-    if _posts(low):
-        carried = {"pair_bytes": to_everybody(parts, 1), "carried_as": "all-to-all-v"}
-    name = across(low, bucket, rank, label, "all-gather-v", sum(dense), data_dependent=thresholded, **carried)
+    if _posts_messages(low):
+        carried = {"pair_bytes": to_all(parts, 1), "carried_as": "all-to-all-v"}
+    name = push_group_collective(
+        low, bucket, rank, label, "all-gather-v", sum(dense), data_dependent=thresholded, **carried
+    )
     received = received_bytes(low, bucket, rank) if thresholded else 0.0
     need = footprint([Event(0, received, "communication")])
-    if not _posts(low):
+    if not _posts_messages(low):
         ring = Task(label, "exposed_communication", communication=name, need=need)
-        return [ring, put(low, rank, bucket)] if thresholded else [ring]
+        return [ring, unpack(low, rank, bucket)] if thresholded else [ring]
     others, own = len(parts) - 1, parts[low.node(rank)]
     posting_s = collectives.posting_s(low.scenario.cluster, low.device(rank), others * own, others)
     begin = Task(f"begin {label}", "exposed_communication", need=need)  # messages go as they are posted
@@ -285,7 +281,7 @@ def _across(low: Lowering, rank: int, bucket: Bucket, label: str) -> list[Task]:
 
 
 def _broadcast_parts(low: Lowering, bucket: Bucket, name: str) -> list[Task]:
-    """GS by the backend's collectives: every owner broadcasts its part of a bucket; they are taken in that order."""
+    """GS with the backend's collectives: every owner broadcasts its part of a bucket, in rank order."""
     tasks = []
     for rank, elements in enumerate(low.division(bucket).owned[0]):
         if elements:

@@ -1,4 +1,6 @@
-"""Gradient Sharding: gradients pushed to the owners of their shards."""
+"""Push of Gradient Sharding: gradients are thresholded, packed and sent to the owners of their shards, which add
+them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,62 +17,63 @@ from gssim.plan import encodings
 from gssim.program.compute import insert_after, part_at
 from gssim.program.lowering import Lowering
 from gssim.program.messages import (
-    accumulates_in_kept,
+    accumulates_in_residual,
     encoding_of,
     is_thresholded,
-    kept_bytes,
-    kept_elements,
     push_matrix,
-    to_everybody,
+    residual_elements,
+    residual_value_bytes,
+    to_all,
 )
 from gssim.program.task import Bucket, MicroBatch, Task
 
 COUNT_BYTES = 8
-"""A thresholded push first tells each owner how many entries come, as one int64."""
+"""Before a thresholded push, each owner receives the number of entries that will come, as one int64."""
 
 
 def push_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
-    """GS: a complete bucket is cut by owner, thresholded, packed and sent to the owners, one at a time.
+    """GS: a complete bucket is cut by owner, thresholded, packed and sent to the owners, one bucket at a time.
 
-    The bucket's buffer lives from its first gradient until it is sent; the owner adds what arrives to its own range.
-    Where nodes have several places, it is reduce-scattered in the node first, and what follows is of the rank's place.
+    The bucket's buffer lives from its first gradient until it is sent; the owner adds received messages to its own
+    range. Where nodes have several places, the bucket is first reduce-scattered within the node, and only the part of
+    the rank's place is pushed.
     """
-    if not micro_batch.leaves:
+    if not micro_batch.sends_gradients:
         return tasks
     draining: list[Task] = []
-    waiting: tuple[list[Task], list[Task]] = ([], [])
+    pending: tuple[list[Task], list[Task]] = ([], [])
     for bucket in low.buckets:
         index = part_at(low, tasks, bucket.complete)
         collect_s = cost.copy_time_s(low.device(rank), bucket.elements * low.value_bytes)
         tasks[index] = replace(tasks[index], duration_s=tasks[index].duration_s + collect_s)
-        reduce, push, drain = sent_off(low, rank, bucket, micro_batch, tasks[index].label)
-        if reduce and low.overlaps:  # what is reduced beside the compute is taken up once the next bucket is complete
-            insert_after(tasks, index, [*draining, *waiting[0], *reduce])
-            draining, waiting = waiting[1], (push, drain)
+        reduce, push, drain = send_bucket(low, rank, bucket, micro_batch, tasks[index].label)
+        if reduce and low.overlaps:  # a bucket reduced beside the compute is pushed once the next one is complete
+            insert_after(tasks, index, [*draining, *pending[0], *reduce])
+            draining, pending = pending[1], (push, drain)
         else:
             insert_after(tasks, index, [*draining, *reduce, *push])
             draining = drain
-    return [*tasks, *draining, *waiting[0], *waiting[1]]
+    return [*tasks, *draining, *pending[0], *pending[1]]
 
 
-def sent_off(
+def send_bucket(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, ready: str
 ) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return the tasks that reduce a complete bucket in the node, that push it, and that take in what arrives.
+    """Return the tasks that reduce a complete bucket within the node, that push it, and that add what is received.
 
     `ready`: the label of the task with which it is complete.
     """
-    reduce = _reduce_in_node(low, rank, bucket, ready) if low.places > 1 else []
+    reduce = _reduce_scatter_in_node(low, rank, bucket, ready) if low.places > 1 else []
     after = (reduce[-1].label,) if reduce and low.overlaps else ()
     push, drain = _push_bucket(low, rank, bucket, micro_batch, after)
     return reduce, push, drain
 
 
-def _reduce_in_node(low: Lowering, rank: int, bucket: Bucket, ready: str) -> list[Task]:
-    """Return the reduce-scatter of a bucket inside the node; see [Note: hierarchy] in `division`.
+def _reduce_scatter_in_node(low: Lowering, rank: int, bucket: Bucket, ready: str) -> list[Task]:
+    """Return the reduce-scatter of a bucket within the node; see [Note: hierarchy] in `gssim.plan.bucket_partition`.
 
-    It leaves the part of the rank's place in a buffer of its own. It is a ring of messages: what is passed on, all but
-    the first part sent and the own, comes into a buffer as large as the largest of these.
+    It leaves the part of the rank's place in a buffer of its own. It is a ring of messages: forwarded parts, all but
+    the first one sent and the own one, are received in a buffer as large as the largest of them.
     """
     name = f"reduce-scatter bucket {bucket.index}"
     parts = tuple(n * low.value_bytes for n in low.division(bucket).places)
@@ -89,11 +92,11 @@ def _reduce_in_node(low: Lowering, rank: int, bucket: Bucket, ready: str) -> lis
 def _push_bucket(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]
 ) -> tuple[list[Task], list[Task]]:
-    """Return the tasks that send a bucket off, and those that take in what arrives; `after` is what they wait for."""
+    """Return the tasks that send a bucket, and those that add what is received; `after`: labels that they wait for."""
     thresholded = is_thresholded(low)
     matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
     own = low.node(rank)
-    tasks = [_prepare(low, rank, bucket, micro_batch, after)]
+    tasks = [_threshold_bucket(low, rank, bucket, micro_batch, after)]
     offered = low.division(bucket).places[low.place(rank)] * low.value_bytes
     if low.nodes == 1:  # nothing is left to push
         release = [] if thresholded else [Event(0, -float(offered), "buckets")]
@@ -101,7 +104,7 @@ def _push_bucket(
     label = f"push bucket {bucket.index}"
     size = (low.nodes - 1) * offered
     carried_as = _carried_as(low)
-    name = across(
+    name = push_group_collective(
         low,
         bucket,
         rank,
@@ -116,12 +119,12 @@ def _push_bucket(
     if thresholded:
         tasks.append(_count_exchange(low, bucket))
     packed = Event(0, -sent_bytes, "communication") if thresholded else Event(0, -float(offered), "buckets")
-    adding = _adding_events(low, bucket, rank, micro_batch)
-    posted, released = _exchange_events(low, packed, adding, sent_bytes, received_bytes)
+    adding = _accumulation_memory(low, bucket, rank, micro_batch)
+    posted, released = _exchange_memory(low, packed, adding, sent_bytes, received_bytes)
     ready = tasks[-1].label
     posting_s = _posting_s(low, rank, sent_bytes, low.nodes - 1)
     tasks.append(Task(f"post {label}", "exposed_communication", duration_s=posting_s, need=footprint(posted)))
-    if low.scenario.plan.overlap:  # messages go as they are posted, the backend's call once it has its flat copy
+    if low.scenario.plan.overlap:  # messages start as they are posted, the backend's call after its flat copy
         after = (ready if low.policies.point_to_point else tasks[-1].label,)
         tasks.append(Task(label, "exposed_communication", "communication", communication=name, after=after))
     else:
@@ -132,33 +135,37 @@ def _push_bucket(
 
 
 def _add_s(low: Lowering, bucket: Bucket, rank: int, entries: Pairs, received_bytes: float) -> float:
-    """Return the time to add what came from each node, and to divide it where the plan says so."""
+    """Return the time to add the messages from all nodes, and to normalise the sum where the plan says so."""
     device, own = low.device(rank), low.pushed_elements(bucket, rank)
     add_s = 0.0 if low.policies.point_to_point else cost.copy_time_s(device, received_bytes)
     if not is_thresholded(low):
         return add_s + cost.copy_time_s(device, 1.5 * received_bytes)  # read both, write one
     node = low.node(rank)
-    by_kind = np.array([_unpacked_s(low, device, own, row[node]) for row in entries.rows])
+    by_kind = np.array([_unpack_and_weight_s(low, device, own, row[node]) for row in entries.rows])
     add_s = summed_without(by_kind[np.array(entries.kinds)].ravel(), node, width=2, first=add_s)
-    return add_s + cost.division_time_s(device, size_bytes=own * low.master_bytes) * _divides(low)
+    return add_s + cost.division_time_s(device, size_bytes=own * low.master_bytes) * _normalises_by_weight(low)
 
 
-def _unpacked_s(low: Lowering, device: DeviceType, own: int, came: float) -> tuple[float, float]:
-    """Return the times to add a message to an owner's gradient, and to note its weight."""
-    encoding = encoding_of(low, own, came)
-    added_s = cost.unpack_time_s(device, encoding=encoding, elements=own, entries=came, value=low.value_bytes)
-    return added_s, cost.weight_time_s(device, encoding=encoding, elements=own, entries=came) * _divides(low)
+def _unpack_and_weight_s(low: Lowering, device: DeviceType, own: int, entries: float) -> tuple[float, float]:
+    """Return the times to add a message to an owner's gradient, and to accumulate its weight."""
+    encoding = encoding_of(low, own, entries)
+    added_s = cost.unpack_time_s(device, encoding=encoding, elements=own, entries=entries, value=low.value_bytes)
+    return added_s, cost.weight_time_s(
+        device, encoding=encoding, elements=own, entries=entries
+    ) * _normalises_by_weight(low)
 
 
-def _divides(low: Lowering) -> bool:
-    """Return whether owners divide by the weight that they received."""
+def _normalises_by_weight(low: Lowering) -> bool:
+    """Return whether owners divide gradients by the received weight."""
     return low.nodes > 1 and is_thresholded(low) and low.push.aggregate == "received-weight"
 
 
-def across(low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size_bytes: float, **parts: Any) -> str:
-    """Note a collective of the rank's push group, and of those whose places are divided as its own; return its name.
+def push_group_collective(
+    low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size_bytes: float, **parts: Any
+) -> str:
+    """Record a collective of the rank's push group, and of places with an equal division; return its name.
 
-    What a threshold makes of a place is like no other.
+    With thresholds, no two places are equal.
     """
     place, owned = low.place(rank), low.division(bucket).owned
     alike = [place] if low.sends_by_data else [other for other in range(low.places) if owned[other] == owned[place]]
@@ -169,47 +176,47 @@ def across(low: Lowering, bucket: Bucket, rank: int, label: str, kind: str, size
 
 
 def _carried_as(low: Lowering) -> str:
-    """Return the kind of call that carries an uneven exchange, where it is not made of messages."""
+    """Return the kind of the backend's call that carries an uneven exchange; empty for point-to-point messages."""
     return "" if low.policies.point_to_point else "all-to-all"
 
 
-def _exchange_events(
+def _exchange_memory(
     low: Lowering, packed: Event, adding: Sequence[Event], sent_bytes: float, received_bytes: float
 ) -> tuple[list[Event], list[Event]]:
-    """Return what is taken and given back when a push is posted, and when it has come and is added.
+    """Return the memory events of posting a push, and of its completion and addition.
 
-    `packed` gives back what the messages are in, once these are done; what was received goes once it is added. The
-    backend's own call has the messages in a flat copy, and brings what comes in another, until it is waited for.
+    `packed` frees the buffer of the messages once these are done; receive buffers are freed once they are added. The
+    backend's own call has the sent messages in a flat copy, and the received ones in another, until it is waited for.
     """
     if low.policies.point_to_point:
-        came = [packed, *adding, Event(5, -received_bytes, "communication")]
-        return [Event(0, received_bytes, "communication")], came
+        added = [packed, *adding, Event(5, -received_bytes, "communication")]
+        return [Event(0, received_bytes, "communication")], added
     copies = received_bytes + sent_bytes
-    came = [Event(0, -copies, "communication"), *adding, Event(5, -received_bytes, "communication")]
-    return [Event(0, copies + received_bytes, "communication"), packed], came
+    added = [Event(0, -copies, "communication"), *adding, Event(5, -received_bytes, "communication")]
+    return [Event(0, copies + received_bytes, "communication"), packed], added
 
 
-def _adding_events(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch) -> list[Event]:
-    """Return what is taken and given back while an owner adds what came to its range.
+def _accumulation_memory(low: Lowering, bucket: Bucket, rank: int, micro_batch: MicroBatch) -> list[Event]:
+    """Return the memory events of an owner that adds received messages to its range.
 
-    Dense contributions are cast to its precision one after another, thresholded ones chunk by chunk, in scratch. To
-    divide by the weight received takes that of every element; and the sum, where earlier pushes of the step stay out.
+    Dense messages are cast to its precision one after another, thresholded ones chunk by chunk, in scratch. Normalising
+    by weight takes the weight of every element; and the sum, where earlier pushes of the step are excluded.
     """
     own = float(low.pushed_elements(bucket, rank) * low.master_bytes)
     if not is_thresholded(low):
         cast = own if low.has_master_copy and low.nodes > 1 else 0.0
         return [Event(1, cast, "temporaries"), Event(2, -cast, "temporaries")]
-    if not _divides(low):
+    if not _normalises_by_weight(low):
         return []
     total = 0.0 if _is_first_push(micro_batch) else own
     return [Event(1, own, "temporaries"), Event(4, -own - total, "temporaries")]
 
 
 def _posting_s(low: Lowering, rank: int, sent_bytes: float, messages: int) -> float:
-    """Return the time to hand messages over before the compute goes on.
+    """Return the time to post messages before the compute goes on.
 
-    Where it does not, that is part of what the exchange takes. The backend's call takes them from a flat copy, in its
-    own thread.
+    Without overlap, that is part of the exchange's own time. The backend's call posts them from a flat copy, in its own
+    thread.
     """
     if not low.policies.point_to_point:
         return cost.copy_time_s(low.device(rank), sent_bytes)
@@ -218,67 +225,78 @@ def _posting_s(low: Lowering, rank: int, sent_bytes: float, messages: int) -> fl
     return collectives.posting_s(low.scenario.cluster, low.device(rank), sent_bytes, messages)
 
 
-def _prepare(low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]) -> Task:
-    """Return the task that takes the own gradient and thresholds and packs the rest."""
+def _threshold_bucket(
+    low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, after: tuple[str, ...]
+) -> Task:
+    """Return the task that copies the own gradient and thresholds and packs the others'."""
     duration_s = cost.copy_time_s(low.device(rank), low.pushed_elements(bucket, rank) * low.master_bytes)
     message_bytes: Sequence[float] = ()
     if is_thresholded(low):
         matrix, entries = push_matrix(low, bucket, micro_batch, low.place(rank))
         message_bytes = matrix[low.node(rank)]
         duration_s += _threshold_s(low, rank, bucket, entries)
-    need = _prepare_need(low, rank, bucket, micro_batch, message_bytes)
+    need = _threshold_memory(low, rank, bucket, micro_batch, message_bytes)
     return Task(f"threshold bucket {bucket.index}", "compression", duration_s=duration_s, after=after, need=need)
 
 
 def _threshold_s(low: Lowering, rank: int, bucket: Bucket, entries: Pairs) -> float:
-    """Return the time to add what was kept, to find thresholds, and to find and pack entries for every other owner."""
+    """Return the time to add residuals, to estimate thresholds, and to select and pack entries for every other
+    owner.
+    """
     device, push = low.device(rank), low.push
     sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
-    kept = kept_elements(low, bucket, rank)
-    found_s = cost.residual_time_s(device, elements=kept, value=low.value_bytes, kept=kept_bytes(low)) if kept else 0.0
+    residuals = residual_elements(low, bucket, rank)
+    total_s = (
+        cost.residual_time_s(device, elements=residuals, value=low.value_bytes, kept=residual_value_bytes(low))
+        if residuals
+        else 0.0
+    )
     if push.kind == "relative":
-        found_s += cost.mean_time_s(device, elements=sum(sizes), tensors=len(bucket.members), value=low.value_bytes)
+        total_s += cost.mean_time_s(device, elements=sum(sizes), tensors=len(bucket.members), value=low.value_bytes)
     elif push.kind == "target-density" and (low.step - push.warmup_steps) % push.reestimate_steps == 0:
         samples = [min(parameter.elements, encodings.SAMPLE_ELEMENTS) for _, parameter in bucket.members]
-        found_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(samples))
-    kind, clears = entries.kinds[own], bool(kept)
-    key = ("packed", Same(entries), kind, low.scenario.cluster.devices[rank].type, clears)
-    if key not in low.found:
-        each = [*zip(sizes, entries.rows[kind], strict=True)]
-        packed_s = {to: _packed_s(low, rank, bucket, *to, clears=clears) for to in dict.fromkeys(each)}
-        low.found[key] = np.array([packed_s[to] for to in each]).ravel()
-    return summed_without(low.found[key], own, width=2, first=found_s)
+        total_s += cost.estimate_time_s(device, samples=sum(samples), tensors=len(samples))
+    sender, clears = entries.kinds[own], bool(residuals)
+    key = ("packed", Same(entries), sender, low.scenario.cluster.devices[rank].type, clears)
+    if key not in low.step_memo:
+        messages = [*zip(sizes, entries.rows[sender], strict=True)]
+        packed_s = {
+            message: _select_and_pack_s(low, rank, bucket, *message, clears=clears)
+            for message in dict.fromkeys(messages)
+        }
+        low.step_memo[key] = np.array([packed_s[message] for message in messages]).ravel()
+    return summed_without(low.step_memo[key], own, width=2, first=total_s)
 
 
-def _packed_s(
+def _select_and_pack_s(
     low: Lowering, rank: int, bucket: Bucket, elements: int, sent: float, *, clears: bool
 ) -> tuple[float, float]:
-    """Return the times to find what is sent to an owner of so many elements, and to pack it."""
+    """Return the times to select the entries for an owner of so many elements, and to pack them."""
     device, value, encoding = low.device(rank), low.value_bytes, encoding_of(low, elements, sent)
     parts = len(bucket.members) if low.push.kind != "absolute" else 1
-    found_s = cost.select_time_s(device, elements=elements, parts=parts, value=value)
-    return found_s, cost.pack_time_s(
+    select_s = cost.select_time_s(device, elements=elements, parts=parts, value=value)
+    return select_s, cost.pack_time_s(
         device, encoding=encoding, elements=elements, entries=sent, value=value, clears=clears
     )
 
 
-def _prepare_need(
+def _threshold_memory(
     low: Lowering, rank: int, bucket: Bucket, micro_batch: MicroBatch, message_bytes: Sequence[float]
 ) -> Footprint:
-    """Return the memory of taking the own gradient and, owner by owner, thresholding and packing `message_bytes`.
+    """Return the memory of copying the own gradient and of thresholding and packing `message_bytes`, owner by owner.
 
-    Entries are found in scratch that is always there; what is new are the messages. The bucket is given back when all
-    are packed, or before, if what others own of it was added to what was kept. Where the bucket was reduced beside the
-    compute, the whole one is given back now.
+    Entries are selected in persistent scratch; only the messages are new. The bucket is freed when all are packed, or
+    earlier, if the gradients of other owners were added to residuals. Where the bucket was reduced beside the compute,
+    the whole one is freed now.
     """
     sizes, own = low.division(bucket).owned[low.place(rank)], low.node(rank)
     whole, mine = float(bucket.elements * low.value_bytes), float(sizes[own] * low.master_bytes)
     # later pushes of a step add to the gradient that the first one left
     events = [Event(0, mine, "gradients")]
     if not _is_first_push(micro_batch):
-        copied = mine if low.has_master_copy or _divides(low) else 0.0
+        copied = mine if low.has_master_copy or _normalises_by_weight(low) else 0.0
         events = [Event(0, copied, "temporaries")]
-        if not _divides(low):
+        if not _normalises_by_weight(low):
             events.append(Event(0, -copied, "temporaries"))
     if low.places > 1 and low.overlaps:
         events.insert(0, Event(-1, -whole, "buckets"))
@@ -287,26 +305,22 @@ def _prepare_need(
     own = low.node(rank)
     messages = (*message_bytes[:own], *message_bytes[own + 1 :])
     events.append(Event(2, sum(messages), "communication", messages))
-    released = 1 if accumulates_in_kept(low) and _has_samples(low, rank) else 3
+    released = 1 if accumulates_in_residual(low) and low.batch_sizes[rank] > 0 else 3
     events.append(Event(released, -float(sum(sizes) * low.value_bytes), "buckets"))
     return footprint(events)
 
 
-def _has_samples(low: Lowering, rank: int) -> bool:
-    return low.batch_sizes[rank] > 0
-
-
 def _is_first_push(micro_batch: MicroBatch) -> bool:
-    return micro_batch.first or not micro_batch.left
+    return micro_batch.first or not micro_batch.sent_before
 
 
 def _count_exchange(low: Lowering, bucket: Bucket) -> Task:
-    """Return the task that tells every owner how many entries come: posted, and waited for."""
+    """Return the task that sends the number of entries to every owner: posted, and waited for."""
     name = f"counts bucket {bucket.index}"
     members = low.nodes
-    if "counts" not in low.every_step:
-        low.every_step["counts"] = to_everybody((COUNT_BYTES,) * members, 1)
-    matrix = low.every_step["counts"]
+    if "counts" not in low.run_memo:
+        low.run_memo["counts"] = to_all((COUNT_BYTES,) * members, 1)
+    matrix = low.run_memo["counts"]
     size = members * (members - 1) * COUNT_BYTES
     axis, carried_as = low.policies.push_axis, _carried_as(low)
     low.communications[name] = low.communication("all-to-all-v", axis, size, pair_bytes=matrix, carried_as=carried_as)

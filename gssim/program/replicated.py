@@ -1,4 +1,4 @@
-"""Gradients that stay where they are, or are all-reduced."""
+"""Gradient policies of replicated parameters: gradients kept local, or all-reduced in buckets as in DDP."""
 
 from dataclasses import replace
 
@@ -12,19 +12,24 @@ REDUCTION = "all-reduce"
 
 
 def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
-    """Leave the tasks as they are: nothing is communicated."""
+    """Return the tasks unchanged: gradients are not communicated."""
     return tasks
 
 
 def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
-    """DDP: each bucket is all-reduced once complete, behind the rest of the backward; backward ends when all are.
+    """DDP: each bucket is all-reduced once complete, behind the rest of the backward, which ends when all are reduced.
 
     Module buffers are broadcast in a forward that follows an all-reduce: under no_sync they are left as they are
     (DistributedDataParallel, require_forward_param_sync).
     """
-    if micro_batch.first or micro_batch.left:
-        tasks = [*_broadcast_buffers(low), *tasks]
-    if not micro_batch.leaves:
+    if micro_batch.first or micro_batch.sent_before:
+        broadcasts = []
+        for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
+            name = f"broadcast buffers {number}"
+            low.communications[name] = Communication("broadcast", low.group, buffer_bytes)
+            broadcasts.append(Task(name, "exposed_communication", communication=name))
+        tasks = [*broadcasts, *tasks]
+    if not micro_batch.sends_gradients:
         return tasks
     device = low.device(rank)
     labels = []
@@ -46,12 +51,3 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
 def is_reduction(task: Task) -> bool:
     """Return whether a task reduces gradients over the replicas, or waits for that."""
     return task.label.startswith((f"{REDUCTION} bucket", f"wait for {REDUCTION}"))
-
-
-def _broadcast_buffers(low: Lowering) -> list[Task]:
-    tasks = []
-    for number, size in enumerate(low.scenario.workload.model.buffer_bytes):
-        name = f"broadcast buffers {number}"
-        low.communications[name] = Communication("broadcast", low.group, size)
-        tasks.append(Task(name, "exposed_communication", communication=name))
-    return tasks

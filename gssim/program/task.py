@@ -1,7 +1,4 @@
-"""What one rank does at a time, and what all ranks do in a step.
-
-What of a step travels together, and what is taken at a time: buckets of gradients, and micro-batches of samples.
-"""
+"""Tasks of a rank, the program of a training step, and the gradient buckets and micro-batches that tasks refer to."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -20,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that a rank does: compute for `duration_s`, or take part in `communication`."""
+    """One task of a rank: computes for `duration_s`, or takes part in the collective `communication`."""
 
     label: str
     phase: str
@@ -30,11 +27,12 @@ class Task:
     after: tuple[str, ...] = ()
     need: Footprint = NOTHING
     after_pauses: Curve | None = None
-    """How much longer compute takes, this and what follows, after so many seconds of waiting."""
+    """Extra compute time of this task and of those after it, as a function of the seconds waited before."""
     issue: "Issue | None" = None
 
     def renamed(self, label: str, communication: str | None, after: tuple[str, ...]) -> "Task":
-        """Return the same under another name, naming others (`dataclasses.replace` takes several times as long).
+        """Return a copy with another label, collective and dependencies (`dataclasses.replace` takes several times as
+        long).
 
         >>> later = Task("a", "forward", duration_s=2.0).renamed("a 1", None, ("start",))
         >>> later.label, later.after, later.duration_s
@@ -55,18 +53,18 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """What a GPU's host takes to issue a piece of compute that is not done sooner, whatever the device waits for."""
+    """Launch time of a GPU task on its host: the task cannot end before the host has issued it."""
 
     host_s: float
     goes_on: bool
-    """Whether the host came from issuing the piece before; else it begins when the device does."""
+    """Whether the host issues it right after the task before; else the host begins when the device does."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One step of every rank, the collectives that its tasks name, and what each rank holds all the time.
+    """One training step of every rank: tasks, the collectives that they name, and persistent memory.
 
-    Ranks of equal inputs have one role, and are lowered once.
+    Ranks with equal inputs have one role, and are lowered once.
     """
 
     tasks: tuple[tuple[Task, ...], ...]
@@ -79,18 +77,18 @@ class Program:
     roles: tuple[int, ...] = ()
     """Role of each rank; empty: every rank has its own."""
     tensors: tuple[Callable[[], Mapping[str, tuple[float, ...]]], ...] = field(default=(), compare=False)
-    """What tells of what is persistent the bytes of each tensor; empty: each category is one. By role."""
+    """Functions that return the bytes of each persistent tensor by category, by role; empty: each category is one
+    tensor.
+    """
 
-    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returns, which is called if this key is new: what follows from the program lives as long
-        as it does.
-        """
-        if key not in self._known:
-            self._known[key] = make()
-        found: T = self._known[key]
-        return found
+        """Return the value of `make`, computed once per key and kept for the lifetime of the program."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        value: T = self._memo[key]
+        return value
 
     @cached_property
     def role_of(self) -> tuple[int, ...]:
@@ -100,7 +98,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients travel together, in the order in which they become ready."""
+    """Parameters whose gradients are communicated together, in the order in which they become ready."""
 
     index: int
     members: tuple[tuple[LayerInstance, Parameter], ...]
@@ -111,27 +109,27 @@ class Bucket:
         return sum(parameter.elements for _, parameter in self.members)
 
     def place(self, member: int) -> tuple[int, int]:
-        """Return (layer, position) of the backward at which the given member is ready."""
+        """Return (layer, position) in the backward pass at which a member is ready."""
         instance, parameter = self.members[member]
         return instance.index + parameter.ready.layer_offset, parameter.ready.position
 
     @property
     def complete(self) -> tuple[int, int]:
-        """Where in the backward the last member is ready: (layer, position)."""
+        """(Layer, position) in the backward pass at which the last member is ready."""
         return self.place(-1)
 
     @property
     def started(self) -> tuple[int, int]:
-        """Where in the backward the first member is ready."""
+        """(Layer, position) in the backward pass at which the first member is ready."""
         return self.place(0)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each member's elements begin."""
+        """Offset of each member in the bucket, in elements."""
         return tuple(accumulate((parameter.elements for _, parameter in self.members[:-1]), initial=0))
 
     def inside(self, first: int, last: int) -> Iterator[tuple[LayerInstance, Parameter, int, int]]:
-        """Give each member that has elements in [first, last), with the half-open range of its own that are there."""
+        """Yield each member that overlaps elements [first, last), with the half-open range of its own elements."""
         for member in range(max(0, bisect_right(self.starts, first) - 1), len(self.members)):
             start = self.starts[member]
             if start >= last:
@@ -144,26 +142,26 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One of the parts in which a rank's samples are taken."""
+    """One micro-batch of a rank's samples."""
 
     index: int = 0
     count: int = 1
-    leaves: bool = True
-    """Whether gradients leave the device in it, where the plan lets them leave at all."""
-    left: bool = False
-    """Whether those of the micro-batches before have left in theirs."""
+    sends_gradients: bool = True
+    """Whether gradients are communicated after this micro-batch, if the plan communicates them at all."""
+    sent_before: bool = False
+    """Whether the gradients of earlier micro-batches were communicated in theirs."""
 
     @property
     def first(self) -> bool:
-        """Whether no other comes before it in the step."""
+        """Whether it is the first micro-batch of the step."""
         return self.index == 0
 
     @property
     def accumulates(self) -> bool:
-        """Whether whole gradients of the micro-batches before are there, to which its own are added."""
-        return self.index > 0 and not self.left
+        """Whether its gradients are added to whole gradients of earlier micro-batches."""
+        return self.index > 0 and not self.sent_before
 
     @property
     def suffix(self) -> str:
-        """What its labels end in."""
+        """Suffix of its task labels."""
         return f" micro-batch {self.index}" if self.count > 1 else ""

@@ -1,32 +1,32 @@
-"""The simulation: a scenario in, a Result out."""
+"""Simulates a scenario: loads, lowers, executes, and reports a Result."""
 
 from gssim.simulation.footprint import (
-    Occupancy,
-    Reservation,
-    misfit,
-    occupancies,
+    AllocatorPeaks,
+    MemoryFootprint,
+    footprints_of,
     outside_bytes,
     replay,
     reservation,
-    tightest,
+    tightest_margin,
+    worst_misfit,
 )
 from gssim.simulation.report import WAITING_PHASES, energy_j
 from gssim.simulation.run import Simulated, no_collection, program_of, simulate, traced
 
 __all__ = [
     "WAITING_PHASES",
-    "Occupancy",
-    "Reservation",
+    "AllocatorPeaks",
+    "MemoryFootprint",
     "Simulated",
     "energy_j",
-    "misfit",
+    "footprints_of",
     "no_collection",
-    "occupancies",
     "outside_bytes",
     "program_of",
     "replay",
     "reservation",
     "simulate",
-    "tightest",
+    "tightest_margin",
     "traced",
+    "worst_misfit",
 ]

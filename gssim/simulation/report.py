@@ -1,6 +1,7 @@
-"""What ranks, links and collectives did in a step, as a Result tells it: those of equal outcomes together.
+"""Reports a simulated step as the parts of a Result: ranks, links and collectives, price and energy.
 
-What a step costs, in money and in energy: of the devices that take part, whatever they wait for.
+Ranks with equal outcomes are reported together. Price and energy are those of all devices that take part, whether they
+compute or wait.
 """
 
 from collections import Counter, defaultdict
@@ -11,19 +12,19 @@ from typing import Any
 import numpy as np
 
 from gssim.engine import Machine, RankClass
-from gssim.program import Program, Sent
+from gssim.program import Program, StepTraffic
 from gssim.result import CATEGORIES, Collective, LinkUse, merge_collectives
 from gssim.result import RankClass as RankOutcome
 from gssim.scenario import Scenario
-from gssim.simulation.footprint import Occupancy
+from gssim.simulation.footprint import MemoryFootprint
 from gssim.units import Floats, Ints
 
 WAITING_PHASES = ("exposed_communication", "idle")
-"""In which a device takes the power that it takes while it waits; in all others it computes."""
+"""Phases in which a device takes its idle power; in all others it takes its busy power."""
 
 
 def cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
-    """Return the price of all devices for the time of a step; None where one's is not known."""
+    """Return the price of all devices for the time of a step; None where a price is not known."""
     counts = Counter(device.type for device in scenario.cluster.devices[: scenario.ranks])
     prices = {name: scenario.cluster.device_types[name].price_usd_per_h for name in counts}
     known = [price * counts[name] for name, price in prices.items() if price is not None]
@@ -31,12 +32,12 @@ def cost_usd(scenario: Scenario, step_time_s: float) -> float | None:
 
 
 def energy_j(scenario: Scenario, step_time_s: float, ranks: Sequence[RankOutcome]) -> float | None:
-    """Return what all devices take in a step, without hosts and network; None where one's power is not known.
+    """Return the energy of all devices in a step, without hosts and network; None where a power is not known.
 
         E = T * sum over ranks of (idle power + (busy power - idle power) * part of the step in which it computes)
 
-    Assumes the same power for whatever is computed: a data sheet's is the most. Nodes with eight H100 took at most
-    0.82 of theirs in training (Latif et al. 2024, arXiv:2412.08602).
+    Assumes the same power for any compute: a data sheet's is the maximum. Nodes with eight H100 took at most 0.82 of
+    theirs in training (Latif et al. 2024, arXiv:2412.08602).
     """
     power_w = 0.0
     for each in ranks:
@@ -50,7 +51,7 @@ def energy_j(scenario: Scenario, step_time_s: float, ranks: Sequence[RankOutcome
     return power_w * step_time_s
 
 
-def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, ...]:
+def collectives_of(program: Program, traffic: Sequence[StepTraffic]) -> tuple[Collective, ...]:
     """Return one steady step's collectives; payloads of data-dependent ones are means over all steps."""
     counts: dict[tuple[str, Any, int], int] = defaultdict(int)
     payloads: dict[tuple[str, Any, int], float] = defaultdict(float)
@@ -60,7 +61,7 @@ def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, 
             key = (communication.kind, members, int(communication.size_bytes))
             counts[key] += 1
             if communication.data_dependent:
-                payloads[key] += fmean(each.payload_bytes[name] for each in sent)
+                payloads[key] += fmean(step.payload_bytes[name] for step in traffic)
     return merge_collectives(
         Collective(
             kind=kind, group=tuple(group), bytes=size, count=count, payload_bytes=payloads.get((kind, group, size))
@@ -69,36 +70,36 @@ def collectives_of(program: Program, sent: Sequence[Sent]) -> tuple[Collective, 
     )
 
 
-def excess_bytes(program: Program, sent: Sequence[Sent], typical: Sent) -> float:
-    """Return how much more data-dependent messages carry in the mean of all steps than in the typical one."""
+def mean_excess_bytes(program: Program, traffic: Sequence[StepTraffic], typical: StepTraffic) -> float:
+    """Return the excess of data-dependent messages in the mean of all steps over the typical one, in bytes."""
     return sum(
-        len(communication.groups) * (fmean(each.payload_bytes[name] for each in sent) - typical.payload_bytes[name])
+        len(communication.groups) * (fmean(step.payload_bytes[name] for step in traffic) - typical.payload_bytes[name])
         for name, communication in program.communications.items()
         if communication.data_dependent
     )
 
 
-def mean_of_typical(machine: Machine, excess: float) -> float:
-    """Return what the bytes of the typical step are multiplied with to be those of the mean of all steps.
+def mean_over_typical(machine: Machine, excess: float) -> float:
+    """Return the ratio of bytes in the mean of all steps to those in the typical step.
 
-    `excess`: see `excess_bytes`. Ranks and links differ in the same proportion.
+    `excess`: see `mean_excess_bytes`. Assumes the same ratio for all ranks and links.
     """
     whole_bytes = float(np.sum(machine.carried_by_rank()[0])) / machine.steps
     return 1 + excess / whole_bytes if whole_bytes else 1.0
 
 
-LISTED_LINKS = 256
-"""Up to so many, each link has its own line in the Result; of more, each class of equal links has one."""
+MAX_LISTED_LINKS = 256
+"""Up to so many links, each has its own line in the Result; beyond, each class of equal links has one."""
 
 
 def links_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -> tuple[LinkUse, ...]:
-    """Return what each link, or class of links, carries in the mean of the steps, and its use in the typical one.
+    """Return the mean bytes of each link, or class of links, over the steps, and its utilisation in the typical one.
 
-    `mean_ratio`: see `mean_of_typical`.
+    `mean_ratio`: see `mean_over_typical`.
     """
     network, wiring = machine.network, machine.network.wiring
     of_link = network.folded.link_class
-    if len(of_link) <= LISTED_LINKS:
+    if len(of_link) <= MAX_LISTED_LINKS:
         shown = [(link, int(of_link[link]), 1) for link in range(len(of_link))]
     else:
         used, first, count = np.unique(of_link, return_index=True, return_counts=True)
@@ -115,53 +116,57 @@ def links_of(machine: Machine, step_time_s: float, *, mean_ratio: float = 1.0) -
 
 
 SIZE_DIGITS = 3
-"""Of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
+"""Digits of bytes: expected sizes are fractions, whose sums differ by rounding between ranks that do the same."""
 SHARE_DIGITS = 9
 
 
-def _alike(machine: Machine, sent: Floats, received: Floats, shard_shares: Floats) -> Iterator[tuple[RankClass, Ints]]:
-    """Yield each class's members by what they send and receive, and by their share: alike in time, they may differ in
-    these. (Shares that are rounded to the same units of a block, or elements of a bucket, make the same tasks.)
+def _equal_members(
+    machine: Machine, sent: Floats, received: Floats, shard_shares: Floats
+) -> Iterator[tuple[RankClass, Ints]]:
+    """Yield each class's members with equal traffic and shard size, which may differ between ranks equal in time.
+
+    Shard sizes that are rounded to the same units of a block, or elements of a bucket, make the same tasks.
     """
-    for each in machine.classes:
-        if len(each.members) == 1:
-            yield each, each.members
+    for rank_class in machine.classes:
+        if len(rank_class.members) == 1:
+            yield rank_class, rank_class.members
             continue
-        carried = np.round(np.column_stack([sent[each.members], received[each.members]]), SIZE_DIGITS)
-        told = np.column_stack([carried, np.round(shard_shares[each.members], SHARE_DIGITS)])
-        which = np.unique(told, axis=0, return_inverse=True)[1].ravel()
-        for kind in dict.fromkeys(which.tolist()):
-            yield each, each.members[which == kind]
+        carried = np.round(np.column_stack([sent[rank_class.members], received[rank_class.members]]), SIZE_DIGITS)
+        columns = np.column_stack([carried, np.round(shard_shares[rank_class.members], SHARE_DIGITS)])
+        group = np.unique(columns, axis=0, return_inverse=True)[1].ravel()
+        for kind in dict.fromkeys(group.tolist()):
+            yield rank_class, rank_class.members[group == kind]
 
 
 def rank_classes(
     scenario: Scenario,
     machine: Machine,
     phases: list[dict[str, float]],
-    occupied: Sequence[Occupancy],
+    footprints: Sequence[MemoryFootprint],
     *,
     mean_ratio: float = 1.0,
 ) -> tuple[RankOutcome, ...]:
-    """Return ranks with equal outcomes together.
+    """Return the outcomes of ranks, those with equal outcomes together.
 
-    `mean_ratio`: see `mean_of_typical`. Each rank's bytes are means, so that they agree with the collectives' payloads.
+    `mean_ratio`: see `mean_over_typical`. Bytes of ranks are means over steps, so that they agree with the collectives'
+    payloads.
     """
     classes: dict[tuple[Any, ...], dict[str, Any]] = {}
     members: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     total, batch_sizes, shard_shares = scenario.workload.global_batch_size, scenario.batch_sizes, scenario.shard_shares
     sent, received = machine.carried_by_rank()
-    for each, same in _alike(machine, sent, received, np.array(shard_shares)):
-        needed, rank = occupied[each.index], int(same[0])
-        in_order = ((category, round(needed.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)
+    for each, same in _equal_members(machine, sent, received, np.array(shard_shares)):
+        footprint, rank = footprints[each.index], int(same[0])
+        in_order = ((category, round(footprint.peak.get(category, 0.0), SIZE_DIGITS)) for category in CATEGORIES)
         peak = {category: size for category, size in in_order if size}
         allocated = sum(peak.values())
-        reserved = None if needed.excess_bytes else max(allocated, round(needed.reserved_bytes, SIZE_DIGITS))
+        reserved = None if footprint.excess_bytes else max(allocated, round(footprint.reserved_bytes, SIZE_DIGITS))
         outcome = {
             "device": scenario.cluster.devices[rank].type,
             "peak_allocated_bytes": allocated,
             "peak_reserved_bytes": reserved,
             "fragmentation_ratio": 1 - allocated / reserved if reserved else None,
-            "outside_bytes": dict(needed.outside),
+            "outside_bytes": dict(footprint.outside),
             "peak_by_category_bytes": peak,
             "phases_s": phases[each.index],
             "bytes_sent": round(mean_ratio * float(sent[rank]) / machine.steps, SIZE_DIGITS),

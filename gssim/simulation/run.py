@@ -1,4 +1,6 @@
-"""Scenario in, Result out: lower, wire, run, read."""
+"""Runs the simulation of a scenario and returns its Result: lowers it, executes the program, and reports the steady
+step.
+"""
 
 import gc
 import platform
@@ -13,30 +15,30 @@ from statistics import fmean, median
 import numpy as np
 
 from gssim.cache import Shared
-from gssim.engine import Machine, Recorded, is_jittery
+from gssim.engine import Machine, RecordingTracker, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
-from gssim.program import Program, Sent, Steps, uncounted, what_lowering_reads
+from gssim.program import Program, Steps, StepTraffic, lowering_key, unmeasured_host_time
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
-from gssim.simulation.footprint import Occupancy, misfit, occupancies, tightest
+from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
 from gssim.simulation.report import (
     collectives_of,
     cost_usd,
     energy_j,
-    excess_bytes,
     links_of,
-    mean_of_typical,
+    mean_excess_bytes,
+    mean_over_typical,
     rank_classes,
 )
 from gssim.simulation.timeline import step_of
-from gssim.simulation.varying_run import Segment, Told, walk
+from gssim.simulation.varying_run import Segment, StepReport, simulate_steps
 from gssim.units import Floats
 
 STEADY_STEPS = 2
 """The first step starts with all ranks together; the second shows the steady state."""
 JITTERY_STEPS = 1 + 40
-"""Where devices vary by chance, the median over many steps counts; they are drawn from the run's seed."""
+"""Steps of runs whose devices vary by chance, of which the median counts; drawn from the run's seed."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class Simulated:
     """A result and the spans of its steady step, which begins at 0."""
 
     result: Result
-    typical: "_Steady"
+    typical: "_SteadyRun"
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What occupied the streams in the steady step, from its beginning."""
+        """Busy intervals of the streams in the steady step, from its beginning."""
         start_s, end_s = self.typical.start_s, self.typical.start_s + self.typical.time_s
         return tuple(
             Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
@@ -57,71 +59,71 @@ class Simulated:
         )
 
     @cached_property
-    def paces(self) -> "Paces":
-        """What the step tells where shares follow."""
+    def step_times(self) -> "StepTimes":
+        """Times of steps and of ranks, from which batch split and shard sizes are rebalanced."""
         typical, ranks = self.typical, self.typical.scenario.ranks
         compute_s, update_s = (_times_in(typical, phases, ranks) for phases in (COMPUTE_PHASES, UPDATE_PHASES))
-        return Paces(typical.times_s, compute_s, update_s)
+        return StepTimes(typical.times_s, compute_s, update_s)
 
 
 @dataclass(frozen=True)
-class Paces:
-    """How long steady steps took, and each rank's own work in them: what it tells the others where shares follow."""
+class StepTimes:
+    """Durations of steady steps, and each rank's own compute in them, as ranks report them to be rebalanced."""
 
     step_times_s: tuple[float, ...]
     compute_s: Floats
     """By step and rank."""
     update_s: Floats
-    """The same."""
+    """By step and rank."""
 
 
 @dataclass(frozen=True)
-class _Steady:
+class _SteadyRun:
     """A simulated run in its steady state."""
 
     scenario: Scenario
     machine: Machine
     ends_s: tuple[tuple[float, ...], ...]
-    """By class of ranks: when the steps that count ended."""
+    """End times of the counted steps, by class of ranks."""
     times_s: tuple[float, ...]
-    """Of every steady step."""
+    """Durations of the steady steps."""
 
     @cached_property
     def time_s(self) -> float:
-        """The median step."""
+        """Duration of the median step."""
         return median(self.times_s)
 
     @property
     def number(self) -> int:
-        """Which step is of median length, of those that the machine has run."""
+        """Index of the step of median length among those that the machine has run."""
         ordered = sorted(range(len(self.times_s)), key=lambda step: (self.times_s[step], step))
         return ordered[(len(ordered) - 1) // 2]
 
     @property
     def start_s(self) -> float:
-        """When a step of median length begins, on the last rank to begin it."""
+        """Time at which the last rank begins the step of median length."""
         return max(ends[self.number] for ends in self.ends_s)
 
 
 def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = None, spread: bool = True) -> Simulated:
-    """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are taken together.
+    """Return the prediction for a scenario; `unfolded`: no ranks, links or flows are merged by symmetry.
 
-    `shared`: what other scenarios that are simulated have in common with it. `spread`: whether `step_time_p10_s` is
-    wanted; where steps' messages differ, it takes a simulation of its own, and is else the median step's.
+    `shared`: cache shared with other scenarios. `spread`: whether `step_time_p10_s` is wanted; where the messages of
+    steps differ, it takes a simulation of its own, and is else the median step's.
 
     Where push or publish are thresholded, messages differ from step to step: the step with the median payload of the
-    run stands for all that are thresholded; density, payloads and what ranks send are means over exactly the run's
-    steps. Whether it fits goes by the dense steps at the start as well.
+    run stands for all thresholded ones; density, payloads and bytes sent are means over exactly the run's steps.
+    Whether it fits also depends on the dense steps at the start.
     """
     try:
         with no_collection():
             return _simulated(loaded, unfolded, shared or Shared(), spread=spread)
-    except UserError as error:  # what shows only when the network is built
+    except UserError as error:  # raised only when the network is built
         raise UserError(f"{loaded.file}: {str(error).removeprefix(f'{loaded.file}: ')}") from None
 
 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
-    """Return the steady step as a trace shows it: it is simulated once more, with an eye on memory."""
+    """Return the steady step for a trace: simulated once more, with memory recorded over time."""
     program, scenario = simulated.typical.machine.program, simulated.typical.scenario
     with no_collection():
         steady = _run(scenario, program, unfolded, Shared(), recorded=True)
@@ -130,7 +132,7 @@ def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage: what a simulation makes lives as long as it does."""
+    """Suspend garbage collection: the objects of a simulation live as long as it does."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +145,7 @@ def no_collection() -> Iterator[None]:
 def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) -> Simulated:
     scenario = loaded.scenario
     if scenario.run.slowdowns or scenario.plan.shares.replan:
-        return _walked(loaded, unfolded, shared)
+        return _varying(loaded, unfolded, shared)
     return _steady(loaded, unfolded, shared, spread=spread)
 
 
@@ -155,81 +157,77 @@ def _steady(
     *,
     spread: bool = True,
 ) -> Simulated:
-    """Return the prediction where all steps are alike; `slowed`: ranks that are slower than their devices."""
+    """Return the prediction where all steps are equal; `slowed`: compute time ratio of slow ranks."""
     scenario = loaded.scenario
     steps = _steps(loaded, unfolded, shared, slowed or {})
     numbers = _distinct_steps(loaded)
     if len(numbers) == 1:
-        steps.program(numbers[0])  # tells what it sends, too
-    sent = [steps.sent(number) for number in numbers]
-    warm = _first_steady(scenario)
-    ordered = sorted(range(warm, len(numbers)), key=lambda place: sent[place].whole_bytes)
+        steps.program(numbers[0])  # which also has its traffic
+    traffic = [steps.traffic(number) for number in numbers]
+    # the run's steps that are pushed densely before the threshold holds
+    first_thresholded = max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
+    ordered = sorted(range(first_thresholded, len(numbers)), key=lambda place: traffic[place].whole_bytes)
     places = [ordered[(len(ordered) - 1) // part] for part in (2, 10)]
     middle, light = (numbers[place] for place in places)
     typical = _run(scenario, steps.program(middle), unfolded, shared)
-    apart = spread and light != middle
-    lightest = _run(scenario, steps.program(light), unfolded, shared) if apart else typical
-    first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if warm else typical
-    excess = excess_bytes(typical.machine.program, sent, sent[places[0]])
-    return Simulated(_result(loaded, typical, lightest, sent, first, shared, excess), typical)
+    simulates_lightest = spread and light != middle
+    lightest = _run(scenario, steps.program(light), unfolded, shared) if simulates_lightest else typical
+    first = _run(scenario, steps.program(numbers[0]), unfolded, shared) if first_thresholded else typical
+    excess = mean_excess_bytes(typical.machine.program, traffic, traffic[places[0]])
+    return Simulated(_result(loaded, typical, lightest, traffic, first, shared, excess), typical)
 
 
-MOST_STEPS = 4
-"""Runs of other scenarios that are kept, with all that is known of their programs: those of many ranks are large."""
+MAX_CACHED_RUNS = 4
+"""Number of cached runs of other scenarios with their programs: those of many ranks are large."""
 
 
 def _steps(loaded: Loaded, unfolded: bool, shared: Shared, slowed: Mapping[int, float]) -> Steps:
-    """Return the programs of a run, the same for all scenarios that differ in nothing that lowering reads."""
+    """Return the programs of a run, shared by all scenarios with the same lowering key."""
     scenario, statistics = loaded.scenario, loaded.gradients if loaded.statistics_needed else None
-    key = (*what_lowering_reads(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())))
+    key = (*lowering_key(scenario, statistics, shared), unfolded, tuple(sorted(slowed.items())))
 
-    def made() -> Steps:
+    def new_steps() -> Steps:
         return Steps(scenario, statistics, unfolded=unfolded, slowed=slowed, shared=shared)
 
-    return shared.once("steps", key, made, most=MOST_STEPS)
+    return shared.once("steps", key, new_steps, most=MAX_CACHED_RUNS)
 
 
 def program_of(loaded: Loaded, shared: Shared) -> Program:
-    """Return the program of a steady step, where all steps are alike; a simulation with the same `shared` has it."""
+    """Return the program of a steady step, where all steps are equal; cached in `shared` for its simulation."""
     return _steps(loaded, False, shared, {}).program(_distinct_steps(loaded)[-1])
 
 
 def _distinct_steps(loaded: Loaded) -> Sequence[int]:
-    """Return the run's steps whose programs differ: the last, or all where messages depend on the data."""
+    """Return the run's steps with distinct programs: the last, or all where messages depend on the data."""
     run = loaded.scenario.run
     steps = range(run.warmup_steps, run.warmup_steps + run.steps)
     return steps if loaded.statistics_needed else steps[-1:]
 
 
-def _first_steady(scenario: Scenario) -> int:
-    """Return how many of the run's steps are pushed densely before the threshold holds."""
-    return max(0, scenario.push.warmup_steps - scenario.run.warmup_steps) if scenario.push.selects else 0
-
-
-def _walked(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
-    """Return the prediction where steps differ: what is by rank is that of the end, phases are of a median step."""
+def _varying(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
+    """Return the prediction where steps differ: values by rank are those at the end, phases those of a median step."""
     scenario = loaded.scenario
-    found: dict[Segment, Simulated] = {}
+    by_segment: dict[Segment, Simulated] = {}
 
     def steady(segment: Segment) -> Simulated:
-        if segment not in found:
-            divided = replace(loaded, scenario=scenario.with_shares(segment.samples, segment.shard_shares))
-            found[segment] = _steady(divided, unfolded, shared, dict(segment.slowed))
-        return found[segment]
+        if segment not in by_segment:
+            with_shares = replace(loaded, scenario=scenario.with_shares(segment.samples, segment.shard_shares))
+            by_segment[segment] = _steady(with_shares, unfolded, shared, dict(segment.slowed))
+        return by_segment[segment]
 
-    def measure(segment: Segment, step: int) -> Told:
-        paces = steady(segment).paces
-        turn = step % len(paces.step_times_s)
-        compute_s, update_s = paces.compute_s[turn].tolist(), paces.update_s[turn].tolist()
-        return Told(paces.step_times_s[turn], tuple(compute_s), tuple(update_s))
+    def measure(segment: Segment, step: int) -> StepReport:
+        step_times = steady(segment).step_times
+        number = step % len(step_times.step_times_s)
+        compute_s, update_s = step_times.compute_s[number].tolist(), step_times.update_s[number].tolist()
+        return StepReport(step_times.step_times_s[number], tuple(compute_s), tuple(update_s))
 
-    run = walk(scenario, measure)
+    run = simulate_steps(scenario, measure)
     times_s = tuple(step.time_s for step in run.steps)
     typical, last = steady(run.typical.segment), steady(run.last)
     step_time_s = median(times_s)
     scale = step_time_s / typical.result.step_time_s
-    misfits = [each.result.does_not_fit for each in found.values() if each.result.does_not_fit]
-    margins = [each.result.margin for each in found.values() if each.result.margin]
+    misfits = [simulated.result.does_not_fit for simulated in by_segment.values() if simulated.result.does_not_fit]
+    margins = [simulated.result.margin for simulated in by_segment.values() if simulated.result.margin]
     return Simulated(
         replace(
             last.result,
@@ -251,40 +249,40 @@ def _walked(loaded: Loaded, unfolded: bool, shared: Shared) -> Simulated:
     )
 
 
-def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *, recorded: bool = False) -> _Steady:
+def _run(scenario: Scenario, program: Program, unfolded: bool, shared: Shared, *, recorded: bool = False) -> _SteadyRun:
     seed = scenario.run.seed
     cluster = with_profile_slowdowns(scenario.cluster, scenario.workload)
     machine = Machine(cluster, program, conditions=scenario.network, seed=seed, unfolded=unfolded, shared=shared)
     if recorded:
-        machine.memory = [Recorded(memory.held, lambda: float(machine.env.now)) for memory in machine.memory]
+        machine.memory = [RecordingTracker(memory.current, lambda: float(machine.env.now)) for memory in machine.memory]
     steps = JITTERY_STEPS if any(is_jittery(device) for device in machine.devices) else STEADY_STEPS
-    # what is published meets the next step's work, which the last step of all does not have
+    # published parameters overlap with the next step, which the very last step does not have
     machine.run(steps + scenario.policies.publish_overlaps)
     ends_s = tuple(tuple(ends[:steps]) for ends in machine.ends_s)
     latest = [max(ends) for ends in zip(*ends_s, strict=True)]
-    return _Steady(scenario, machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
+    return _SteadyRun(scenario, machine, ends_s, tuple(end - start for start, end in pairwise(latest)))
 
 
 def _result(
     loaded: Loaded,
-    typical: _Steady,
-    lightest: _Steady,
-    sent: Sequence[Sent],
-    first: _Steady,
+    typical: _SteadyRun,
+    lightest: _SteadyRun,
+    traffic: Sequence[StepTraffic],
+    first: _SteadyRun,
     shared: Shared,
     excess: float,
 ) -> Result:
     scenario, machine = loaded.scenario, typical.machine
     phases = _phases(typical)
-    counts = [len(each.members) for each in machine.classes]
+    counts = [len(step.members) for step in machine.classes]
     phases_s = {name: fmean([phase[name] for phase in phases], counts) for name in phases[0]}
-    whole = sum(phases_s.values())  # ranks have their median steps at different times
-    phases_s = {name: value * typical.time_s / whole for name, value in phases_s.items()} if whole else phases_s
-    occupied = _occupied(scenario, typical)
-    at_first = occupied if first is typical else _occupied(scenario, first)
-    fit = misfit(occupied) or misfit(at_first)
-    mean_ratio = mean_of_typical(machine, excess)
-    ranks = rank_classes(scenario, machine, phases, occupied, mean_ratio=mean_ratio)
+    total_s = sum(phases_s.values())  # ranks have their median steps at different times
+    phases_s = {name: value * typical.time_s / total_s for name, value in phases_s.items()} if total_s else phases_s
+    footprints = _footprints(scenario, typical)
+    first_footprints = footprints if first is typical else _footprints(scenario, first)
+    fit = worst_misfit(footprints) or worst_misfit(first_footprints)
+    mean_ratio = mean_over_typical(machine, excess)
+    ranks = rank_classes(scenario, machine, phases, footprints, mean_ratio=mean_ratio)
     return Result(
         source="simulated",
         scenario_id=scenario.identity(shared),
@@ -295,13 +293,13 @@ def _result(
         phases_s=phases_s,
         fits=fit is None,
         does_not_fit=fit,
-        margin=tightest([*occupied, *at_first]),
+        margin=tightest_margin([*footprints, *first_footprints]),
         throughput_samples_per_s=scenario.workload.global_batch_size / typical.time_s,
         density=Density(
-            push=_mean([each.push_density for each in sent]),
-            publish=_mean([each.publish_density for each in sent]),
+            push=_mean([step.push_density for step in traffic]),
+            publish=_mean([step.publish_density for step in traffic]),
         ),
-        collectives=collectives_of(machine.program, sent),
+        collectives=collectives_of(machine.program, traffic),
         links=links_of(machine, typical.time_s, mean_ratio=mean_ratio),
         ranks=ranks,
         idle_devices=scenario.idle_devices,
@@ -313,20 +311,20 @@ def _result(
             **{name: installed_version(name) for name in NUMERICS},
             "python": platform.python_version(),
             "seed": scenario.run.seed,
-            **({"uncounted": list(left_out)} if (left_out := uncounted(scenario)) else {}),
+            **({"uncounted": list(left_out)} if (left_out := unmeasured_host_time(scenario)) else {}),
         },
     )
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Return the mean of those that there are."""
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+    """Return the mean of the known values."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
-def _phases(step: _Steady) -> list[dict[str, float]]:
+def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     """Return the phases of each class's typical step."""
-    ends_s, lockstep = step.ends_s, step.machine.lockstep
+    ends_s, lockstep = step.ends_s, step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s)
     spans: dict[int, list[Span]] = defaultdict(list)
@@ -335,26 +333,26 @@ def _phases(step: _Steady) -> list[dict[str, float]]:
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
-def _times_in(step: _Steady, phases: Collection[str], ranks: int) -> Floats:
-    """Return how long each rank was in some phases, by steady step."""
+def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
+    """Return the time of each rank in some phases, by steady step."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in step.machine.spans:
         if span.phase in phases and span.stream == "compute":
             spans[span.rank].append(span)
-    found = np.zeros((len(step.times_s), ranks))
-    for each in step.machine.classes:
-        ends_s = np.array(step.ends_s[each.index])
-        own = spans[each.representative]
-        which = np.searchsorted(ends_s, [span.end_s for span in own], side="left") - 1
-        lengths_s = np.array([span.end_s - span.start_s for span in own])
-        for number in range(len(found)):
-            found[number, each.members] = lengths_s[which == number].sum()
-    return found
+    times_s = np.zeros((len(step.times_s), ranks))
+    for rank_class in step.machine.classes:
+        ends_s = np.array(step.ends_s[rank_class.index])
+        own_spans = spans[rank_class.representative]
+        which = np.searchsorted(ends_s, [span.end_s for span in own_spans], side="left") - 1
+        lengths_s = np.array([span.end_s - span.start_s for span in own_spans])
+        for number in range(len(times_s)):
+            times_s[number, rank_class.members] = lengths_s[which == number].sum()
+    return times_s
 
 
-def _occupied(scenario: Scenario, step: _Steady) -> list[Occupancy]:
-    """Return what each class of ranks needs of its device's memory."""
+def _footprints(scenario: Scenario, step: _SteadyRun) -> list[MemoryFootprint]:
+    """Return the memory footprint of each class of ranks."""
     machine = step.machine
     ranks = [each.representative for each in machine.classes]
     peaks = [(rank, memory.peak) for rank, memory in zip(ranks, machine.memory, strict=True)]
-    return occupancies(scenario, machine.program, peaks)
+    return footprints_of(scenario, machine.program, peaks)

@@ -1,16 +1,16 @@
-"""What a machine has done, as the step that a trace shows."""
+"""The timeline of a step that a machine has executed: spans, arrows between collectives, and memory, for a trace."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from gssim.engine import Machine, Meeting, Recorded
+from gssim.engine import CollectiveInstance, Machine, RecordingTracker
 from gssim.result import Arrow, Held, Span, Step, arrows_among
 
 
 def step_of(machine: Machine, number: int) -> Step:
-    """Return step `number` of a machine that has run; of ranks that are alike, one stands for all.
+    """Return step `number` of a machine that has run; one rank stands for all of its class.
 
-    Memory is in it where the machine records it (`Recorded`).
+    Memory is included where the machine records it (`RecordingTracker`).
     """
     bounds_s = {each.representative: machine.ends_s[each.index][number : number + 2] for each in machine.classes}
     start_s = max(began_s for began_s, _ in bounds_s.values())
@@ -20,42 +20,50 @@ def step_of(machine: Machine, number: int) -> Step:
         for span in machine.spans
         if span.end_s > bounds_s[span.rank][0] and span.start_s < last_s
     ]
+    logs = {
+        each.representative: memory.log
+        for each, memory in zip(machine.classes, machine.memory, strict=True)
+        if isinstance(memory, RecordingTracker)
+    }
+    names = {}
+    for each in machine.classes:
+        device, count = machine.cluster.devices[each.representative].type, len(each.members)
+        names[each.representative] = f"{device}, one of {count} alike" if count > 1 else device
     return Step(
         spans=spans,
         bounds_s={rank: (began_s - start_s, ended_s - start_s) for rank, (began_s, ended_s) in bounds_s.items()},
         arrows=_arrows(machine, spans),
-        held=[held for rank, log in _logs(machine) for held in _held(rank, log, bounds_s[rank][0], last_s, start_s)],
-        names={each.representative: _name(machine, each.representative, len(each.members)) for each in machine.classes},
+        held=[
+            level
+            for rank, log in logs.items()
+            for level in _memory_levels(rank, log, bounds_s[rank][0], last_s, start_s)
+        ],
+        names=names,
     )
 
 
-def _name(machine: Machine, rank: int, count: int) -> str:
-    device = machine.cluster.devices[rank].type
-    return f"{device}, one of {count} alike" if count > 1 else device
-
-
 def _arrows(machine: Machine, spans: Sequence[Span]) -> list[Arrow]:
-    """Return arrows of all that took part in the same communication: they end at the same time, to the last bit."""
-    met: dict[tuple[str, int, float], list[int]] = defaultdict(list)
-    meetings = _meetings(machine)
+    """Return arrows between the spans of one communication: they end at the same time, to the last bit."""
+    by_end: dict[tuple[str, int, float], list[int]] = defaultdict(list)
+    instances = _instances_of_spans(machine)
     for number, span in enumerate(spans):
-        place = meetings.get((span.rank, span.stream, span.label))
+        place = instances.get((span.rank, span.stream, span.label))
         if place is not None:
-            met[*place, span.end_s].append(number)
-    found = []
-    for (label, which, _), members in met.items():
-        meeting = machine.meetings[label][which]
-        found += _of_message(machine, meeting, spans, members) or arrows_among(spans, members, label)
-    return found
+            by_end[*place, span.end_s].append(number)
+    arrows = []
+    for (label, which, _), members in by_end.items():
+        instance = machine.instances[label][which]
+        arrows += _message_arrows(machine, instance, spans, members) or arrows_among(spans, members, label)
+    return arrows
 
 
-def _meetings(machine: Machine) -> dict[tuple[int, str, str], tuple[str, int]]:
-    """Return in which communication, and which of its meetings, a rank takes part in a span of a stream and label."""
+def _instances_of_spans(machine: Machine) -> dict[tuple[int, str, str], tuple[str, int]]:
+    """Return the label and instance number of the communication of each (rank, stream, span label)."""
     places = {
         (each.index, label): (label, number)
-        for label, found in machine.meetings.items()
-        for number, meeting in enumerate(found)
-        for each in meeting.classes
+        for label, of_label in machine.instances.items()
+        for number, instance in enumerate(of_label)
+        for each in instance.classes
     }
     return {
         (each.representative, task.stream, task.label): places[each.index, task.communication]
@@ -65,9 +73,11 @@ def _meetings(machine: Machine) -> dict[tuple[int, str, str], tuple[str, int]]:
     }
 
 
-def _of_message(machine: Machine, meeting: Meeting, spans: Sequence[Span], members: Sequence[int]) -> list[Arrow]:
-    """Return arrows from those that send to those that receive, where that is said."""
-    receiving = {machine.classes[index].representative for index in meeting.receivers}
+def _message_arrows(
+    machine: Machine, instance: CollectiveInstance, spans: Sequence[Span], members: Sequence[int]
+) -> list[Arrow]:
+    """Return arrows from senders to receivers, where these are known."""
+    receiving = {machine.classes[index].representative for index in instance.receivers}
     senders = [number for number in members if spans[number].rank not in receiving]
     if not receiving or not senders:
         return []
@@ -75,16 +85,10 @@ def _of_message(machine: Machine, meeting: Meeting, spans: Sequence[Span], membe
     return [Arrow(label, senders[0], number) for number in members if spans[number].rank in receiving]
 
 
-def _logs(machine: Machine) -> Iterable[tuple[int, list[tuple[float, dict[str, float]]]]]:
-    for each, memory in zip(machine.classes, machine.memory, strict=True):
-        if isinstance(memory, Recorded):
-            yield each.representative, memory.log
-
-
-def _held(
+def _memory_levels(
     rank: int, log: Sequence[tuple[float, dict[str, float]]], began_s: float, last_s: float, zero_s: float
 ) -> list[Held]:
-    """Return what a rank holds from when it begins the step; of several levels at a time the highest, then the last."""
+    """Return the memory of a rank from the beginning of its step; of levels at one time the highest, then the last."""
     levels = [(time_s, sum(level.values()), level) for time_s, level in log if time_s < last_s]
     before = max((place for place, (time_s, _, _) in enumerate(levels) if time_s <= began_s), default=0)
     found: list[tuple[float, float, dict[str, float]]] = []

@@ -1,8 +1,8 @@
-"""A run of which not all steps are alike: ranks that are slow for a while, and shares that follow the ranks' pace.
+"""Simulates a run whose steps differ: temporarily slow ranks, and rebalancing of batch split and shard sizes.
 
-Each step is as a steady one under what holds in it; where that changes, steps of the new kind follow those of the old.
-Ranks come together at the end of every step of such a plan, which is why nothing of the one is left in the other. What
-it takes to move shards is left out: it is once, and small beside what it gains, or it would not be done.
+Each step equals a steady one under the conditions that hold in it; where these change, steps of the new kind follow
+those of the old. Ranks synchronise at the end of every step of such a plan, so that no step affects the next. The time
+to move shards is left out: it occurs once, and is small beside what it gains, or it would not be done.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from gssim.scenario import Scenario, after_step, begin
 
 @dataclass(frozen=True)
 class Segment:
-    """What holds in a step: how batch and shards are divided, and which ranks are slow, by how much."""
+    """Conditions of a step: batch split, shard sizes, and slow ranks with their time ratio."""
 
     samples: tuple[int, ...]
     shard_shares: tuple[float, ...]
@@ -23,57 +23,57 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Passed:
-    """A step that counts."""
+class CountedStep:
+    """A step after the warm-up."""
 
     segment: Segment
     time_s: float
 
 
 @dataclass(frozen=True)
-class Walk:
+class VaryingRun:
     """All steps of a run."""
 
-    steps: tuple[Passed, ...]
-    """Those that count."""
+    steps: tuple[CountedStep, ...]
+    """Steps after the warm-up."""
     divisions: tuple[Division, ...]
-    """New ones, from the first of the warm-up on."""
+    """New batch splits and shard sizes, from the first step of the warm-up on."""
 
     @property
-    def typical(self) -> Passed:
+    def typical(self) -> CountedStep:
         """A step of median length."""
         ordered = sorted(range(len(self.steps)), key=lambda step: (self.steps[step].time_s, step))
         return self.steps[ordered[(len(ordered) - 1) // 2]]
 
     @property
     def last(self) -> Segment:
-        """What holds in the end, after whoever was slow then."""
+        """Conditions at the end, without the slow ranks."""
         if self.divisions:
             return Segment(self.divisions[-1].samples, self.divisions[-1].shard_shares, ())
         return Segment(self.steps[0].segment.samples, self.steps[0].segment.shard_shares, ())
 
 
-class Told(NamedTuple):
-    """A step: its time, and what every rank tells the others of its own part in it."""
+class StepReport(NamedTuple):
+    """A step's time, and every rank's own compute in it as reported to the others."""
 
     time_s: float
     compute_s: tuple[float, ...]
     update_s: tuple[float, ...]
 
 
-def walk(scenario: Scenario, measure: Callable[[Segment, int], Told]) -> Walk:
-    """Return a run step by step, warm-up first, with the plan's controller of shares where it has one.
+def simulate_steps(scenario: Scenario, measure: Callable[[Segment, int], StepReport]) -> VaryingRun:
+    """Return a run step by step, warm-up first, rebalanced where the plan says so.
 
-    `measure`: what a step under a segment comes to; the number is the step's.
+    `measure`: returns the report of a step, given its conditions and its number.
     """
     run = scenario.run
     following = begin(scenario)
     steps = []
     for step in range(-run.warmup_steps, run.steps):
         segment = Segment(following.samples, following.shard_shares, tuple(sorted(run.slowed(step).items())))
-        told = measure(segment, step + run.warmup_steps)
+        report = measure(segment, step + run.warmup_steps)
         if step >= 0:
-            steps.append(Passed(segment, told.time_s))
+            steps.append(CountedStep(segment, report.time_s))
         if scenario.plan.shares.replan:
-            following = after_step(following, step=step, compute_s=told.compute_s, update_s=told.update_s)
-    return Walk(tuple(steps), following.divisions)
+            following = after_step(following, step=step, compute_s=report.compute_s, update_s=report.update_s)
+    return VaryingRun(tuple(steps), following.divisions)

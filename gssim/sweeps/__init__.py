@@ -1,4 +1,4 @@
-"""Sweep predictions: many points, several at a time, and their table."""
+"""Predicts the points of a sweep, in parallel and resumably, as Results or as a table."""
 
 from gssim.sweeps.inputs import Fingerprints, Unpacked, packed
 from gssim.sweeps.predictions import (
@@ -25,15 +25,15 @@ from gssim.sweeps.table import (
     without_outcome,
     write_table,
 )
-from gssim.sweeps.tabulation import Parts, parts_folder, tabulate
+from gssim.sweeps.tabulation import RowStore, parts_folder, tabulate
 
 __all__ = [
     "POINT_COLUMNS",
     "RESULT_COLUMNS",
     "TABLES",
     "Fingerprints",
-    "Parts",
     "Question",
+    "RowStore",
     "Unpacked",
     "answers",
     "by_likeness",

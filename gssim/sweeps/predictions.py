@@ -1,7 +1,4 @@
-"""The predictions of a sweep's points as Results: several at a time, each kept as it ends.
-
-Handing out points: in chunks, those that have much in common together, until all have ended or the user stops it.
-"""
+"""Predicts the points of a sweep in parallel: hands out chunks of similar points, and writes each Result as it ends."""
 
 import gc
 import signal
@@ -26,67 +23,72 @@ from gssim.simulation import simulate
 from gssim.sweeps.inputs import Packed, unpacked
 
 CHUNK_S = 1.0
-"""How long a chunk shall take: long enough for its way to pay, short enough for an interrupt to be heard."""
-LONGEST_S = 2 * CHUNK_S
-"""How long a chunk may take; what is left of it by then is handed out again."""
-MOST_TOGETHER = 128
-"""Points of a chunk."""
+"""Target duration of a chunk: long enough to pay for its transfer, short enough to respond to an interrupt."""
+MAX_CHUNK_S = 2 * CHUNK_S
+"""Largest duration of a chunk; its remaining points are then handed out again."""
+MAX_CHUNK_POINTS = 128
+"""Largest number of points in a chunk."""
 
 
 Made = TypeVar("Made")
 Work = Callable[[Point, Shared], Made]
-"""What is made of a point; UserError and RunFailedError are answers too."""
+"""Function of a point; UserError and RunFailedError are answers too."""
 Fault = UserError | RunFailedError
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[Made]):
-    """Points that are handed out together."""
+    """Points that are submitted together."""
 
     points: tuple[Point, ...]
     work: Work[Made]
     files: Packed | None = None
-    """What they read, for who does not see it."""
+    """Files that they read, for a worker on another machine."""
     code: str = ""
-    """Digest of the simulator that shall answer; empty: whichever is there."""
+    """Digest of the simulator's code that the worker must have; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[Made]):
-    """What was made of a chunk."""
+    """Answers for the points of a chunk."""
 
     made: tuple[Made | Fault, ...]
-    """Of its first points: at least of one, of fewer than all where these took too long."""
+    """For its first points: at least one, and fewer than all where these took too long."""
     took_s: float
 
 
 def by_likeness(points: Sequence[Point]) -> list[int]:
-    """Return the places of points, those with more in common nearer to one another: clusters first, then models.
+    """Return the places of points sorted by similarity: by cluster first, then by model.
 
-    What rates links have comes last: programs, and who meets whom, do not hang on it.
+    Link rates come last: programs and collective instances do not depend on them.
     """
-    return sorted(range(len(points)), key=lambda place: (str(points[place].file), _ranked(points[place]), place))
+    return sorted(
+        range(len(points)), key=lambda place: (str(points[place].file), _weighted_overrides(points[place]), place)
+    )
 
 
-def _ranked(point: Point) -> list[tuple[int, str]]:
-    """Return what is overridden, what weighs more before what weighs less."""
+def _weighted_overrides(point: Point) -> list[tuple[int, str]]:
+    """Return the overrides of a point, the ones that change most first."""
     return sorted((_rank(override), override) for override in point.overrides if not override.startswith("name="))
 
 
-def _but_rates(point: Point) -> tuple[Any, ...]:
-    """Return what a point is beside links' rates: programs of equal ones are the same."""
-    return (point.file, [override for rank, override in _ranked(point) if rank <= len(WEIGHTY)])
+def _without_rates(point: Point) -> tuple[Any, ...]:
+    """Return a key of a point without link rates: points with equal keys have equal programs."""
+    return (
+        point.file,
+        [override for rank, override in _weighted_overrides(point) if rank <= len(SIGNIFICANT_KEYS)],
+    )
 
 
-WEIGHTY = ("cluster", "workload.", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
+SIGNIFICANT_KEYS = ("cluster", "workload.", "plan.method", "plan.dp_", "plan.tp", "plan.pp")
 
 
 @lru_cache(maxsize=4096)
 def _rank(override: str) -> int:
     key = override.partition("=")[0]
     if is_rate(key):
-        return len(WEIGHTY) + 1
-    return next((i for i, begin in enumerate(WEIGHTY) if key.startswith(begin)), len(WEIGHTY))
+        return len(SIGNIFICANT_KEYS) + 1
+    return next((i for i, begin in enumerate(SIGNIFICANT_KEYS) if key.startswith(begin)), len(SIGNIFICANT_KEYS))
 
 
 def answers(
@@ -97,90 +99,86 @@ def answers(
     *,
     files: Packed | None = None,
 ) -> Iterator[tuple[int, Made | Fault]]:
-    """Yield (place, what `work` makes of the point), as they end, for the points at `places`.
+    """Yield (place, answer of `work`) as they end, for the points at `places`.
 
-    The user's interrupt: nothing more is handed out, what is under way is waited for and yielded, then
-    KeyboardInterrupt is raised; a second one does not wait.
+    On an interrupt, nothing more is submitted, running chunks are awaited and yielded, then KeyboardInterrupt is
+    raised; a second interrupt does not wait.
     """
     code = code_digest() if files is not None else ""
-    waiting, pace_s = deque(places), 0.0
+    waiting, point_s = deque(places), 0.0
     under_way: dict[Any, list[int]] = {}
     with _interrupts() as interrupted:
         while under_way or (waiting and not interrupted):
             while waiting and not interrupted and len(under_way) < workers.at_a_time:
-                taken = _taken(points, waiting, _size(workers, pace_s, len(waiting)), workers)
+                size = 1  # as many points as take CHUNK_S; fewer, where few are left
+                if workers.in_chunks and point_s:
+                    size = max(1, min(MAX_CHUNK_POINTS, int(CHUNK_S / point_s), -(-len(waiting) // workers.at_a_time)))
+                taken = _take_places(points, waiting, size, workers)
                 chunk = Chunk(tuple(points[place] for place in taken), work, files, code)
                 under_way[workers.submit(answer, chunk)] = taken
             for ended in list(workers.ended(list(under_way))):
                 taken = under_way.pop(ended)
-                found: Answers[Made] = workers.answer(ended)
-                pace_s = found.took_s / len(found.made)
-                waiting.extendleft(reversed(taken[len(found.made) :]))
-                yield from zip(taken, found.made, strict=False)
+                answered: Answers[Made] = workers.answer(ended)
+                point_s = answered.took_s / len(answered.made)
+                waiting.extendleft(reversed(taken[len(answered.made) :]))
+                yield from zip(taken, answered.made, strict=False)
         if interrupted:
             raise KeyboardInterrupt
 
 
-def _size(workers: Workers, pace_s: float, waiting: int) -> int:
-    """Return how many points are handed out together: by how long those before took; fewer, where few are left."""
-    if not workers.in_chunks or not pace_s:
-        return 1
-    return max(1, min(MOST_TOGETHER, int(CHUNK_S / pace_s), -(-waiting // workers.at_a_time)))
+def _take_places(points: Sequence[Point], waiting: deque[int], size: int, workers: Workers) -> list[int]:
+    """Take about `size` places; points that differ only in link rates go to the same worker.
 
-
-def _taken(points: Sequence[Point], waiting: deque[int], size: int, workers: Workers) -> list[int]:
-    """Take about as many places as `size` says: all that differ in links' rates alone together, for one worker.
-
-    What they have in common would else be worked out by two.
+    Two workers would else compute their common parts twice.
     """
     if not workers.in_chunks:
         return [waiting.popleft()]
     taken: list[int] = []
     while waiting and len(taken) < size:
-        alike, like = 1, _but_rates(points[waiting[0]])
-        while alike < min(MOST_TOGETHER, len(waiting)) and _but_rates(points[waiting[alike]]) == like:
+        alike, like = 1, _without_rates(points[waiting[0]])
+        while alike < min(MAX_CHUNK_POINTS, len(waiting)) and _without_rates(points[waiting[alike]]) == like:
             alike += 1
-        if taken and len(taken) + alike > MOST_TOGETHER:
+        if taken and len(taken) + alike > MAX_CHUNK_POINTS:
             break
         taken += [waiting.popleft() for _ in range(alike)]
     return taken
 
 
-class _OfThread(threading.local):
-    """What a thread's points have in common; it lives as long as the thread, and is seen by no other."""
+class _ThreadCache(threading.local):
+    """Cache shared by the points of a thread, for the lifetime of the thread."""
 
     def __init__(self) -> None:
         self.shared = Shared()
 
 
-_OF_THREAD = _OfThread()
+_THREAD_CACHE = _ThreadCache()
 
 
 def answer(chunk: Chunk[Made]) -> Answers[Made]:
-    """Return what is made of a chunk's first points, in this process, until it has taken long enough."""
+    """Return the answers for the first points of a chunk, in this process, until it has taken long enough."""
     if chunk.code and chunk.code != code_digest():
         raise RunFailedError(
             "dask: a worker has another version of gssim (or numpy, scipy, simpy) than this machine: install the same"
         )
-    began_s, shared = time.perf_counter(), _OF_THREAD.shared
+    began_s, shared = time.perf_counter(), _THREAD_CACHE.shared
     made: list[Made | Fault] = []
     with _rare_collection() as collect:
         for number, point in enumerate(chunk.points):
-            made.append(_made(point, chunk.work, chunk.files, shared))
-            if number % TOGETHER_COLLECTED == TOGETHER_COLLECTED - 1:
+            made.append(_answer_one(point, chunk.work, chunk.files, shared))
+            if number % POINTS_PER_COLLECTION == POINTS_PER_COLLECTION - 1:
                 collect()
-            if time.perf_counter() - began_s > LONGEST_S:
+            if time.perf_counter() - began_s > MAX_CHUNK_S:
                 break
     return Answers(tuple(made), time.perf_counter() - began_s)
 
 
-TOGETHER_COLLECTED = 16
-"""Points whose garbage is looked for together."""
+POINTS_PER_COLLECTION = 16
+"""Number of points between garbage collections."""
 
 
 @contextmanager
 def _rare_collection() -> Iterator[Callable[[], object]]:
-    """Keep Python from looking for garbage among all that points have in common; give what looks among the rest."""
+    """Suspend garbage collection of the points' common objects; yield a function that collects the young ones."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -190,17 +188,17 @@ def _rare_collection() -> Iterator[Callable[[], object]]:
             gc.enable()
 
 
-def _made(point: Point, work: Work[Made], files: Packed | None, shared: Shared) -> Made | Fault:
-    """Return what is made of a point, or why nothing is, in the words of the machine that asked."""
-    here = unpacked(files, shared) if files is not None else None
+def _answer_one(point: Point, work: Work[Made], files: Packed | None, shared: Shared) -> Made | Fault:
+    """Return the answer for a point, or its fault with the paths of the requesting machine."""
+    local_files = unpacked(files, shared) if files is not None else None
     try:
-        return work(here.here(point) if here is not None else point, shared)
+        return work(local_files.localised(point) if local_files is not None else point, shared)
     except (UserError, RunFailedError) as error:
-        return type(error)(here.told(str(error)) if here is not None else str(error))
+        return type(error)(local_files.original_text(str(error)) if local_files is not None else str(error))
 
 
 class _Interrupted:
-    """Whether the user has interrupted."""
+    """Flag of an interrupt by the user."""
 
     asked = False
 
@@ -210,7 +208,7 @@ class _Interrupted:
 
 @contextmanager
 def _interrupts() -> Iterator[_Interrupted]:
-    """Note the first interrupt instead of raising KeyboardInterrupt; the second one raises it."""
+    """Record the first interrupt instead of raising KeyboardInterrupt; the second one raises it."""
     interrupted = _Interrupted()
     usual = signal.getsignal(signal.SIGINT)
 
@@ -231,7 +229,7 @@ def _interrupts() -> Iterator[_Interrupted]:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What tells whether a prediction is of a point as it is now."""
+    """Identity of a point's scenario and calibration, by which an existing prediction is reused."""
 
     scenario_id: str
     calibration_id: str
@@ -244,20 +242,20 @@ def predict(
     out: Path | None,
     jobs: int,
     again: bool = False,
-    told: Callable[[int, int], None] = lambda done, points: None,
+    on_progress: Callable[[int, int], None] = lambda done, points: None,
 ) -> tuple[Result, ...]:
-    """Return a prediction of every point, in their order; with `out`, each is a file there as soon as it ends.
+    """Return a prediction of every point, in order; with `out`, each is written there as soon as it ends.
 
-    A file of the same question, calibration and code stays as it is, unless `again`. All points are checked before the
-    first is simulated: UserError names the sweep and the point, or the process that writes there. `told` hears (done,
-    of how many).
+    A file with the same scenario, calibration and code is reused, unless `again`. All points are checked before the
+    first is simulated: UserError names the sweep and the point, or the process that writes there. `on_progress` is
+    called with (done, total).
     """
     with locked(out / LOCK, place=str(out)) if out is not None else nullcontext():
-        return _predicted(points, sweep, out, jobs, again=again, told=told)
+        return _predicted(points, sweep, out, jobs, again=again, on_progress=on_progress)
 
 
 LOCK = ".gssim-sweep.lock"
-"""In a folder of predictions; whoever writes them holds it."""
+"""Lock file in a folder of predictions, held by the process that writes them."""
 
 
 def _predicted(
@@ -267,29 +265,37 @@ def _predicted(
     jobs: int,
     *,
     again: bool,
-    told: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> tuple[Result, ...]:
     """Return the predictions, after they are written; see `predict`."""
     order = by_likeness(points)
     with processes(min(jobs, len(points))) as workers:
         asked = dict(answers(points, order, question_of, workers))
-        questions = _asked([(points[place], asked[place]) for place in range(len(points))], sweep)
-        _warn_of_equal(points, questions)
-        found: dict[int, Result] = {}
+        wrong = [(point, asked[place]) for place, point in enumerate(points) if isinstance(asked[place], Fault)]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
+            raise UserError(f"{sweep}: {wrong[0][0].name}: {wrong[0][1]}{more}")
+        questions = [question for _, question in sorted(asked.items()) if isinstance(question, Question)]
+        names: dict[Question, str] = {}
+        for point, question in zip(points, questions, strict=True):
+            other = names.setdefault(question, point.name)
+            if other != point.name:
+                print(f"gssim: sweep: {point.name} asks the same as {other}", file=sys.stderr)
+        results: dict[int, Result] = {}
         if out is not None and not again:
             for i, (point, question) in enumerate(zip(points, questions, strict=True)):
-                kept = kept_prediction(out, point, question)
-                if kept is not None:
-                    found[i] = kept
-        told(len(found), len(points))
-        for place, result in answers(points, [i for i in order if i not in found], predicted, workers):
+                existing = kept_prediction(out, point, question)
+                if existing is not None:
+                    results[i] = existing
+        on_progress(len(results), len(points))
+        for place, result in answers(points, [i for i in order if i not in results], predicted, workers):
             if isinstance(result, Fault):
                 raise type(result)(f"{sweep}: {points[place].name}: {result}")
-            found[place] = result
+            results[place] = result
             if out is not None:
                 write_text(out / prediction_name(points[place], result.scenario_id), result.to_json())
-            told(len(found), len(points))
-    return tuple(found[i] for i in range(len(points)))
+            on_progress(len(results), len(points))
+    return tuple(results[i] for i in range(len(points)))
 
 
 def prediction_name(point: Point, scenario_id: str) -> str:
@@ -298,44 +304,28 @@ def prediction_name(point: Point, scenario_id: str) -> str:
 
 
 def kept_prediction(out: Path, point: Point, question: Question) -> Result | None:
-    """Return the prediction that is in `out` already, if it is of this question and calibration, and by this code.
+    """Return the prediction in `out`, if it has this scenario and calibration, and this code.
 
-    One that says anything in another way than it was written is none.
+    A file whose text differs from what would be written is ignored.
     """
     file = out / prediction_name(point, question.scenario_id)
     remove_partial(file)
     try:
-        found = read_result(file)
+        result = read_result(file)
     except UserError:  # none, or a damaged one
         return None
-    same = found.calibration_id == question.calibration_id and found.provenance.get("code") == code_digest()[:SHOWN]
-    return found if same and file.read_text(encoding="utf-8") == found.to_json() else None
-
-
-def _warn_of_equal(points: Sequence[Point], questions: Sequence[Question]) -> None:
-    """Say which points are one question under two names: what was varied changes nothing."""
-    first: dict[Question, str] = {}
-    for point, question in zip(points, questions, strict=True):
-        other = first.setdefault(question, point.name)
-        if other != point.name:
-            print(f"gssim: sweep: {point.name} asks the same as {other}", file=sys.stderr)
+    is_current = (
+        result.calibration_id == question.calibration_id and result.provenance.get("code") == code_digest()[:SHOWN]
+    )
+    return result if is_current and file.read_text(encoding="utf-8") == result.to_json() else None
 
 
 def question_of(point: Point, shared: Shared) -> Question:
-    """Return which question a point asks; raise UserError where it asks none."""
+    """Return the identity of a point; raise UserError where it is no valid scenario."""
     loaded = point.load(shared=shared)
     return Question(loaded.scenario.scenario_id, loaded.calibration_id)
 
 
 def predicted(point: Point, shared: Shared, *, spread: bool = True) -> Result:
-    """Return a point's prediction; raise UserError or RunFailedError where it has none. `spread`: as of `simulate`."""
+    """Return a point's prediction; raise UserError or RunFailedError without one. `spread`: see `simulate`."""
     return simulate(point.load(shared=shared), shared=shared, spread=spread).result
-
-
-def _asked(found: Sequence[tuple[Point, Question | Fault]], sweep: Path) -> list[Question]:
-    """Return the questions; raise the first error, and say how many more there are."""
-    wrong = [(point, each) for point, each in found if isinstance(each, Fault)]
-    for point, fault in wrong[:1]:
-        more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
-        raise UserError(f"{sweep}: {point.name}: {fault}{more}")
-    return [each for _, each in found if isinstance(each, Question)]

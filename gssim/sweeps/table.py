@@ -1,7 +1,7 @@
-"""A sweep's table: one row a point, in the order of the points, units in the names of columns.
+"""The table of a sweep: one row per point in the order of the points, as Parquet and CSV with units in column names.
 
-A row is known by its point, the axes' values and what its Result says, or by why there is none. The same rows give the
-same files, byte for byte. Parquet and CSV have the same columns; Parquet also says what the table is (its metadata).
+A row has its point, the axes' values and the outcome of its Result, or the reason why there is none. Equal rows give
+byte-identical files. Parquet and CSV have the same columns; Parquet also describes the table in its metadata.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 SCHEMA: Literal["gssim.table/1"] = "gssim.table/1"
 
 TABLES = (".parquet", ".csv")
-"""How the names of a table's two files end."""
+"""Suffixes of a table's two files."""
 Status = Literal["fits", "does not fit", "invalid", "failed"]
-"""`invalid`: plan, workload and cluster do not go together; `failed`: the simulation did not come to an end, a bug."""
+"""`invalid`: plan, workload and cluster do not fit together; `failed`: the simulation did not end, a bug."""
 Row = dict[str, Any]
-"""By column; what is absent is None."""
+"""Values by column; missing values are None."""
 Kind = type[str] | type[int] | type[float] | type[bool]
 
 POINT_COLUMNS: dict[str, Kind] = {"point": str, "group": str, "variant": str}
-"""Before the axes' columns, each of which is named by the axis's whole key."""
+"""Columns before those of the axes, which are named by the axis's full key."""
 RESULT_COLUMNS: dict[str, Kind] = {
     "status": str,
     "reason": str,  # why it does not fit, is invalid or failed
@@ -48,19 +48,19 @@ RESULT_COLUMNS: dict[str, Kind] = {
     "publish_density_ratio": float,
     "bytes_sent_per_step": float,  # by all ranks
     "peak_allocated_bytes": float,  # of the rank that needs most
-    "peak_reserved_bytes": float,  # the same; absent where a device has not even what is allocated
+    "peak_reserved_bytes": float,  # the same; null where even the allocated bytes do not fit
     "tightest_rank": int,  # whose device has least to spare
     "tightest_device": str,
-    "margin_bytes": float,  # what it has to spare; negative where it does not fit
+    "margin_bytes": float,  # its free memory; negative where it does not fit
     **{f"tightest_{category}_bytes": float for category in CATEGORIES},  # at its peak
     "tightest_outside_bytes": float,  # beside the allocator: context, communicators
     "capacity_bytes": float,  # all of its device's memory
-    "slowest_link": str,  # the busiest: the bottleneck of what is communicated
+    "slowest_link": str,  # the busiest link: the bottleneck of communication
     "slowest_link_utilisation_ratio": float,
     "cost_usd_per_step": float,
     "energy_j_per_step": float,
 }
-"""What a point came to. Where it is invalid or failed, all after `reason` is absent."""
+"""Outcome of a point. If it is invalid or failed, all columns after `reason` are null."""
 
 
 def columns_of(axes: Mapping[str, Kind]) -> dict[str, Kind]:
@@ -73,7 +73,7 @@ def columns_of(axes: Mapping[str, Kind]) -> dict[str, Kind]:
 
 
 def outcome(result: Result) -> Row:
-    """Return what a prediction says, by the names of `RESULT_COLUMNS`."""
+    """Return the outcome of a prediction, by the names of `RESULT_COLUMNS`."""
     needed, missing = _memory(result), result.does_not_fit
     busiest = min(result.links, key=lambda link: (-link.utilisation_ratio, link.name), default=None)
     return {
@@ -102,20 +102,20 @@ def outcome(result: Result) -> Row:
 
 
 def _memory(result: Result) -> Row:
-    """Return what ranks need, and which of them has least to spare."""
+    """Return the memory peaks, and the rank with the least memory to spare."""
     reserved = [each.peak_reserved_bytes for each in result.ranks if each.peak_reserved_bytes is not None]
-    found: Row = {
+    memory: Row = {
         "peak_allocated_bytes": max(each.peak_allocated_bytes for each in result.ranks),
         "peak_reserved_bytes": max(reserved) if len(reserved) == len(result.ranks) else None,
     }
     least = result.margin
     if least is None:
-        return found
+        return memory
     tightest = class_of(result.ranks, least.rank)
     by_category = {
         f"tightest_{category}_bytes": tightest.peak_by_category_bytes.get(category, 0.0) for category in CATEGORIES
     }
-    return found | {
+    return memory | {
         "tightest_rank": least.rank,
         "tightest_device": tightest.device,
         "margin_bytes": least.margin_bytes,
@@ -126,23 +126,23 @@ def _memory(result: Result) -> Row:
 
 
 def class_of(ranks: Iterable[RankClass], rank: int) -> RankClass:
-    """Return the class that a rank is in."""
+    """Return the class of a rank."""
     return next(each for each in ranks if rank in each.ranks)
 
 
 def without_outcome(status: Status, reason: str) -> Row:
-    """Return what there is to say of a point that has no prediction."""
+    """Return the row of a point without a prediction."""
     return {"status": status, "reason": reason}
 
 
-TWIN = "csv_sha256"
-"""Key of the Parquet file's metadata: the digest of the CSV file that was written with it."""
+CSV_DIGEST = "csv_sha256"
+"""Metadata key of the Parquet file: digest of the CSV file written with it."""
 
 
 def check_table_place(file: Path) -> None:
-    """Raise UserError where no table can be written: said before the work whose outcome would have no place.
+    """Raise UserError where the table cannot be written, before the work starts.
 
-    A table is two files, of which the user names one: the other is not replaced where it is no table.
+    A table is two files, of which the user names one: the other is not replaced unless it is a table.
     """
     _polars()
     files = files_of(file)
@@ -155,7 +155,7 @@ def check_table_place(file: Path) -> None:
 
 
 def lock_of(file: Path) -> Path:
-    """Return the lock file of a table; whoever writes the table, or its rows, holds it.
+    """Return the lock file of a table, held by the process that writes the table or its rows.
 
     >>> str(lock_of(Path("out/table.csv")))
     'out/table.parquet.lock'
@@ -165,30 +165,30 @@ def lock_of(file: Path) -> Path:
 
 
 def points_in(file: Path) -> list[str]:
-    """Return the names of the points of the table that is there, by either of its files; none where none is there."""
+    """Return the names of the points of an existing table, by either of its files; empty without one."""
     polars = _polars()
     parquet, csv = files_of(file)
     for path, read in ((parquet, polars.read_parquet), (csv, polars.read_csv)):
-        with suppress(*_faults()):
+        with suppress(*_read_errors()):
             if _is_table(path):
                 return list(read(path, columns=["point"])["point"])
     return []
 
 
 def _is_table(path: Path) -> bool:
-    """Return whether a file begins as a table of ours does."""
+    """Return whether a file begins like a table of gssim."""
     polars = _polars()
     try:
         if path.suffix == ".parquet":
             return str(polars.read_parquet_metadata(path).get("schema", "")).startswith("gssim.table/")
         with path.open("rb") as stream:
             return stream.readline(1000).startswith(",".join(POINT_COLUMNS).encode())
-    except _faults():
+    except _read_errors():
         return False
 
 
-def _faults() -> tuple[type[BaseException], ...]:
-    """Return what polars raises of a damaged file; where it panics, that is no Exception."""
+def _read_errors() -> tuple[type[BaseException], ...]:
+    """Return polars' exceptions for a damaged file; its panic is no Exception."""
     exceptions = _polars().exceptions
     return (OSError, exceptions.PolarsError, exceptions.PanicException)
 
@@ -203,19 +203,19 @@ def files_of(file: Path) -> tuple[Path, Path]:
 
 
 def table_of(rows: Iterable[Row], columns: Mapping[str, Kind]) -> "polars.DataFrame":
-    """Return rows as a data frame; what a row does not say is null."""
+    """Return rows as a data frame; missing values are null."""
     pl = _polars()
     types: dict[Kind, Any] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
     by_column: dict[str, list[Any]] = {name: [] for name in columns}
     for row in rows:
         for name, values in by_column.items():
             values.append(row.get(name))
-    found: polars.DataFrame = pl.DataFrame(by_column, schema={name: types[kind] for name, kind in columns.items()})
-    return found
+    table: polars.DataFrame = pl.DataFrame(by_column, schema={name: types[kind] for name, kind in columns.items()})
+    return table
 
 
 def write_table(table: "polars.DataFrame", file: Path, *, metadata: Mapping[str, str]) -> None:
-    """Write the table's two files, both or none; the Parquet one says what it is, and which CSV file goes with it.
+    """Write the table's two files, both or none; the Parquet file has the metadata and the digest of the CSV file.
 
     Raises UserError where they cannot be written.
     """
@@ -227,7 +227,7 @@ def _contents(table: "polars.DataFrame", file: Path, metadata: Mapping[str, str]
     parquet, csv = files_of(file)
     text, content = csv_of(table).encode(), io.BytesIO()
     twin = hashlib.sha256(text).hexdigest()
-    table.write_parquet(content, metadata={"schema": SCHEMA, **metadata, TWIN: twin})
+    table.write_parquet(content, metadata={"schema": SCHEMA, **metadata, CSV_DIGEST: twin})
     return {parquet: content.getvalue(), csv: text}
 
 
@@ -243,11 +243,11 @@ def csv_of(table: "polars.DataFrame") -> str:
     return text
 
 
-def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":
-    """Return the table that is there already and was written with this metadata; None where none is, or it is damaged.
+def existing_table(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | None":
+    """Return the existing table if it was written with this metadata; None where there is none, or it is damaged.
 
-    What is read must give the CSV file that was written with it. Where one of the two files is not what the table
-    gives, because it was damaged, or the writer killed before its second file had its name, both are written again.
+    Its content must give the CSV file that was written with it. Where one of the two files differs from what the table
+    gives, because it was damaged, or the writer was killed before the second was in place, both are written again.
     """
     try:
         said = _polars().read_parquet_metadata(files_of(file)[0])
@@ -255,10 +255,10 @@ def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | 
             return None
         table: polars.DataFrame = _polars().read_parquet(files_of(file)[0])
         contents = _contents(table, file, metadata)
-    except _faults():
+    except _read_errors():
         return None
     csv = files_of(file)[1]
-    if said.get(TWIN) != hashlib.sha256(contents[csv]).hexdigest():
+    if said.get(CSV_DIGEST) != hashlib.sha256(contents[csv]).hexdigest():
         return None
     if any(not path.is_file() or path.read_bytes() != content for path, content in contents.items()):
         write_files(contents)
@@ -266,7 +266,7 @@ def made_before(file: Path, metadata: Mapping[str, str]) -> "polars.DataFrame | 
 
 
 def _polars() -> Any:
-    """Return polars, which only tables need; raise UserError where it is not installed."""
+    """Import polars, which only tables need; raise UserError where it is not installed."""
     try:
         import polars
     except ImportError:
@@ -275,7 +275,7 @@ def _polars() -> Any:
 
 
 def kind_of(values: Sequence[Any]) -> Kind:
-    """Return the type of a column of these values; what is absent has none.
+    """Return the type of a column of these values; missing values have none.
 
     >>> kind_of([1, 2.5, None]), kind_of(["gs", 1]), kind_of([True, False])
     (<class 'float'>, <class 'str'>, <class 'bool'>)

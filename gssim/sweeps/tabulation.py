@@ -1,9 +1,8 @@
-"""A sweep's table, made: every point is a row, also one that does not fit, is no scenario, or fails.
+"""Makes the table of a sweep: predicts every point as a row, and keeps finished rows until the table is complete.
 
-Rows of an unfinished table: kept in a folder beside it as they end, taken up by the next run, gone with the last.
-
-Every run appends to a file of its own, a line a row, with a digest: a line that was not finished, or is not as it was
-written, is no row. One run at a time does so: it holds the table's lock.
+Rows of an unfinished table are kept in a folder beside it as they end, reused by the next run, and removed when the
+table is complete. Every run appends to a file of its own, one line per row, with a digest: an unfinished or damaged
+line is ignored. Only one run at a time writes: it holds the table's lock.
 """
 
 import hashlib
@@ -28,10 +27,10 @@ from gssim.sweeps.table import (
     Row,
     Status,
     columns_of,
+    existing_table,
     files_of,
     kind_of,
     lock_of,
-    made_before,
     outcome,
     table_of,
     without_outcome,
@@ -55,8 +54,10 @@ def parts_folder(file: Path) -> Path:
     return parquet.with_name(f"{parquet.name}.parts")
 
 
-class Parts:
-    """Rows by the fingerprints of their points. Of a row only its place in a file is held in memory."""
+class RowStore:
+    """Store of finished rows by their points' fingerprints; only the position of a row in its file is held in
+    memory.
+    """
 
     def __init__(self, folder: Path, wanted: Collection[str]) -> None:
         self.folder = folder
@@ -75,7 +76,7 @@ class Parts:
         return len(self._places)
 
     def keep(self, fingerprint: str, row: Row) -> None:
-        """Add a row; raise UserError where that cannot be."""
+        """Append a row; raise UserError where it cannot be written."""
         known = {name: value for name, value in row.items() if value is not None}
         try:
             if self._stream is None:
@@ -118,7 +119,7 @@ class Parts:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the finished lines of a file, with their places."""
+    """Yield the complete lines of a file, with their offsets."""
     place = 0
     with file.open("rb") as stream:
         for line in stream:
@@ -128,7 +129,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _read(line: bytes) -> tuple[str, Row] | None:
-    """Return a row and its fingerprint; None where a line is damaged."""
+    """Return a row and its fingerprint; None for a damaged line."""
     try:
         said = json.loads(line)
         fingerprint, row = said["row"]
@@ -142,8 +143,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-SLICE = 10_000
-"""Rows that are in memory at once, as such, when the table is made."""
+ROWS_IN_MEMORY = 10_000
+"""Rows that are converted to the table at once."""
 
 
 def tabulate(
@@ -155,17 +156,17 @@ def tabulate(
     workers: AbstractContextManager[Workers],
     elsewhere: bool = False,
     again: bool = False,
-    told: Callable[[int, int], None] = lambda done, points: None,
+    on_progress: Callable[[int, int], None] = lambda done, points: None,
 ) -> "polars.DataFrame":
-    """Return the table of the sweep in `file`, after it is written to `out`, Parquet and CSV.
+    """Return the table of the sweep in `file`, after writing it to `out` as Parquet and CSV.
 
-    Rows are kept beside it as they end, until the table is whole; what a run before this one kept is taken up where all
-    that it was made from is as it was, and so is a whole table; `again`: neither. `elsewhere`: the workers do not see
-    this machine's files.
-    Raises UserError where no point can be simulated, one names what there is not, or another process writes there.
+    Rows are kept beside it as they end, until the table is complete; rows of an earlier run, or a complete table, are
+    reused if all their inputs are unchanged; `again`: neither. `elsewhere`: the workers cannot read this machine's
+    files. Raises UserError where no point can be simulated, one names a missing file or key, or another process writes
+    there.
     """
     with locked(lock_of(out), place=str(out)):
-        return _tabulated(points, sweep, file, out, workers, elsewhere=elsewhere, again=again, told=told)
+        return _tabulated(points, sweep, file, out, workers, elsewhere=elsewhere, again=again, on_progress=on_progress)
 
 
 def _tabulated(
@@ -177,47 +178,50 @@ def _tabulated(
     *,
     elsewhere: bool,
     again: bool,
-    told: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> "polars.DataFrame":
-    """Return the table, after it is written; see `tabulate`."""
+    """Return the table after writing it; see `tabulate`."""
     fingerprints = list(map(Fingerprints().of_point, points))
     metadata = {"question": sweep.question, "sweep": file.name, "made_from": digest_of(fingerprints)}
-    whole = None if again else made_before(out, metadata)
-    if whole is not None and "failed" not in whole["status"]:  # what failed is tried again
-        Parts(parts_folder(out), ()).remove()  # of a run that was killed before it had removed them
+    whole = None if again else existing_table(out, metadata)
+    if whole is not None and "failed" not in whole["status"]:  # failed points are tried again
+        RowStore(parts_folder(out), ()).remove()  # left by a run that was killed
         for each in files_of(out):
             remove_partial(each)
-        told(len(points), len(points))
+        on_progress(len(points), len(points))
         return whole
-    parts = Parts(parts_folder(out), set(fingerprints))
+    parts = RowStore(parts_folder(out), set(fingerprints))
     if again:
         parts.remove()
-        parts = Parts(parts.folder, ())
+        parts = RowStore(parts.folder, ())
     try:
         missing = [place for place in by_likeness(points) if fingerprints[place] not in parts]
-        told(len(points) - len(missing), len(points))
-        _check_first_ones(points, file)
+        on_progress(len(points) - len(missing), len(points))
+        _check_names(points, file)
         if missing:
             with workers as found:
                 for place, row in _rows(points, missing, found, file, elsewhere=elsewhere):
                     parts.keep(fingerprints[place], row)
-                    told(len(parts), len(points))
+                    on_progress(len(parts), len(points))
         table = _table(points, fingerprints, parts, axis_keys(sweep))
     finally:
         parts.close()
-    _check_some(table, file)
+    wrong = [reason for status, reason in zip(table["status"], table["reason"], strict=True) if status == "invalid"]
+    if len(wrong) == table.height:  # then the sweep itself is invalid
+        more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
+        raise UserError(f"{file}: no point is valid: {table['point'][0]}: {wrong[0]}{more}")
     write_table(table, out, metadata=metadata)
     parts.remove()
     return table
 
 
 def row_of(point: Point, shared: Shared) -> Row:
-    """Return what a point's prediction says; raise UserError or RunFailedError where it has none."""
-    return outcome(predicted(point, shared, spread=False))  # which a table does not show
+    """Return the outcome of a point's prediction; raise UserError or RunFailedError without one."""
+    return outcome(predicted(point, shared, spread=False))  # not shown in a table
 
 
-def _check_first_ones(points: Sequence[Point], file: Path) -> None:
-    """Raise UserError for a key or file that there is not, before all of a group's points tell the same."""
+def _check_names(points: Sequence[Point], file: Path) -> None:
+    """Raise UserError for a missing key or file in a group's first point, before all of its points report the same."""
     shared = Shared()
     for point in {(point.group, point.variant): point for point in reversed(points)}.values():
         try:
@@ -225,7 +229,7 @@ def _check_first_ones(points: Sequence[Point], file: Path) -> None:
         except MistakenNameError as error:
             raise _mistaken(point, error, file) from None
         except UserError:
-            continue  # a row tells it
+            continue  # reported in its row
 
 
 def _mistaken(point: Point, error: Fault, file: Path) -> UserError:
@@ -248,29 +252,21 @@ def _rows(
 
 
 def _table(
-    points: Sequence[Point], fingerprints: Sequence[str], parts: Parts, keys: Sequence[str]
+    points: Sequence[Point], fingerprints: Sequence[str], parts: RowStore, keys: Sequence[str]
 ) -> "polars.DataFrame":
-    """Return rows in the order of points, with what is known of the points themselves."""
+    """Return rows in the order of points, with the columns of the points themselves."""
     kinds: dict[str, Kind] = {key: kind_of([point.values[i] for point in points]) for i, key in enumerate(keys)}
     columns = columns_of(kinds)
-    rows = (_of_point(point, keys, kinds) | row for point, row in zip(points, parts.rows(fingerprints), strict=True))
-    table = table_of(islice(rows, SLICE), columns)
-    while (more := table_of(islice(rows, SLICE), columns)).height:
+
+    def point_row(point: Point) -> Row:
+        values = {
+            key: value if value is None or kinds[key] is not str else str(value)
+            for key, value in zip(keys, point.values, strict=True)
+        }
+        return dict(zip(POINT_COLUMNS, (point.name, point.group, point.variant), strict=True)) | values
+
+    rows = (point_row(point) | row for point, row in zip(points, parts.rows(fingerprints), strict=True))
+    table = table_of(islice(rows, ROWS_IN_MEMORY), columns)
+    while (more := table_of(islice(rows, ROWS_IN_MEMORY), columns)).height:
         table.extend(more)
     return table
-
-
-def _of_point(point: Point, keys: Sequence[str], kinds: dict[str, Kind]) -> Row:
-    values = {
-        key: value if value is None or kinds[key] is not str else str(value)
-        for key, value in zip(keys, point.values, strict=True)
-    }
-    return dict(zip(POINT_COLUMNS, (point.name, point.group, point.variant), strict=True)) | values
-
-
-def _check_some(table: "polars.DataFrame", file: Path) -> None:
-    """Raise UserError where every point is invalid: then the sweep is."""
-    wrong = [reason for status, reason in zip(table["status"], table["reason"], strict=True) if status == "invalid"]
-    if len(wrong) == table.height:
-        more = f" (and {len(wrong) - 1} more points)" if len(wrong) > 1 else ""
-        raise UserError(f"{file}: no point is valid: {table['point'][0]}: {wrong[0]}{more}")

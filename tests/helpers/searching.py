@@ -25,11 +25,11 @@ class InThisProcess:
         self.asked, self.answers, self.shared = {}, {}, Shared()
         self.simulated = 0
 
-    def begin(self, number, override, limits):
+    def submit(self, number, override, limits):
         place = self.idle.pop()
         self.busy[place], self.asked[number] = number, (override, limits)
 
-    def ended(self):
+    def completed(self):
         place = max(self.busy)
         number = self.busy.pop(place)
         self.idle.append(place)

@@ -397,7 +397,7 @@ def by_link(network: Network) -> dict[tuple[str, str], float]:
 
 def stages_of(machine: Machine) -> list[Stage]:
     """Return the stages of everything that a machine communicates in a step."""
-    return [stage for each in machine.scheduled.values() for stage in each.stages]
+    return [stage for each in machine.schedules.values() for stage in each.stages]
 
 
 def graph_of(wiring: Wiring) -> "nx.DiGraph[int]":

@@ -290,7 +290,7 @@ def test_every_rank_gets_and_gives_what_the_collective_is_for_in_any_algorithm(d
     if len(communication.group) == 1:
         assert stages_of(machine) == []
         return
-    (scheduled,) = machine.scheduled.values()
+    (scheduled,) = machine.schedules.values()
     group = tuple(communication.group)
     came, went = received_bytes(scheduled.stages, group), sent_bytes(scheduled.stages, group)
     if scheduled.algorithm == "in-switch":  # the switch adds, and sends to all at once

@@ -12,7 +12,7 @@ from gssim.cache import Shared
 from gssim.cli import main
 from gssim.errors import UserError
 from gssim.plan import METHODS
-from gssim.planner import Search, remedies
+from gssim.planner import Search, suggested_changes
 from gssim.scenario import SearchSpace, check
 from gssim.scenario.sweep import load_sweep, points_of
 from gssim.simulation import simulate
@@ -102,8 +102,8 @@ def test_a_search_leaves_devices_out_by_the_same_key():
 
 def test_more_ranks_are_advised_of_those_that_take_part():
     scenario = scenario_of(star(4), {"method": "zero3", "ranks": 2})
-    changes = {each.change: each for each in remedies(loaded_of(scenario))}
-    more = {each.change for each in remedies(loaded_of(scenario_of(star(2), {"method": "zero3"})))}
+    changes = {each.change: each for each in suggested_changes(loaded_of(scenario))}
+    more = {each.change for each in suggested_changes(loaded_of(scenario_of(star(2), {"method": "zero3"})))}
     assert set(changes) == more
     assert "2 times the ranks" in changes
 

@@ -32,7 +32,7 @@ from strategies import (
 
 from gssim.cluster import Cluster
 from gssim.collectives import BACKEND_ALGORITHMS, Communication, Stage
-from gssim.engine import Memory
+from gssim.engine import MemoryTracker
 from gssim.network import max_min_rates
 from gssim.result import PHASES
 from gssim.scenario import Scenario
@@ -306,19 +306,19 @@ def test_a_lower_threshold_never_sends_less(scenario):
 
 def assert_memory_returns(scenario: Scenario) -> None:
     """Run steps one after another; nothing may be freed twice, and each step must leave what it found."""
-    original = Memory.end
+    original = MemoryTracker.end
 
     def checked(memory, stream):
         original(memory, stream)
-        below = {category: size for category, size in memory.held.items() if size < -1e-6}
+        below = {category: size for category, size in memory.current.items() if size < -1e-6}
         assert not below, f"more freed than held: {below}"
 
     for steps in (1, 2):
-        with patch.object(Memory, "end", checked):
+        with patch.object(MemoryTracker, "end", checked):
             machine, program = machine_of(scenario, steps=steps)
         assert sum(len(each.members) for each in machine.classes) == scenario.ranks
         for role, memory in zip(machine.roles, machine.memory, strict=True):
-            left = {category: size for category, size in memory.held.items() if abs(size) > 1e-6}
+            left = {category: size for category, size in memory.current.items() if abs(size) > 1e-6}
             assert left == pytest.approx({c: size for c, size in program.persistent[role].items() if size})
             assert memory.peak_bytes >= sum(program.persistent[role].values())
             assert sum(memory.peak.values()) == pytest.approx(memory.peak_bytes)

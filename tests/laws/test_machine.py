@@ -4,7 +4,7 @@ import pytest
 from strategies import device_type, machine_for, star
 
 from gssim.collectives import Communication
-from gssim.engine import DeadlockError, Machine, Memory
+from gssim.engine import DeadlockError, Machine, MemoryTracker
 from gssim.memory import Event, Footprint, footprint
 from gssim.program import Program, Task
 
@@ -142,21 +142,21 @@ def test_small_messages_late_in_a_long_run_come_to_an_end():
 
 
 def test_memory_counts_both_streams_at_their_worst_and_keeps_what_they_leave():
-    memory = Memory({"parameters": 100.0})
+    memory = MemoryTracker({"parameters": 100.0})
     memory.begin("compute", Footprint(peak=(("temporaries", 50.0),), kept=(("activations", 10.0),)))
     memory.begin("communication", Footprint(peak=(("communication", 30.0),), kept=(("communication", 30.0),)))
     assert memory.peak_bytes == 180.0
     assert memory.peak == {"parameters": 100.0, "temporaries": 50.0, "communication": 30.0}
     memory.end("compute")
     memory.end("communication")
-    assert memory.held == {"parameters": 100.0, "activations": 10.0, "communication": 30.0}
+    assert memory.current == {"parameters": 100.0, "activations": 10.0, "communication": 30.0}
     memory.begin("compute", Footprint(kept=(("communication", -30.0),)))
     memory.end("compute")
     assert memory.peak_bytes == 180.0
 
 
 def test_what_a_stream_needed_before_does_not_count_while_another_one_works():
-    memory = Memory({})
+    memory = MemoryTracker({})
     memory.begin("communication", Footprint(peak=(("communication", 30.0),)))
     memory.end("communication")
     memory.begin("compute", Footprint(peak=(("temporaries", 40.0),)))
@@ -186,9 +186,9 @@ def test_what_is_given_back_in_another_order_leaves_nothing():
     taken = [footprint([Event(0, size, "communication")]) for size in sizes]
     given = [footprint([Event(0, -size, "communication")]) for size in (sizes[1], sizes[0], sizes[2])]
     assert sum([*sizes, *(-size for size in (sizes[1], sizes[0], sizes[2]))]) != 0
-    memory = Memory({})
+    memory = MemoryTracker({})
     for need in (*taken, *given):
         memory.begin("compute", need)
         memory.end("compute")
-    assert memory.held == {"communication": 0.0}
+    assert memory.current == {"communication": 0.0}
     assert memory.peak["communication"] == pytest.approx(sum(sizes))

@@ -47,7 +47,7 @@ def test_neighbours_with_the_same_messages_have_one_role(changes, per_host):
 def test_what_a_step_sends_is_that_of_its_program():
     asked = loaded(64, "plan.publish.threshold=1e-3")
     steps = Steps(asked.scenario, asked.gradients)
-    program, sent = steps.program(12), steps.sent(12)
+    program, sent = steps.program(12), steps.traffic(12)
     named = {name: each.payload_bytes for name, each in program.communications.items() if each.data_dependent}
     assert named == {name: sent.payload_bytes[name] for name in named}
     assert sent.whole_bytes == pytest.approx(sum(named.values()), rel=1e-12)

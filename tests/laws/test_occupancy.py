@@ -7,11 +7,11 @@ import pytest
 from strategies import device_type, loaded_of, machine_of, scenario_of, star
 
 from gssim.memory import Event, footprint
-from gssim.planner import remedies, with_remedies
+from gssim.planner import suggested_changes, with_suggested_changes
 from gssim.program import Program, Task, lower, workspaces
 from gssim.result import Result, read_result
 from gssim.scenario import Scenario, load_model, load_scenario
-from gssim.simulation import Reservation, replay, reservation, simulate
+from gssim.simulation import AllocatorPeaks, replay, reservation, simulate
 from gssim.units import validated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +108,7 @@ MEASURED = sorted((ROOT / "scenarios" / "measured" / "h200").glob("*.measured.js
 H200_THREADS = 132 * 2048
 
 
-def replayed_as(measured: Result) -> Reservation:
+def replayed_as(measured: Result) -> AllocatorPeaks:
     """Return the replay of a stored run, its model as it is traced today."""
     types = measured.scenario["cluster"]["device_types"]
     threads = {
@@ -216,12 +216,12 @@ def test_what_is_cached_is_given_back_before_a_plan_fails():
 def test_what_fits_needs_no_remedy():
     loaded = loaded_of(scenario_of(gpus(2), {"method": "ddp"}))
     result = simulate(loaded).result
-    assert with_remedies(loaded, result) is result
+    assert with_suggested_changes(loaded, result) is result
 
 
 def test_remedies_need_less_and_say_what_simulating_them_says():
     loaded = loaded_of(scenario_of(gpus(2, memory_bytes=50_000), {"method": "gs"}, global_batch_size=64))
-    result = with_remedies(loaded, simulate(loaded).result)
+    result = with_suggested_changes(loaded, simulate(loaded).result)
     assert not result.fits
     assert [each.saved_bytes for each in result.remedies] == sorted(
         (each.saved_bytes for each in result.remedies if each.saved_bytes > 0), reverse=True
@@ -242,7 +242,7 @@ def test_gs_on_gpt3_does_not_fit_and_gs_z3_does():
     at_rest = simulate(load_scenario(ROOT / "scenarios" / "gpt3-gs-z3.toml")).result
     assert at_rest.fits
     assert at_rest.margin is not None
-    found = {each.change: each for each in remedies(loaded)}
+    found = {each.change: each for each in suggested_changes(loaded)}
     remedy = found["plan.method=gs_z3"]
     assert remedy.fits
     assert remedy.margin.margin_bytes == pytest.approx(at_rest.margin.margin_bytes, rel=0.02)

@@ -156,7 +156,7 @@ def test_all_that_a_step_takes_it_gives_back(model, schedule, recompute):
     machine, program = machine_of(scenario, steps=2)
     for memory, held in zip(machine.memory, program.persistent, strict=True):
         assert set(memory.peak) <= set(CATEGORIES)
-        left = {category: size for category, size in memory.held.items() if size}
+        left = {category: size for category, size in memory.current.items() if size}
         assert left == {category: size for category, size in held.items() if size}
 
 

@@ -19,7 +19,7 @@ from points import random_point
 
 from gssim.cache import Shared
 from gssim.errors import UserError
-from gssim.planner import with_remedies
+from gssim.planner import with_suggested_changes
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
 from gssim.terminal import print_result
@@ -88,7 +88,7 @@ def faults_at(path: Path, seed: int, shared: Shared) -> Iterator[str]:
         if slower > bound:
             yield f"with faster {name} the step is longer by {slower:.3%}"
     if seed % 10 == 3:  # what `gssim run` shows
-        result = with_remedies(loaded, simulated.result)
+        result = with_suggested_changes(loaded, simulated.result)
         assert bool(result.remedies) <= (not result.fits)
         with redirect_stdout(StringIO()) as shown:
             print_result(result)

@@ -11,7 +11,7 @@ from gssim.network import Network
 from gssim.plan import Push
 from gssim.scenario import load_scenario
 from gssim.simulation import simulate
-from gssim.simulation.footprint import _Held
+from gssim.simulation.footprint import _LiveTensors
 from gssim.sparsity import push_density
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -173,7 +173,7 @@ def test_what_equal_layers_ask_of_the_allocator_is_worked_out_once_however_many_
     for model, layers in (("llama2-7b", 32), ("llama2-13b", 40)):
         loaded = fully_sharded(model)
         assert sum(layer.repeats for layer in loaded.scenario.workload.model.layers if layer.block) == layers
-        with patch.object(_Held, "_requests_of", autospec=True, side_effect=_Held._requests_of) as found:
+        with patch.object(_LiveTensors, "_requests_of", autospec=True, side_effect=_LiveTensors._requests_of) as found:
             simulate(loaded)
         worked_out.append(found.call_count)
     assert worked_out[0] == worked_out[1] > 0

@@ -20,7 +20,17 @@ from gssim.errors import RunFailedError
 from gssim.execution import Alone
 from gssim.files import FOLDER_MARK
 from gssim.scenario.sweep import Point, load_sweep, points_of
-from gssim.sweeps import Fingerprints, Parts, Unpacked, answers, by_likeness, files_of, packed, parts_folder, tabulation
+from gssim.sweeps import (
+    Fingerprints,
+    RowStore,
+    Unpacked,
+    answers,
+    by_likeness,
+    files_of,
+    packed,
+    parts_folder,
+    tabulation,
+)
 from gssim.sweeps import predictions as chunks
 
 SWEEP_TOML = """# Which plan, and which threshold?
@@ -216,18 +226,18 @@ def test_a_damaged_file_of_a_table_is_not_kept(folder, gssim, name, damage):
 
 
 def test_a_damaged_row_is_made_again(tmp_path):
-    parts = Parts(tmp_path / "t.parts", {"a", "b"})
+    parts = RowStore(tmp_path / "t.parts", {"a", "b"})
     parts.keep("a", {"x": 1.5})
     parts.keep("b", {"x": 2.5})
     parts.close()
     (file,) = (tmp_path / "t.parts").iterdir()
     file.write_bytes(file.read_bytes().replace(b"1.5", b"1.6"))
-    again = Parts(tmp_path / "t.parts", {"a", "b"})
+    again = RowStore(tmp_path / "t.parts", {"a", "b"})
     assert ("a" in again, "b" in again) == (False, True)
 
 
 def test_a_folder_of_rows_that_holds_something_else_is_left_with_it(tmp_path):
-    parts = Parts(tmp_path / "t.parts", ())
+    parts = RowStore(tmp_path / "t.parts", ())
     parts.keep("a", {"x": 1.5})
     (tmp_path / "t.parts" / "notes.jsonl").write_text("mine")
     parts.remove()
@@ -407,7 +417,7 @@ def test_what_a_chunk_has_no_time_for_is_handed_out_again(folder, monkeypatch):
     class Together(Alone):
         in_chunks = True
 
-    monkeypatch.setattr(chunks, "LONGEST_S", 0.0)
+    monkeypatch.setattr(chunks, "MAX_CHUNK_S", 0.0)
     asked = points()
     order = by_likeness(asked)
     found = list(answers(asked, order, lambda point, shared: point.name, Together()))
@@ -428,7 +438,7 @@ def test_points_that_differ_in_rates_of_links_alone_are_handed_out_together(monk
         rates = f"cluster.topology.link.bandwidth_bytes_per_s={rate}"
         return Point(f"a--{threshold}-{rate}", Path("s.toml"), (f"plan.push.threshold={threshold}", rates))
 
-    monkeypatch.setattr(chunks, "MOST_TOGETHER", 7)
+    monkeypatch.setattr(chunks, "MAX_CHUNK_POINTS", 7)
     asked = [point(threshold, rate) for rate in range(3) for threshold in range(5)]
     found = list(answers(asked, by_likeness(asked), lambda point, shared: point.name, Together()))
     assert sorted(place for place, _ in found) == list(range(15))
@@ -509,7 +519,7 @@ def test_dask_workers_are_reached_by_tls_as_dask_s_own_configuration_says(folder
 def test_what_points_read_goes_with_them_and_messages_come_back_as_said_at_home(folder):
     there = Unpacked(packed(points()))
     for point in points():
-        here = there.here(point)
+        here = there.localised(point)
         assert here.file.is_relative_to(there.root)
         if point.variant != "cut":
             assert here.load().scenario == point.load().scenario
@@ -521,7 +531,7 @@ def test_what_points_read_goes_with_them_and_messages_come_back_as_said_at_home(
         "tiny.toml",
         "tiny.json",
     }
-    assert there.told(f"{there.here(points()[0]).file}: plan") == "base/scenario.toml: plan"
+    assert there.original_text(f"{there.localised(points()[0]).file}: plan") == "base/scenario.toml: plan"
     del there
     assert not root.exists()
 
@@ -550,9 +560,9 @@ def test_tables_that_a_cluster_has_in_files_go_with_it_and_all_bytes_stay_as_the
 
 
 def test_a_part_of_another_run_is_read_beside_ones_own(tmp_path):
-    first = Parts(tmp_path / "t.parts", {"a", "b"})
+    first = RowStore(tmp_path / "t.parts", {"a", "b"})
     first.keep("a", {"x": 1.5, "y": None, "z": float("inf")})
-    second = Parts(tmp_path / "t.parts", {"a", "b"})
+    second = RowStore(tmp_path / "t.parts", {"a", "b"})
     second.keep("b", {"x": 2})
     assert "a" in second
     assert list(second.rows(["b", "a"])) == [{"x": 2}, {"x": 1.5, "z": float("inf")}]

@@ -193,7 +193,7 @@ def test_a_stage_is_priced_at_what_it_takes_though_its_messages_begin_at_differe
     cluster = star(4, bandwidth=BANDWIDTH, latency_s=LATENCY_S, algorithms={"all-to-all": "direct"})
     links = tuple(replace(link, latency_s=LATENCY_S * (1 + i)) for i, link in enumerate(cluster.links))
     machine = communicated(replace(cluster, links=links), Communication("all-to-all", group(4), SIZE))
-    (scheduled,) = machine.scheduled.values()
+    (scheduled,) = machine.schedules.values()
     assert scheduled.alone_s(machine.network) == pytest.approx(machine.env.now)
 
 

@@ -158,7 +158,7 @@ def test_256_equal_ranks_on_two_levels_are_two_classes_by_what_they_own(method, 
     scenario = grid(method, 32, 8, cluster=servers(32, 8, backend=backend), global_batch_size=256)
     machine, program = machine_of(scenario)
     assert len(program.tasks) == len(machine.classes) == 2  # 4 rows for 8 ranks, 21 elements for 32
-    assert max(map(len, machine.meetings.values())) == 2
+    assert max(map(len, machine.instances.values())) == 2
 
 
 def test_groups_with_a_slower_link_meet_apart():
@@ -167,7 +167,7 @@ def test_groups_with_a_slower_link_meet_apart():
     cluster = replace(cluster, links=(*cluster.links[:3], slow, *cluster.links[4:]))
     scenario = grid("hsdp", 4, 2, cluster=cluster)
     machine, _ = machine_of(scenario)
-    gathers = [each.communication.groups for each in machine.meetings["all-gather root"]]
+    gathers = [each.communication.groups for each in machine.instances["all-gather root"]]
     assert [set(map(tuple, groups)) for groups in gathers] == [{(0, 1), (4, 5), (6, 7)}, {(2, 3)}]
     assert_folding_changes_nothing(scenario)
 

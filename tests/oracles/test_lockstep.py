@@ -38,10 +38,10 @@ def outcome(changes):
 def test_together_they_do_what_each_does_alone(kind, changes, monkeypatch):
     asked = [GPUS.format(kind=kind, rate=1), "plan.push.threshold=1e-3", *changes]
     together = outcome(asked)
-    monkeypatch.setattr(machine, "LEAST_IN_LOCKSTEP", 1000)
+    monkeypatch.setattr(machine, "MIN_CLASSES_VECTORISED", 1000)
     alone = outcome(asked)
-    assert together[2].lockstep is not None
-    assert alone[2].lockstep is None
+    assert together[2].vectorised is not None
+    assert alone[2].vectorised is None
     assert len(alone[2].classes) > 2
     assert together[:2] == alone[:2]
 
@@ -61,10 +61,10 @@ def test_hosts_issue_for_unequal_ranks_as_for_each_alone(monkeypatch):
     def outcome():
         found = machine_for(star(3, backend="nccl"), *map(tasks, range(3)), communications=everyone)
         found.run(2)
-        return found.lockstep, [list(each) for each in found.ends_s], set(found.spans)
+        return found.vectorised, [list(each) for each in found.ends_s], set(found.spans)
 
     together = outcome()
-    monkeypatch.setattr(machine, "LEAST_IN_LOCKSTEP", 1000)
+    monkeypatch.setattr(machine, "MIN_CLASSES_VECTORISED", 1000)
     alone = outcome()
     assert together[0] is not None
     assert alone[0] is None

@@ -57,7 +57,7 @@ def test_categories_are_the_known_ones_sum_to_the_peak_and_a_step_gives_back_wha
     for role, memory in zip(machine.roles, machine.memory, strict=True):
         assert set(memory.peak) <= set(CATEGORIES)
         before = program.persistent[role]
-        assert {name: pytest.approx(before.get(name, 0.0), abs=1e-6) for name in memory.held} == memory.held
+        assert {name: pytest.approx(before.get(name, 0.0), abs=1e-6) for name in memory.current} == memory.current
         assert sum(memory.peak.values()) == pytest.approx(memory.peak_bytes)
     for entry in simulate(loaded_of(scenario)).result.ranks:
         assert entry.peak_allocated_bytes == sum(entry.peak_by_category_bytes.values())

@@ -181,7 +181,7 @@ def test_nccl_prices_a_broadcast_by_its_group_whatever_rank_is_the_root():
     scenario = tiny(4, cluster={"types": {"gpu": GPU}, "backend": "nccl", "bandwidth": 25e9})
     machine = Machine(scenario.cluster, lower(scenario))
     alone_s: dict[float, set[float]] = {}
-    for name, each in machine.scheduled.items():
+    for name, each in machine.schedules.items():
         communication = machine.program.communications[name]
         if communication.kind == "broadcast":
             alone_s.setdefault(communication.size_bytes, set()).add(round(each.alone_s(machine.network), 15))

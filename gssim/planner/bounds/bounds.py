@@ -1,11 +1,12 @@
-"""What no plan can be better than: lower bounds of a step's time, of what it costs, and of the memory that it needs.
+"""Lower bounds of a plan's step time, objective and memory.
 
-[Note: bounds] A rank computes each of its micro-batches through each of its layers, alone at the device's own pace: all
-else (communication, waiting for others, the update, slow-downs by neighbours) only comes on top. As its largest
-micro-batch goes forward and backward it holds what that keeps, and what it always holds. Its collectives, one after
-another on their stream, take no less than each alone on idle links, and links no less than the bytes that cross them.
-What is not known to be a bound is left out. There are three, each dearer than the one before and closer: `of` from the
-plan alone, `closer` with what it sends, and those of `LoweredBounds` once it is lowered (which are three in turn).
+[Note: bounds] A rank computes each of its micro-batches through each of its layers, alone at the device's own speed:
+everything else (communication, waiting for others, the update, contention with neighbouring devices) only adds to that.
+As its largest micro-batch goes forward and backward it holds its activations, and its persistent memory. Its
+collectives, one after another on their stream, take no less than each alone on idle links, and links no less than the
+bytes that cross them. Terms that are not known to be a bound are left out. There are three bounds, each more expensive
+than the one before and tighter: `of` from the plan alone, `closer` with its communication, and those of `LoweredBounds`
+once it is lowered (which are three in turn).
 """
 
 import math
@@ -15,36 +16,40 @@ from dataclasses import dataclass, replace
 from gssim.cache import Same, Shared
 from gssim.plan import Plan, Policies
 from gssim.planner.bounds import lowered
-from gssim.planner.bounds.collectives import Collectives
-from gssim.planner.bounds.compute import Compute
-from gssim.planner.bounds.memory import Memory
-from gssim.planner.bounds.parts import Parts
-from gssim.planner.bounds.traffic import Traffic
+from gssim.planner.bounds.collectives import CollectiveBounds
+from gssim.planner.bounds.compute import ComputeBounds
+from gssim.planner.bounds.memory import MemoryBounds
+from gssim.planner.bounds.parts import ModelParts
+from gssim.planner.bounds.traffic import TrafficBounds
 from gssim.scenario import Loaded, Objective, Scenario
-from gssim.simulation import misfit, occupancies, program_of
+from gssim.simulation import footprints_of, program_of, worst_misfit
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a plan has at least."""
+    """Lower bounds of a plan."""
 
     time_s: float
     objective: float
-    """In the unit of what is searched for: seconds, USD or J a step."""
+    """In the unit of the objective: seconds, USD or J per step."""
     full_ratio: float
-    """What is taken of the memory of the device that is fullest."""
+    """Fraction of memory used on the fullest device."""
 
 
 class Bounds:
-    """Lower bounds for plans of one workload on one cluster; what many of them have in common is found once."""
+    """Lower bounds for plans of one workload on one cluster; values shared by many plans are computed once."""
 
     def __init__(self, scenario: Scenario, objective: Objective = "step-time") -> None:
         self.objective = objective
-        self.parts = Parts(scenario)
-        self.compute, self.memory, self.traffic = Compute(self.parts), Memory(self.parts), Traffic(self.parts)
+        self.parts = ModelParts(scenario)
+        self.compute, self.memory, self.traffic = (
+            ComputeBounds(self.parts),
+            MemoryBounds(self.parts),
+            TrafficBounds(self.parts),
+        )
 
     def of(self, plan: Plan) -> Bound:
-        """Return the bounds of a plan; raise UserError where it can be seen that it cannot run."""
+        """Return the bounds of a plan; raise UserError where it visibly cannot run."""
         policies = self.parts.policies(plan)
         by_rank = self._samples(plan, policies)
         busy_s = self.compute.busy_s(plan, policies, by_rank)
@@ -53,7 +58,7 @@ class Bounds:
         return Bound(time_s, self._objective(time_s, busy_s), full_ratio)
 
     def closer(self, plan: Plan, bound: Bound) -> Bound:
-        """Return a plan's bounds with what it sends; `bound`: without."""
+        """Return a plan's bounds including communication; `bound`: without."""
         policies = self.parts.policies(plan)
         busy_s = self.compute.busy_s(plan, policies, self._samples(plan, policies))
         least_s = self.traffic.least_s(plan, policies, busy_s=busy_s[0])
@@ -67,12 +72,12 @@ class Bounds:
         return tuple(sizes[policies.data_rank(rank)] for rank in range(policies.ranks))
 
     def _objective(self, time_s: float, busy_s: Sequence[float]) -> float:
-        """Return the least of what is searched for, where a step takes so long and ranks compute so long."""
+        """Return the lower bound of the objective for such a step time and compute time per rank."""
         return least(self.parts.scenario, self.objective, time_s, busy_s)
 
 
 def least(scenario: Scenario, objective: Objective, time_s: float, busy_s: Sequence[float]) -> float:
-    """Return the least of what is searched for, where a step takes so long and ranks compute so long."""
+    """Return the lower bound of the objective for such a step time and compute time per rank."""
     used = [scenario.cluster.type_of(rank) for rank in range(len(busy_s))]
     if objective == "cost":
         return sum(device.price_usd_per_h or 0.0 for device in used) * time_s / 3600
@@ -84,9 +89,9 @@ def least(scenario: Scenario, objective: Objective, time_s: float, busy_s: Seque
 
 
 class LoweredBounds:
-    """Bounds of a plan by its program, see [Note: lowered] in `lowered`; for plans whose steps are alike.
+    """Bounds of a plan by its program, see [Note: lowered] in `lowered`; for plans whose steps are equal.
 
-    The program is kept in `shared`, for the simulation that may follow.
+    The program is cached in `shared`, for the simulation that may follow.
     """
 
     def __init__(self, loaded: Loaded, objective: Objective, shared: Shared) -> None:
@@ -97,22 +102,22 @@ class LoweredBounds:
         """Of all roles."""
         scenario = loaded.scenario
         key = (Same(scenario.cluster), scenario.network.faults, scenario.ranks)
-        self.collectives = shared.once("bounded collectives", key, lambda: Collectives(scenario, shared))
+        self.collectives = shared.once("bounded collectives", key, lambda: CollectiveBounds(scenario, shared))
 
     @staticmethod
-    def are_of(loaded: Loaded) -> bool:
+    def apply_to(loaded: Loaded) -> bool:
         """Return whether a plan has such bounds."""
         scenario = loaded.scenario
         return not (loaded.statistics_needed or scenario.plan.shares.replan or scenario.run.slowdowns)
 
     def allocated(self) -> Bound:
-        """Return the bound by time, and by what is allocated."""
+        """Return the bound by time and allocated memory."""
         scenario = self.loaded.scenario
         full = 0.0 if self.peaks is None else lowered.full_ratio(scenario, self.program, self.peaks)
         return self._of_time(lowered.step_time_s(scenario, self.program, self.collectives), full)
 
     def met(self, bound: Bound) -> Bound:
-        """Return a bound with groups that share links, where they meet as one; see [Note: met] in `lowered`."""
+        """Return a bound that includes the sharing of links by equal groups; see [Note: met] in `lowered`."""
         if not any(each.beside for each in self.program.communications.values()):
             return bound
         time_s = lowered.met_step_time_s(self.loaded.scenario, self.program, self.collectives, self.shared)
@@ -123,10 +128,10 @@ class LoweredBounds:
         return Bound(time_s, least(self.loaded.scenario, self.objective, time_s, busy_s), full_ratio)
 
     def reserved(self, bound: Bound) -> Bound:
-        """Return a bound by allocation with what the allocator adds: as full as in a simulation."""
+        """Return a bound with the allocator's overhead: as full as in a simulation."""
         if self.peaks is None:
             return bound
-        occupied = occupancies(self.loaded.scenario, self.program, self.peaks)
-        fits = misfit(occupied) is None
+        occupied = footprints_of(self.loaded.scenario, self.program, self.peaks)
+        fits = worst_misfit(occupied) is None
         full = max((each.reserved_bytes + each.outside_bytes) / each.memory_bytes for each in occupied)
         return replace(bound, full_ratio=max(bound.full_ratio, full) if fits else math.inf)

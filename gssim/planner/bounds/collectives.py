@@ -1,4 +1,4 @@
-"""What a collective takes at least of the ranks that carry it out, and of the links that its bytes cross."""
+"""Lower bounds of collectives: their time for the ranks that carry them out, and for the links that they cross."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,76 +9,76 @@ import numpy as np
 from gssim import collectives
 from gssim.cache import Shared
 from gssim.collectives import Communication, Stage
-from gssim.engine import Scheduled, router_of, scheduler_of
+from gssim.engine import CollectiveSchedule, router_of, scheduler_of
 from gssim.scenario import Scenario
 from gssim.units import Floats
 
-MOST_GROUPS = 32
-"""Of more groups that carry out the same, only the first counts: to follow each would take longer than it saves."""
+MAX_GROUPS = 32
+"""With more groups per collective, only the first ones count: following each would take longer than it saves."""
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
-    """What one collective takes of one group, which is no less where others share its links."""
+class CollectiveBound:
+    """Lower bounds of one collective of one group, valid also where others share its links."""
 
     alone_s: float
-    """From when its last member has come to its end."""
+    """Time from the arrival of its last member to its end."""
     links_s: Floats
-    """How long each link is busy with its bytes."""
+    """Busy time of each link."""
 
 
-class Collectives:
-    """Bounds of collectives among the ranks of a scenario; each is looked at once."""
+class CollectiveBounds:
+    """Bounds of collectives among the ranks of a scenario, each computed once."""
 
     def __init__(self, scenario: Scenario, shared: Shared) -> None:
         self.cluster = scenario.cluster
         self.router = router_of(scenario.cluster, scenario.network, shared)
         self.scheduler = scheduler_of(scenario.cluster, self.router, scenario.ranks, shared)
         self.links = self.router.wiring.links
-        self._taken: dict[Communication, Taken] = {}
-        self._of_all: dict[Communication, tuple[dict[Sequence[int], Taken], Floats]] = {}
+        self._taken: dict[Communication, CollectiveBound] = {}
+        self._of_all: dict[Communication, tuple[dict[Sequence[int], CollectiveBound], Floats]] = {}
 
     def alone_s(self, communication: Communication, rank: int) -> float:
-        """Return how long a collective takes the group of a rank, at least."""
+        """Return the least time of a collective for the group of a rank."""
         return next((each.alone_s for group, each in self._of(communication)[0].items() if rank in group), 0.0)
 
     def links_s(self, communications: Iterable[Communication]) -> Floats:
-        """Return how long each link is busy with the bytes of all groups of some collectives."""
+        """Return the busy time of each link for all groups of some collectives."""
         found = np.zeros(self.links)
         for communication, count in Counter(communications).items():
             found += count * self._of(communication)[1]
         return found
 
-    def _of(self, communication: Communication) -> tuple[dict[Sequence[int], Taken], Floats]:
-        """Return what a collective takes by group, and of the links by all groups together."""
+    def _of(self, communication: Communication) -> tuple[dict[Sequence[int], CollectiveBound], Floats]:
+        """Return the bounds of a collective by group, and the busy time of links by all groups together."""
         if communication not in self._of_all:
             alone = replace(communication, beside=())
-            taken = {group: self._of_group(replace(alone, group=group)) for group in communication.groups[:MOST_GROUPS]}
+            taken = {group: self._of_group(replace(alone, group=group)) for group in communication.groups[:MAX_GROUPS]}
             self._of_all[communication] = taken, np.sum([each.links_s for each in taken.values()], axis=0)
         return self._of_all[communication]
 
-    def _of_group(self, communication: Communication) -> Taken:
+    def _of_group(self, communication: Communication) -> CollectiveBound:
         if communication not in self._taken:
             ways = [self.of_way(each) for each in self.scheduler.candidates(communication)]
             alone_s = min(each.alone_s for each in ways)
-            self._taken[communication] = Taken(alone_s, np.min([each.links_s for each in ways], axis=0))
+            self._taken[communication] = CollectiveBound(alone_s, np.min([each.links_s for each in ways], axis=0))
         return self._taken[communication]
 
-    def of_way(self, scheduled: Scheduled) -> Taken:
-        """Return what one way of carrying it out takes: no stage ends before its busiest link has carried it all."""
+    def of_way(self, scheduled: CollectiveSchedule) -> CollectiveBound:
+        """Return the bound of one schedule: no stage ends before its busiest link has carried all of its bytes."""
         busy_s = np.zeros(self.links)
         if scheduled.measured:
-            return Taken(scheduled.fixed_s, busy_s)
+            return CollectiveBound(scheduled.fixed_s, busy_s)
         alone_s = scheduled.fixed_s
         for stage in scheduled.stages:
             stage_s = self._stage_s(stage) * scheduled.factor
             busy_s += stage_s
             alone_s += float(stage_s.max(initial=0.0))
             alone_s += collectives.reduction_s(self.cluster, stage.reduced_bytes)
-        return Taken(alone_s, busy_s)
+        return CollectiveBound(alone_s, busy_s)
 
     def _stage_s(self, stage: Stage) -> Floats:
-        """Return how long links take for the bytes of a stage."""
+        """Return the busy time of links for the bytes of a stage."""
         hops, links = stage.hops, self.links
         if not len(hops.source):
             return np.zeros(links)

@@ -1,4 +1,4 @@
-"""How long ranks compute at least, alone at their devices' own pace; and how pipelines fill and drain."""
+"""Lower bounds of compute time: ranks alone at their devices' speed, and the fill and drain of pipelines."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -7,23 +7,23 @@ from gssim.cluster import DeviceType
 from gssim.cost import layer_time_s
 from gssim.engine import SMALLEST_JITTER
 from gssim.plan import Plan, Policies, splitting
-from gssim.planner.bounds.parts import Part, Parts
+from gssim.planner.bounds.parts import ModelParts, Part
 from gssim.workload import Layer
 
 
 def chance_of(device: DeviceType) -> float:
-    """Return the least factor by which chance changes what a device computes."""
+    """Return the least random factor of a device's compute time."""
     return SMALLEST_JITTER if device.step_jitter_ratio or device.task_jitter_ratio else 1.0
 
 
-class Compute:
-    """Bounds of what ranks compute."""
+class ComputeBounds:
+    """Lower bounds of the compute time of ranks."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
 
     def busy_s(self, plan: Plan, policies: Policies, sizes: Sequence[int]) -> list[float]:
-        """Return how long each rank computes at least; see [Note: bounds]."""
+        """Return the least compute time of each rank; see [Note: bounds]."""
         if policies.partition == "weight-gradient" or plan.shares.replan:
             return [0.0] * policies.ranks
         found: dict[Hashable, float] = {}
@@ -44,7 +44,7 @@ class Compute:
     def micro_batch_s(self, rank: int, samples: int, recompute: str, part: Part | None = None) -> float:
         """Return the time of one micro-batch, forward and backward, through (a part of) the model on a rank's device.
 
-        By chance, devices that vary may be faster than they are, but no more than the machine lets them.
+        Devices that vary by chance may be faster, down to the least factor of the machine.
         """
         run = part or self.parts.whole
         device = self.parts.types[rank]
@@ -61,7 +61,7 @@ class Compute:
         )
 
     def _layer_s(self, device: DeviceType, layer: Layer, whole: Layer | None, samples: int, recompute: str) -> float:
-        """Return the time of a layer's forward and backward, and of its forward again where it is checkpointed."""
+        """Return the time of a layer's forward and backward, and of its recomputation where it is checkpointed."""
 
         def found() -> float:
             phases = ["f", "b", *(["r"] if recompute != "none" and layer.block else [])]
@@ -72,10 +72,10 @@ class Compute:
         return self.parts.once(("layer", id(layer), id(device), samples, recompute), found)
 
     def bubble_s(self, plan: Plan, policies: Policies, busy_s: Sequence[float]) -> float:
-        """Return how long a pipeline of one stage a rank takes: what comes before a stage can begin, and after it ends.
+        """Return the least time of a pipeline with one stage per rank, including fill and drain.
 
         A stage begins when its first micro-batch has been forward through those before it, and these end when its last
-        has been backward through them: all it does itself, and one micro-batch of all before it.
+        has been backward through them: its own compute, and one micro-batch of all stages before it.
         """
         mesh = policies.mesh
         if mesh.pp == 1 or len(self.parts.stages(plan, policies)) > mesh.pp:

@@ -1,16 +1,16 @@
-"""What no run of a lowered program can be better than: followed rank by rank, as if all others were always there.
+"""Lower bounds of a lowered program: each rank's tasks are followed alone, as if all its peers were always ready.
 
 [Note: lowered] A rank that never waits for its peers, and whose collectives have all links to themselves, ends its step
-no later than it really does: whatever others do, tasks only begin later and take longer. What other streams do before
-they wait for the step's compute may have been done in the step before. In the steady state links carry as much in the
-time of a step as a step sends.
+no later than in reality: other ranks only delay tasks and lengthen them. Tasks of other streams that precede a wait for
+the step's compute may have run in the step before. In the steady state links carry as much in the time of a step as a
+step sends.
 
-[Note: met] Groups whose ranks are alike, such as those of every slice, carry out a collective at the same time: the
-simulation has them meet as one, and their flows share links. What they then take at least all together is known once it
-is arranged who meets whom, which is done for what nothing else rules out.
+[Note: met] Groups of equal ranks, such as those of every slice, carry out a collective at the same time: the simulation
+has one instance for them, and their flows share links. The bound of such an instance needs the arrangement of all
+instances, which is made for plans that no other bound rules out.
 
-What is allocated is what tasks of the compute stream hold, one after another, where no other stream holds any: exactly
-what a simulation finds.
+Allocated memory is that of the tasks of the compute stream in order, where no other stream allocates any: exactly that
+of a simulation.
 """
 
 import math
@@ -18,19 +18,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gssim.cache import Shared
-from gssim.engine import Machine, Memory
-from gssim.planner.bounds.collectives import Collectives
+from gssim.engine import Machine, MemoryTracker
+from gssim.planner.bounds.collectives import CollectiveBounds
 from gssim.planner.bounds.compute import chance_of
 from gssim.program import Program, Task
 from gssim.scenario import Scenario
 from gssim.simulation import outside_bytes
 
 STEPS = 2
-"""That are added up of memory: what the first leaves is there in the second."""
+"""Number of steps over which memory is added up: the second starts with what the first leaves."""
 
 
-def step_time_s(scenario: Scenario, program: Program, collectives: Collectives) -> float:
-    """Return what a step takes at least; see [Note: lowered]."""
+def step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds) -> float:
+    """Return the least step time; see [Note: lowered]."""
     found = float(collectives.links_s(program.communications.values()).max(initial=0.0))
     for role, tasks in enumerate(program.tasks):
         alone_s = _alone_s(program, tasks, program.role_of.index(role), collectives)
@@ -38,16 +38,16 @@ def step_time_s(scenario: Scenario, program: Program, collectives: Collectives) 
     return least_chance(scenario) * found
 
 
-def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectives, shared: Shared) -> float:
-    """Return what a step takes at least, where groups that are alike meet as one; see [Note: met]."""
+def met_step_time_s(scenario: Scenario, program: Program, collectives: CollectiveBounds, shared: Shared) -> float:
+    """Return the least step time where equal groups share one instance; see [Note: met]."""
     machine = Machine(scenario.cluster, program, conditions=scenario.network, shared=shared)
     alone_s: list[dict[str, float]] = [{} for _ in machine.classes]
     known: dict[tuple[int, int], float] = {}
-    for label, meetings in machine.meetings.items():
+    for label, meetings in machine.instances.items():
         for number, meeting in enumerate(meetings):
             key = (id(program.communications[label]), number)
             if key not in known:
-                known[key] = collectives.of_way(meeting.scheduled).alone_s
+                known[key] = collectives.of_way(meeting.schedule).alone_s
             for each in meeting.classes:
                 alone_s[each.index][label] = known[key]
     return least_chance(scenario) * max(
@@ -56,15 +56,15 @@ def met_step_time_s(scenario: Scenario, program: Program, collectives: Collectiv
 
 
 def least_chance(scenario: Scenario) -> float:
-    """Return the least factor by which chance changes what a step takes.
+    """Return the least random factor of a step's time.
 
-    Also of steps that only links hold up: they end a little earlier or later than the one before.
+    It also applies to steps limited only by links: they end a little earlier or later than the one before.
     """
     return min(chance_of(scenario.cluster.type_of(rank)) for rank in range(scenario.ranks))
 
 
-def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: Collectives) -> dict[str, float]:
-    """Return how long each collective of a rank takes at least."""
+def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: CollectiveBounds) -> dict[str, float]:
+    """Return the least time of each collective of a rank."""
     found: dict[str, float] = {}
     known: dict[int, float] = {}  # equal micro-batches share their collectives
     for task in tasks:
@@ -78,7 +78,7 @@ def _alone_s(program: Program, tasks: Sequence[Task], rank: int, collectives: Co
 
 
 def role_time_s(tasks: Sequence[Task], alone_s: Mapping[str, float]) -> float:
-    """Return when a rank's compute stream is through, where collectives take so long.
+    """Return the end of a rank's compute stream, where collectives take the given times.
 
     >>> work = Task("a", "forward", duration_s=2.0)
     >>> send = Task("s", "exposed_communication", "communication", communication="c", after=("a",))
@@ -114,22 +114,24 @@ def role_time_s(tasks: Sequence[Task], alone_s: Mapping[str, float]) -> float:
 
 
 def peaks(program: Program) -> list[tuple[int, Mapping[str, float]]] | None:
-    """Return the first rank of each role and the most that it holds, by category, where that hangs on no clock.
+    """Return the first rank of each role and its memory peak by category, where that does not depend on time.
 
-    That is where its compute stream alone takes and gives back memory; None where others do as well.
+    That is where only its compute stream allocates and frees memory; None where others do as well.
     """
     found: list[tuple[int, Mapping[str, float]]] = []
     for role, tasks in enumerate(program.tasks):
         if any(task.need.peak or task.need.kept for task in tasks if task.stream != "compute"):
             return None
         own = [task for task in tasks if task.stream == "compute"]
-        memory = Memory(dict(program.persistent[role])).through(own * STEPS)
+        memory = MemoryTracker(dict(program.persistent[role])).after_tasks(own * STEPS)
         found.append((program.role_of.index(role), memory.peak))
     return found
 
 
 def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int, Mapping[str, float]]]) -> float:
-    """Return how full the fullest device is at least, by what is allocated and what is outside of the allocator."""
+    """Return the least fraction of memory used on the fullest device, by allocated memory and memory outside the
+    allocator.
+    """
     found = 0.0
     for rank, peak in peak_of:
         device = scenario.cluster.type_of(rank)
@@ -139,7 +141,7 @@ def full_ratio(scenario: Scenario, program: Program, peak_of: Sequence[tuple[int
 
 
 def busy_s(scenario: Scenario, program: Program) -> list[float]:
-    """Return how long each rank computes at least."""
+    """Return the least compute time of each rank."""
     by_role = [
         sum(task.duration_s for task in tasks if task.stream == "compute" and task.communication is None)
         for tasks in program.tasks

@@ -1,4 +1,4 @@
-"""What each rank runs of a model, and how much of the batch: what bounds of time and of memory have in common."""
+"""The part of the model and of the batch that each rank runs under a plan, shared by all bounds."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -16,23 +16,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a rank runs of the model."""
+    """The part of the model that a rank runs."""
 
     key: Hashable
     layers: tuple[LayerInstance, ...]
     wholes: tuple[Layer | None, ...]
-    """Of each layer that is a slice: what it is a slice of."""
+    """For each layer that is a slice, the whole layer."""
     ratio: float = 1.0
-    """Of these layers, no less than this is run and held."""
+    """Least fraction of these layers that is run and held."""
 
     @cached_property
     def elements(self) -> float:
-        """Parameters."""
+        """Number of parameter elements."""
         return self.ratio * sum(instance.layer.elements for instance in self.layers)
 
 
-class Parts:
-    """The parts of one workload on one cluster by plan; what many plans have in common is found once."""
+class ModelParts:
+    """Parts of one workload on one cluster by plan; values shared by many plans are computed once."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -43,7 +43,7 @@ class Parts:
         self.value, self.master = value_bytes(scenario.workload), master_bytes(scenario.workload)
         self.layers = unrolled(scenario.workload.model)
         self.whole = Part("whole", self.layers, (None,) * len(self.layers))
-        self._found: dict[Hashable, object] = {}
+        self._memo: dict[Hashable, object] = {}
 
     def policies(self, plan: Plan) -> Policies:
         """Return the plan with every policy resolved; raise UserError where it does not suit the devices."""
@@ -62,7 +62,7 @@ class Parts:
         return replace(self.scenario, plan=plan)
 
     def part(self, plan: Plan, policies: Policies, rank: int) -> Part:
-        """Return what a rank runs; raise UserError where the model cannot be cut so."""
+        """Return the part of a rank; raise UserError where the model cannot be cut so."""
         whole = self.whole.wholes
         if policies.pp > 1:
             place = policies.mesh.place(rank).pp
@@ -75,7 +75,7 @@ class Parts:
         parts = self._slice_shares(plan, policies)
         position = rank % policies.tp if policies.slices == "shares" else 0
         key = ("slice", parts, position)
-        return self.once(key, lambda: self._sliced(key, parts, position))
+        return self.once(key, lambda: self._new_slice(key, parts, position))
 
     def _slice_shares(self, plan: Plan, policies: Policies) -> tuple[float, ...]:
         if policies.slices != "shares":
@@ -83,7 +83,7 @@ class Parts:
         key = ("slice shares", plan.shares.shards, policies.tp)
         return self.once(key, lambda: self.with_plan(plan).slice_shares)
 
-    def _sliced(self, key: Hashable, parts: Sequence[float], position: int) -> Part:
+    def _new_slice(self, key: Hashable, parts: Sequence[float], position: int) -> Part:
         if not self.model.sliced_layers:
             raise UserError("the model does not say how its blocks are cut")
         if any(layer.units and layer.units < len(parts) for layer in self.model.sliced_layers):
@@ -106,7 +106,7 @@ class Parts:
         return stages
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returns, which is called once for a key."""
-        if key not in self._found:
-            self._found[key] = make()
-        return cast(T, self._found[key])
+        """Return the value of `make`, computed once per key."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(T, self._memo[key])
