@@ -1,4 +1,4 @@
-"""Which methods and policies combine on a scenario's cluster and model, found by checking each combination."""
+"""Support matrix: the methods and policies that combine on a cluster and model, found by checking each combination."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

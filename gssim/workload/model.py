@@ -3,7 +3,7 @@
 [Note: units] A block that can be cut among ranks (tensor parallelism) is cut in units: an attention head with its part
 of the perceptron's columns, or a norm group's channels. The layers of `Model.sliced_layers` are traced with their
 blocks cut: each quantity is a polynomial in b and s for the part that every rank has, and another that counts once for
-each of the u units on the rank. `gssim.plan.tensor_slices` makes ordinary layers of them.
+each of the u units on the rank. `gssim.scenario.tensor_slices` makes ordinary layers of them.
 """
 
 from collections import Counter

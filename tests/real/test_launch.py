@@ -431,7 +431,7 @@ def test_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
     """Of ranks that do not train, the same is shown in test_watch.py."""
     (tmp_path / "temporary").mkdir()
     changes = [f"workload.model={files / 'lingers'}.toml", "run.steps=900000", *DENSE]
-    options = ("--timeout", STOPPED_AFTER_S, *overrides(changes))
+    options = ("--trust-code", "--timeout", STOPPED_AFTER_S, *overrides(changes))
     line, environment, marker = command(files, "gsreal", "run", files / "scenario.toml", *options)
     started = tmp_path / "started"
     environment |= {"STARTED": str(started), "TMPDIR": str(tmp_path / "temporary")}
@@ -451,7 +451,7 @@ def test_a_stopped_rank_is_named_within_the_time_out(files, tmp_path):
     assert time.monotonic() - stopped_s < STOPPED_AFTER_S + 10
     (told,) = without_progress(stderr)
     assert told.startswith(
-        f"gsreal: no rank has made progress for {STOPPED_AFTER_S} s (--timeout): rank 1 is stopped (step "
+        f"gsreal: no rank has made progress for {STOPPED_AFTER_S} s (--timeout): rank 1 is stopped ("
     )
     assert left_over(marker) == []
     assert list((tmp_path / "temporary").iterdir()) == []
