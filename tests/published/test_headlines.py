@@ -127,7 +127,7 @@ def test_a_pipelines_bubble_is_part_of_what_scaling_loses():
 @pytest.mark.slow
 @pytest.mark.xfail(
     strict=True,
-    reason="22 % too fast: a micro-batch is predicted at 0.171 s, the published steps differ by 0.18 to 0.21 s for each",
+    reason="22 % too fast: a micro-batch is predicted at 0.171 s, the published steps differ by 0.18 to 0.21 s each",
 )
 def test_simulated_steps_of_megatron_turing_nlg_are_near_the_published_ones():
     """To 7 %, on devices whose two fitted numbers come from two other rows (Narayanan et al. 2021)."""
