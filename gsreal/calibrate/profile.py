@@ -251,13 +251,7 @@ def _profile(
     for instance in unrolled(model):
         members[instance.layer.name].append(instance.index)
     sizes = sorted(times)
-    # a phase's time without hooks at every layer over its time with them, measured in turns
-    scales = {
-        (b, phase): statistics.median(step.unobserved[phase] for step in times[b])
-        / statistics.median(step.observed_s(phase) for step in times[b])
-        for b in sizes
-        for phase in ("f", "b")
-    }
+    scales = {(b, phase): _unobserved_ratio(times[b], phase) for b in sizes for phase in ("f", "b")}
     layers: dict[str, Any] = {}
     for name, indices in members.items():
         entry = {}
@@ -280,6 +274,12 @@ def _profile(
     if model.input.kind == "tokens":
         profile["sequence_length"] = settings.sequence_length
     return profile
+
+
+def _unobserved_ratio(steps: list[_Step], phase: str) -> float:
+    """Return a phase's time without hooks at every layer over its time with them, measured in turns."""
+    unobserved_s = statistics.median(step.unobserved[phase] for step in steps)
+    return unobserved_s / statistics.median(step.observed_s(phase) for step in steps)
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -147,7 +147,11 @@ def test_weighted_means_of_the_ranks_are_the_whole_batchs_loss():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (GPT, {"data": "digits"}, "a model of 256 tokens cannot read 'digits'; bytes need a vocabulary of 256"),
+        (
+            GPT,
+            {"data": "digits"},
+            "vocabulary of 256 cannot read 'digits'; bytes need a vocabulary of 256",
+        ),
         (RESNET, {"data": "stdlib-bytes"}, "the digits are images of 1x8x8 in 10 classes, the model takes others"),
     ],
 )

@@ -546,7 +546,9 @@ def test_a_cluster_of_gpus_on_a_machine_without(refusal):
 def test_data_that_the_model_cannot_read(refusal, files):
     for command_name in ("run", "gradients"):
         line = refusal(command_name, files / "scenario.toml", "--set", "workload.data=digits")
-        assert line.startswith(f"{files / 'scenario.toml'}: workload.data: a model of 256 tokens cannot read 'digits'")
+        assert line.startswith(
+            f"{files / 'scenario.toml'}: workload.data: a model with a vocabulary of 256 cannot read 'digits'"
+        )
 
 
 @pytest.mark.parametrize("thresholds", ["-1", "none", "", "0,0", "0,nan", "inf", "1e-3,"])
