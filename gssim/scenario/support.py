@@ -56,7 +56,7 @@ def supported(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[Support]:
             try:
                 changed = [*overrides, *overrides_of(asked)]
                 scenario = load_scenario(path, changed, gradients_needed=False, shared=shared).scenario
-                for kind in dict.fromkeys(device.type for device in scenario.cluster.devices):
+                for kind in dict.fromkeys(device.type for device in scenario.cluster.devices[: scenario.ranks]):
                     sample_costs(scenario.cluster.device_types[kind], scenario.workload)
                 reason = None
             except UserError as error:
