@@ -23,7 +23,7 @@ def measure(settings: Settings, *, ranks: int) -> dict[str, Any]:
     """Return the measurements of the micro-benchmarks on `ranks` ranks of this machine."""
     with scratch_folder("gsreal-run-") as folder:
         file = Path(folder, "measured.json")
-        launch("gsreal.benchmarks", [json.dumps(asdict(settings)), str(file)], ranks=ranks, guard=GUARD)
+        launch("gsreal.calibrate", [json.dumps(asdict(settings)), str(file)], ranks=ranks, guard=GUARD)
         measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return measured
 

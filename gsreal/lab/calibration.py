@@ -172,7 +172,7 @@ def _measured(lab: Lab, settings: Settings, *, shaped: bool = False) -> dict[str
         file = Path(folder, "measured.json")
         arguments = [json.dumps(asdict(settings)), str(file)]
         with unwinding(), built(lab.network, shaped=shaped) as network:
-            run_ranks(lab.network, lab.places, "gsreal.benchmarks", arguments, check=network.check, guard=GUARD)
+            run_ranks(lab.network, lab.places, "gsreal.calibrate", arguments, check=network.check, guard=GUARD)
         measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return measured
 

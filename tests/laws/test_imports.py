@@ -1,5 +1,7 @@
 """Who may import whom, and what importing costs."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +31,24 @@ def test_the_contracts_of_imports_are_kept():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert ended.returncode == 0, ended.stdout
     assert " 0 broken" in ended.stdout
+
+
+NAMED = re.compile(r"(?:gssim|gsreal|analysis)(?:\.[A-Za-z_]\w*)+")
+
+
+def test_modules_that_the_code_names_in_texts_exist():
+    """Ranks are started by the names of modules, which no type checker sees."""
+    missing = []
+    for file in sorted(path for package in ("gssim", "gsreal", "analysis") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED.fullmatch(node.value):
+                module, _, attribute = node.value.rpartition(".")
+                places = [ROOT / name.replace(".", "/") for name in (node.value, module)]
+                found = places[0].is_dir() or places[0].with_suffix(".py").is_file()
+                if not found and not (places[1].with_suffix(".py").is_file() or (places[1] / "__init__.py").is_file()):
+                    missing.append(f"{file.relative_to(ROOT)}: {node.value}")
+                elif not found and attribute.islower() and places[1].is_dir():
+                    text = (places[1] / "__init__.py").read_text(encoding="utf-8")
+                    if attribute not in text:
+                        missing.append(f"{file.relative_to(ROOT)}: {node.value}")
+    assert missing == []
