@@ -1,4 +1,4 @@
-"""NCCL's measured times against `gssim.collectives.nccl`: four constants fitted on every other size, errors of the rest."""
+"""NCCL's measured times against `gssim.collectives.nccl`: constants fitted on every other size, tested on the rest."""
 
 import csv
 import os
