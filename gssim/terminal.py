@@ -1,36 +1,33 @@
 """Terminal output and exit of commands: tables of results, progress, error lines on stderr and exit codes."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from statistics import median
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
-
-from gssim.result import Result
-from gssim.units import human_bytes, human_seconds, one_line
-
-if TYPE_CHECKING:
-    import polars
 import contextlib
 import errno
 import functools
 import inspect
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from gssim.errors import RunFailedError, UserError
 from gssim.limits import lift, restored
+from gssim.result import Result
+from gssim.units import human_bytes, human_seconds, one_line
+
+if TYPE_CHECKING:
+    import polars
 
 PIPE_WIDTH = 140
 """Width of the output to a file or pipe."""
