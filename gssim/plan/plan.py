@@ -195,8 +195,6 @@ class Plan:
     """Transport of reduce-scatters, all-gathers and pushes: point-to-point messages, in rings and exchanges of our own,
     or the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes)
     and for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
-    prefetch: Count | None = None
-    """Not implemented: only its default is allowed."""
 
     @property
     def sends_by_data(self) -> bool:
