@@ -42,6 +42,10 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         del data["network"]
     if scenario.run.evaluate_every_steps is None:
         del data["run"]["evaluate_every_steps"]
+    if not scenario.run.extrapolate_micro_batches:
+        del data["run"]["extrapolate_micro_batches"]
+    if scenario.workload.gradient_precision is None:
+        workload.pop("gradient_precision")
     if not scenario.run.slowdowns:
         del data["run"]["slowdowns"]
     if not scenario.plan.shares.replan:
@@ -101,6 +105,8 @@ def _identity_of_workload(workload: Workload, shared: Shared) -> str:
     data: dict[str, Any] = _plain(workload, leave_out={"model", "gradients", "data"})
     if data["optimizer_implementation"] == "default":
         del data["optimizer_implementation"]  # absent from the identities of earlier results
+    if data["gradient_precision"] is None:
+        del data["gradient_precision"]
     model = shared.once("question of model", Same(workload.model), lambda: _text(_identity_of_model(workload.model)))
     return _joined({key: _text(value) for key, value in data.items()} | {"model": model})
 
@@ -122,6 +128,8 @@ def _identity_of_run(scenario: "Scenario") -> dict[str, Any]:
     """Return the fields of the run, and of rebalancing in it, that are part of the identity."""
     run: dict[str, Any] = _plain(scenario.run)
     del run["evaluate_every_steps"]  # it changes neither the steps nor what they cost
+    if not scenario.run.extrapolate_micro_batches:
+        del run["extrapolate_micro_batches"]
     if not scenario.run.slowdowns:
         del run["slowdowns"]
     if scenario.plan.shares.replan:
