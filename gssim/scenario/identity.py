@@ -156,7 +156,9 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     for table, key, is_absent in (
         (data, "network", not scenario.network),
         (data["run"], "evaluate_every_steps", run.evaluate_every_steps is None),
+        (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
         (data["run"], "slowdowns", not run.slowdowns),
+        (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
