@@ -31,6 +31,8 @@ class Method:
     """Where the plan sizes no axis: shards inside hosts, replicas across hosts."""
     in_pipelines: bool = False
     """Can run in the stages of a pipeline."""
+    searched: bool = True
+    """`gssim search` tries it by default: it is no other name of a method, and gradients keep their precision."""
 
     @property
     def is_gradient_sharding(self) -> bool:
@@ -85,7 +87,7 @@ METHODS: dict[str, Method] = {
             gradient_sync="micro-batch",
         ),
         Method("zero3", "ZeRO stage 3: parameters, gradients and states are sharded.", "FSDP2", **_FULLY_SHARDED),
-        Method("fsdp", "The same as zero3.", "FSDP2", **_FULLY_SHARDED),
+        Method("fsdp", "The same as zero3.", "FSDP2", searched=False, **_FULLY_SHARDED),
         Method(
             "hsdp",
             "Hybrid sharding: zero3 inside hosts, replicas across them.",

@@ -134,6 +134,10 @@ class ShareRules:
     """Options of `replan`."""
 
 
+ABSENT_AT_DEFAULT = ("zero1_implementation",)
+"""Keys of a plan that earlier results lack: at their default they are part of neither a Result nor an identity."""
+
+
 @spec
 class Plan:
     """The parallelization of a training: a method, and any policy that overrides the method's."""

@@ -12,7 +12,7 @@ from gssim.cache import Same, Shared
 from gssim.cluster import Cluster
 from gssim.cluster.topology import structure_of
 from gssim.gradient_statistics import GradientStatistics
-from gssim.plan import Plan, Publish
+from gssim.plan import ABSENT_AT_DEFAULT, Plan, Publish
 from gssim.workload import Model, Workload
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         del data["plan"]["shares"]["replanning"]
     if scenario.plan.ranks is None:
         del data["plan"]["ranks"]
-    if scenario.plan.zero1_implementation == "torch":
-        del data["plan"]["zero1_implementation"]
-    return data
+    return data | {"plan": _without_new_defaults(scenario.plan, data["plan"])}
 
 
 KEYS = ("name", "question", "cluster", "workload", "plan", "network", "run")
@@ -133,12 +131,18 @@ def _identity_of_plan(plan: Plan, *, publish_overlaps: bool) -> dict[str, Any]:
     """Return a plan as plain data, without the defaults that are absent from the identities of earlier results."""
     data: dict[str, Any] = _plain(plan)
     del data["exchange"], data["ranks"]  # the resolved plan has the number of ranks
-    if plan.zero1_implementation == "torch":
-        del data["zero1_implementation"]
+    data = _without_new_defaults(plan, data)
     default: dict[str, Any] = _plain(Publish())
     publish = data["publish"] | {"overlap": publish_overlaps or None}
     data["publish"] = {key: value for key, value in publish.items() if key == "threshold" or value != default[key]}
     return data
+
+
+def _without_new_defaults(plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan's plain data without the keys of `ABSENT_AT_DEFAULT` that are at their default."""
+    default = Plan(method=plan.method)
+    unset = {key for key in ABSENT_AT_DEFAULT if getattr(plan, key) == getattr(default, key)}
+    return {key: value for key, value in data.items() if key not in unset}
 
 
 def _structure(cluster: Cluster, ranks: int) -> dict[str, Any]:
