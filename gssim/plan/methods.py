@@ -21,6 +21,8 @@ class Method:
     optimizer_state: str
     partition: str = "data"
     gradient_sync: str = "step"
+    compress: str | None = None
+    """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     push_axis: str = "dp_shard"
     """Data axis along which gradients are pushed to their owners."""
     slices: str = "even"
@@ -76,6 +78,16 @@ METHODS: dict[str, Method] = {
             optimizer_state="sharded",
             axis="dp_replicate",
             in_pipelines=True,
+        ),
+        Method(
+            "half",
+            "Data parallelism: gradients are all-reduced in buckets that are cast to bf16 or fp16.",
+            "DistributedDataParallel with bf16_compress_hook or fp16_compress_hook",
+            gradients="all-reduce",
+            compress="bf16",
+            axis="dp_replicate",
+            searched=False,
+            **_REPLICATED,
         ),
         Method(
             "zero2",

@@ -49,6 +49,9 @@ class Policies:
     method and is therefore no part of a scenario's identity.)"""
     publish_overlaps: bool = field(default=False, repr=False)
     """Whether the next forward begins while published parameters are in flight."""
+    compress: str | None = field(default=None, repr=False)
+    """16-bit format in which buckets of gradients are all-reduced. It follows from the plan's method and key, which are
+    part of the identity."""
     exchange: str = field(default="backend", repr=False)
     """`point-to-point` or `backend`. Not in the repr: the scenario's identity, which uses the repr, adds it itself."""
 
@@ -114,6 +117,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         **policies | _axes(plan, devices, hosts),
         push_axis=method.push_axis,
         slices=method.slices,
+        compress=plan.compress or method.compress,
         publish_overlaps=_publish_overlaps(plan, policies),
     )
 
@@ -211,6 +215,8 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a combination of policies that is not implemented; nothing is ignored silently."""
     _refuse_combination(plan, policies, file)
+    if policies.compress:
+        _refuse_compression(plan, policies, file)
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
@@ -242,6 +248,25 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{file}: plan.tp = {policies.tp}: cannot run yet beside plan.partition = 'weight-gradient'; "
             "allowed today: 1"
+        )
+
+
+def _refuse_compression(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse compressed all-reduces of gradients where no buckets are all-reduced, and what cannot be combined yet."""
+    asked = f"plan.compress = '{plan.compress}'" if plan.compress else f"plan.method = '{plan.method}'"
+    if policies.gradients != "all-reduce":
+        names = [name for name, method in METHODS.items() if method.gradients == "all-reduce"]
+        raise UserError(
+            f"{file}: {asked}: with method '{plan.method}' and gradients = '{policies.gradients}' no buckets are "
+            f"all-reduced; allowed with {', '.join(names)}"
+        )
+    if policies.pp > 1:
+        raise UserError(
+            f"{file}: {asked}: gradients of a pipeline's replicas cannot be compressed yet; allowed with plan.pp = 1"
+        )
+    if plan.zero1_implementation == "deepspeed":
+        raise UserError(
+            f"{file}: {asked}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed with 'torch'"
         )
 
 
