@@ -5,7 +5,7 @@ from gssim.program.optimizer import workspaces
 from gssim.program.owned import owned_layers
 from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.sharded import Tensors, units
-from gssim.program.task import Issue, MicroBatch, Program, Task
+from gssim.program.task import Issue, MicroBatch, Program, Task, TaskId
 from gssim.program.tensor_slices import unmeasured_host_time
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "StepTraffic",
     "Steps",
     "Task",
+    "TaskId",
     "Tensors",
     "lower",
     "lowering_key",

@@ -1,14 +1,10 @@
 """Gradient policies of replicated parameters: gradients kept local, or all-reduced in buckets as in DDP."""
 
-from dataclasses import replace
-
 from gssim import cost
 from gssim.collectives import Communication
-from gssim.program.compute import insert_after, part_at
+from gssim.program.compute import BackwardParts
 from gssim.program.lowering import Lowering
-from gssim.program.task import MicroBatch, Task
-
-REDUCTION = "all-reduce"
+from gssim.program.task import MicroBatch, Task, TaskId, collective_task
 
 
 def keep_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batch: MicroBatch) -> list[Task]:
@@ -25,29 +21,26 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
     if micro_batch.first or micro_batch.sent_before:
         broadcasts = []
         for number, buffer_bytes in enumerate(low.scenario.workload.model.buffer_bytes):
-            name = f"broadcast buffers {number}"
-            low.communications[name] = Communication("broadcast", low.group, buffer_bytes)
-            broadcasts.append(Task(name, "exposed_communication", communication=name))
+            broadcast = Communication("broadcast", low.group, buffer_bytes)
+            broadcasts.append(collective_task(TaskId("broadcast-buffers", part=number), broadcast))
         tasks = [*broadcasts, *tasks]
     if not micro_batch.sends_gradients:
         return tasks
     device = low.device(rank)
-    labels = []
+    parts, reductions = BackwardParts(low, tasks), []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
-        name = f"{REDUCTION} bucket {bucket.index}"
-        low.communications[name] = Communication("all-reduce", low.group, size)
-        index = part_at(low, tasks, bucket.complete)
-        copied = replace(tasks[index], duration_s=tasks[index].duration_s + cost.copy_time_s(device, size))
-        tasks[index] = copied
+        index = parts.at(bucket.complete)
+        copied = parts.lengthen(index, cost.copy_time_s(device, size))
         stream = "communication" if low.scenario.plan.overlap else "compute"
-        task = Task(name, "exposed_communication", stream, communication=name, after=(copied.label,))
-        insert_after(tasks, index, [task])
-        labels.append(name)
-    tasks.append(Task(f"wait for {REDUCTION}", "exposed_communication", after=tuple(labels)))
-    return tasks
+        exchange = Communication("all-reduce", low.group, size)
+        task = collective_task(TaskId("all-reduce", bucket=bucket.index), exchange, stream, after=(copied,))
+        parts.insert_after(index, [task])
+        reductions.append(task.id)
+    wait = Task(TaskId("all-reduce", "wait"), "exposed_communication", after=tuple(reductions))
+    return [*parts.merged(), wait]
 
 
 def is_reduction(task: Task) -> bool:
     """Return whether a task reduces gradients over the replicas, or waits for that."""
-    return task.label.startswith((f"{REDUCTION} bucket", f"wait for {REDUCTION}"))
+    return task.id.op == "all-reduce" and (task.id.bucket is not None or task.id.action == "wait")
