@@ -44,11 +44,12 @@ class TaskSpan(NamedTuple):
     def span(self, zero_s: float = 0.0) -> Span:
         """Return the interval as shown, in seconds since `zero_s`."""
         if self.awaited is None or self.task.action == "wait":
-            label, operation = self.task.label, self.task.operation_text
+            label, general = self.task.label, self.task.general_labels
         else:
-            label, operation = f"wait {self.awaited.label}", ""
+            label = f"wait {self.awaited.label}"
+            general = tuple(f"wait {each}" for each in self.awaited.general_labels)
         start_s, end_s = self.start_s - zero_s, self.end_s - zero_s
-        return Span(self.rank, self.stream, label, self.phase, start_s, end_s, operation)
+        return Span(self.rank, self.stream, label, self.phase, start_s, end_s, general)
 
 
 @dataclass(frozen=True, eq=False)

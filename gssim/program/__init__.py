@@ -7,6 +7,7 @@ from gssim.program.passes import Steps, StepTraffic, lower, lowering_key
 from gssim.program.sharded import Tensors, units
 from gssim.program.task import Issue, MicroBatch, Program, Task, TaskId
 from gssim.program.tensor_slices import unmeasured_host_time
+from gssim.program.text import program_table, program_text, read_tasks
 
 __all__ = [
     "Issue",
@@ -21,6 +22,9 @@ __all__ = [
     "lower",
     "lowering_key",
     "owned_layers",
+    "program_table",
+    "program_text",
+    "read_tasks",
     "units",
     "unmeasured_host_time",
     "workspaces",

@@ -158,11 +158,6 @@ class TaskId(NamedTuple):
         return TaskId(self.op, action, *self[2:])
 
     @property
-    def operation_text(self) -> str:
-        """The operation in words, as timelines of real runs have it where they do not distinguish layers."""
-        return _OPERATION_TEXTS.get(self.op, self.op)
-
-    @property
     def label(self) -> str:
         """Text shown in traces, timelines and messages: the same as in a real run's trace. It is never taken apart.
 
@@ -174,10 +169,24 @@ class TaskId(NamedTuple):
         """
         return " ".join(filter(None, (*self._what(), *self._whose())))
 
+    @property
+    def general_labels(self) -> tuple[str, ...]:
+        """Labels that distinguish less than its own, those that distinguish most first.
+
+        >>> TaskId("push", bucket=2, micro_batch=1).general_labels
+        ('push bucket 2', 'push')
+        """
+        general = (
+            TaskId(*self[:7], stage=self.stage if self.op in ("activation", "gradient") else None),
+            TaskId(self.op, self.action, bucket=self.bucket),
+            TaskId(self.op, self.action, stage=self.stage),
+        )
+        return tuple(label for label in dict.fromkeys(each.label for each in general) if label != self.label)
+
     def _what(self) -> Iterator[str]:
         """Yield what it does, to what."""
         yield _ACTION_TEXTS.get(self.action, self.action)
-        yield self.operation_text
+        yield _OPERATION_TEXTS.get(self.op, self.op)
         before = self.op == "all-reduce"
         if before:
             yield self.during

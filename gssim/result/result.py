@@ -52,8 +52,8 @@ class Span(NamedTuple):
     phase: str
     start_s: float
     end_s: float
-    operation: str = ""
-    """The label without what distinguishes layers, buckets and micro-batches; empty where it is not known."""
+    general_labels: tuple[str, ...] = ()
+    """Labels that distinguish less, those that distinguish most first; empty where they are not known."""
 
 
 class Interval(Protocol):
