@@ -18,7 +18,7 @@ from gssim.terminal import INTERRUPTED, run_command_line
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
 
-EXTRA = frozenset({"polars", "matplotlib", "networkx", "tomli_w"})
+EXTRA = frozenset({"polars", "matplotlib", "networkx", "jinja2", "markupsafe", "tomli_w"})
 """Packages of the extra `gssim[analysis]`; imported inside commands, so that a missing one can be named."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from analysis.charts import timeline
 from analysis.charts.drawing import Chart
 from analysis.compare.table import method_of, name_of, peaks_by_rank
@@ -75,7 +77,7 @@ def evidence_part(contents: Contents) -> Part:
     return Part("What was measured, and what is only predicted", body)
 
 
-def _result_table(title: str, results: Sequence[Result]) -> str:
+def _result_table(title: str, results: Sequence[Result]) -> Markup:
     """Return a table of Results that are only predicted, or only measured."""
     rows: list[list[Cell]] = [
         [
@@ -91,7 +93,7 @@ def _result_table(title: str, results: Sequence[Result]) -> str:
     left_out = len(rows) - MOST_ROWS
     heads = ("step", "samples/s", "peak memory", "pushed")
     columns = [Column("scenario", False), Column("method", False), *(Column(head) for head in heads)]
-    more = paragraph(f"{counted(left_out, 'more scenario')}.", "soft") if left_out > 0 else ""
+    more = paragraph(f"{counted(left_out, 'more scenario')}.", "soft") if left_out > 0 else Markup()
     return table(f"Scenarios that are {title}", columns, rows[:MOST_ROWS]) + more
 
 
@@ -101,10 +103,10 @@ def provenance_part(contents: Contents) -> Part:
     predicted += [file.result for file in contents.only_predicted]
     measured = [result for each in contents.comparisons for result in each.measured]
     measured += [file.result for file in contents.only_measured]
-    body = ""
+    body = Markup()
     for title, results in (("Predicted by", predicted), ("Measured on", measured)):
         if results:
-            body += f"<h3>{title}</h3>\n{terms(_facts(results))}"
+            body += Markup("<h3>{}</h3>\n{}").format(title, terms(_facts(results)))
     body += _calibrations(contents)
     files = [f"Table {sweep.name}{f', of the sweep {sweep.sweep}' if sweep.sweep else ''}" for sweep in contents.sweeps]
     files += [f"Comparison {each.place}, without its Results" for each in contents.comparisons if not each.predicted]
@@ -151,18 +153,18 @@ def _listed(key: str, values: list[Any]) -> Iterable[tuple[str, str]]:
         yield key, str(len(values))
 
 
-def _calibrations(contents: Contents) -> str:
+def _calibrations(contents: Contents) -> Markup:
     """Return a table of the calibrations; of more than `MOST_CALIBRATIONS`, the most used ones."""
     counts = _uses(contents)
     if not counts:
-        return ""
+        return Markup()
     often = sorted(counts, key=lambda identity: (-sum(counts[identity]), identity))[:MOST_CALIBRATIONS]
     rows: list[list[Cell]] = [[each, *(f"{n:,}" if n else "" for n in counts[each])] for each in sorted(often)]
     heads = ("predicted", "measured", "points of sweeps")
     columns = [Column("calibration", False), *(Column(head) for head in heads)]
     left_out = len(counts) - len(rows)
     return table("Calibrations: rates, profiles and statistics, by the id that is in every Result", columns, rows) + (
-        paragraph(f"{left_out:,} more, of no more points each, are left out here.", "soft") if left_out else ""
+        paragraph(f"{left_out:,} more, of no more points each, are left out here.", "soft") if left_out else Markup()
     )
 
 
@@ -196,10 +198,10 @@ def report(folder: Path) -> str:
     for study in contents.studies:
         parts += study_parts(study)
     if contents.overlays:
-        parts.append(Part("One step, predicted above measured", "", tuple(map(_overlay, contents.overlays))))
+        parts.append(Part("One step, predicted above measured", parts=tuple(map(_overlay, contents.overlays))))
     parts += [evidence_part(contents), provenance_part(contents)]
     several = len(questions) > 1
-    lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else ""
+    lead = paragraph("The questions:", "lead") + bullets(questions[:MOST_QUESTIONS]) if several else Markup()
     return document(title, lead, _with_unique_titles(parts))
 
 

@@ -1,5 +1,7 @@
 """The report's parts on a study of thresholds: findings, table of variants, pictures."""
 
+from markupsafe import Markup
+
 from analysis.html_report.contents import Training
 from analysis.html_report.markup import Cell, Column, Part, bullets, density, picture, png_size, seconds, table
 
@@ -21,11 +23,11 @@ def study_parts(found: Training) -> list[Part]:
         charts.append(Part(title, picture(content, "png", words, title=title, size=png_size(content))))
     return [
         Part(f"What the study found: {found.place}", bullets(found.findings) + _table(found)),
-        *([Part(f"Charts of the study: {found.place}", "", tuple(charts))] if charts else []),
+        *([Part(f"Charts of the study: {found.place}", parts=tuple(charts))] if charts else []),
     ]
 
 
-def _table(study: Training) -> str:
+def _table(study: Training) -> Markup:
     lines: list[list[Cell]] = []
     for row in study.rows:
         control = row.get("control") == "True"
