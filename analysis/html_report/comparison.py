@@ -9,8 +9,7 @@ from markupsafe import Markup
 from analysis.charts import comparison_charts
 from analysis.charts.step_phases import longest_phase
 from analysis.compare.comparison import medians
-from analysis.compare.groups import ALL, error_column, variant_of, worst_of
-from analysis.compare.targets import Target, targets
+from analysis.compare.groups import ALL, Target, error_column, targets, variant_of, worst_of
 from analysis.html_report.contents import Comparison
 from analysis.html_report.markup import (
     Cell,

@@ -14,7 +14,7 @@ from analysis.compare.table import method_of, name_of, peaks_by_rank
 from analysis.compare.timeline import with_common_labels
 from analysis.html_report.comparison import comparison_parts
 from analysis.html_report.comparison import summary as comparison_summary
-from analysis.html_report.contents import Contents, Overlay, contents_of
+from analysis.html_report.contents import Contents, Overlay, Training, contents_of
 from analysis.html_report.markup import (
     Cell,
     Column,
@@ -27,12 +27,13 @@ from analysis.html_report.markup import (
     folded,
     paragraph,
     percent,
+    picture,
+    png_size,
     seconds,
     size,
     table,
     terms,
 )
-from analysis.html_report.study import study_parts
 from analysis.html_report.sweep import summary as sweep_summary
 from analysis.html_report.sweep import sweep_parts
 from gssim.result import Result
@@ -251,3 +252,63 @@ def _with_unique_titles(parts: list[Part]) -> list[Part]:
         number = f" ({seen[part.title]})" if seen[part.title] > 1 else ""
         numbered.append(Part(f"{part.title}{number}", part.body, part.parts))
     return numbered
+
+
+# Studies --------------------------------------------------------------------------------------------------------------
+
+TITLES = {
+    "loss_against_threshold": "What does a threshold cost in quality?",
+    "loss_against_bytes": "How much quality do fewer bytes cost?",
+    "loss_against_time": "Does a threshold gain time, and at which quality?",
+    "loss_by_step": "How do loss and density move during a run?",
+}
+
+
+def study_parts(found: Training) -> list[Part]:
+    """Return the parts of the report for a study: findings, a table of its variants, and its pictures."""
+    charts = []
+    for path in found.pictures:
+        content = path.read_bytes()
+        title = TITLES.get(path.stem, path.stem)
+        words = f"{title} The figures are in the table above. {' '.join(found.findings)}"
+        charts.append(Part(title, picture(content, "png", words, title=title, size=png_size(content))))
+    return [
+        Part(f"What the study found: {found.place}", bullets(found.findings) + _table(found)),
+        *([Part(f"Charts of the study: {found.place}", parts=tuple(charts))] if charts else []),
+    ]
+
+
+def _table(study: Training) -> Markup:
+    lines: list[list[Cell]] = []
+    for row in study.rows:
+        control = row.get("control") == "True"
+        lines.append(
+            [
+                f"{row['variant']} (control)" if control else row["variant"],
+                density(_number(row, "push_density")),
+                _interval(row, "loss_change", "{:+.3f}") or ("dense's own" if control else "not measured"),
+                f"{_number(row, 'loss_mean') or 0.0:.3f}",
+                seconds(_number(row, "step_time_mean_s")),
+                _interval(row, "speed_up", "{:.2f}") or "1",
+            ]
+        )
+    seeds = study.rows[0].get("seeds", "")
+    heads = (
+        "pushed",
+        "change of held-out loss from dense (nats)",
+        "held-out loss",
+        "step measured",
+        "speed beside dense",
+    )
+    columns = [Column("variant", False), *(Column(head) for head in heads)]
+    return table(f"Every variant, mean of {seeds} seeds; in brackets the 95 % interval", columns, lines)
+
+
+def _number(row: dict[str, str], column: str) -> float | None:
+    return float(row[column]) if row.get(column) else None
+
+
+def _interval(row: dict[str, str], name: str, form: str) -> str:
+    values = [_number(row, column) for column in (name, f"{name}_low", f"{name}_high")]
+    known = [form.format(value).replace("-", "\u2212") for value in values if value is not None]
+    return f"{known[0]} [{known[1]}, {known[2]}]" if len(known) == 3 else ""

@@ -9,17 +9,22 @@ from analysis.charts.drawing import Chart
 from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.panels import density_words, threshold_words
 from analysis.html_report.markup import Cell, Column, Part, counted, figure, folded, paragraph, seconds, size, table
-from analysis.sweep_tables.plans import (
+from analysis.sweep_tables import (
+    THRESHOLD,
     Layout,
     Place,
+    Row,
+    SweepTable,
     best_gain,
     by_setting,
     evenly_spaced,
     fastest,
+    is_control,
+    is_dense,
     layout_of,
+    peak_bytes,
     representative,
 )
-from analysis.sweep_tables.table import THRESHOLD, Row, SweepTable, is_control, is_dense, peak_bytes
 from gssim.result import PHASES
 
 MOST_SETTINGS = 40
