@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gssim.cache import Shared
 from gssim.errors import UserError
 from gssim.execution import processes, processes_with, usable_cores
-from gssim.files import scratch_folder
+from gssim.execution.files import scratch_folder
 from gssim.planner import Search, with_suggested_changes
 from gssim.result import Result
 from gssim.scenario import Loaded, Scenario, load_scenario, overrides_of

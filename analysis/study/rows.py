@@ -11,7 +11,7 @@ from typing import Any
 from analysis.study.effects import Effect, Spread, paired_difference, paired_ratio, spread
 from analysis.study.runs import Trained
 from analysis.study.study import Study
-from gssim.files import as_text_cell
+from gssim.execution.files import as_text_cell
 from gssim.result import Collective, Result
 
 SENT_ONCE = ("all-to-all-v", "send")

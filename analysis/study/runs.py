@@ -13,7 +13,7 @@ from typing import Any
 from analysis.study.study import LoadedStudy, Variant, on_network, slug
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import FileStore
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.result import Result, read_result
 from gssim.scenario import as_overrides, read_toml
 from gssim.simulation import simulate

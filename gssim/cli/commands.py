@@ -18,7 +18,7 @@ from gssim.cli.search_report import nothing_fits, print_found
 from gssim.cli.support_report import print_methods, print_support
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import dask_workers, processes, processes_with, usable_cores
-from gssim.files import write_text
+from gssim.execution.files import write_text
 from gssim.plan import METHODS
 from gssim.planner import Search, with_suggested_changes
 from gssim.result import chrome_trace, file_name

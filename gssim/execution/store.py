@@ -1,7 +1,7 @@
 """Stores of finished work, from which an interrupted command goes on: files of a folder, or lines of a file.
 
 Each item has a key, made of all that its value depends on; what has another key, or is damaged, is done again. One
-process at a time writes to a store: it holds the lock of the output (`gssim.files.locked`).
+process at a time writes to a store: it holds the lock of the output (`gssim.execution.files.locked`).
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from uuid import uuid4
 
 from gssim.errors import UserError
-from gssim.files import remove_partial, write_text
+from gssim.execution.files import remove_partial, write_text
 
 Item = TypeVar("Item")
 Record = dict[str, Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from gssim.files import read_json
+from gssim.execution.files import read_json
 from gssim.units import Amount, Finite, PositiveInt, spec, validated
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from gssim.cache import Shared
 from gssim.errors import RunFailedError, UserError
 from gssim.execution import SHOWN, FileStore, Workers, code_digest, processes
-from gssim.files import locked
+from gssim.execution.files import locked
 from gssim.result import Result, file_name, read_result
 from gssim.scenario.sweep import Point, is_rate
 from gssim.simulation import simulate

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gssim.cache import Shared
 from gssim.errors import MistakenNameError, RunFailedError, UserError
 from gssim.execution import RecordStore, Workers
-from gssim.files import locked, remove_partial
+from gssim.execution.files import locked, remove_partial
 from gssim.scenario.sweep import Point, Sweep, axis_keys
 from gssim.sweeps.inputs import Fingerprints, digest_of, packed
 from gssim.sweeps.predictions import Fault, answers, by_likeness, predicted

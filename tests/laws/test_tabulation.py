@@ -18,7 +18,7 @@ from strategies import write_files
 
 from gssim.errors import RunFailedError
 from gssim.execution import Alone, RecordStore
-from gssim.files import FOLDER_MARK
+from gssim.execution.files import FOLDER_MARK
 from gssim.scenario.sweep import Point, load_sweep, points_of
 from gssim.sweeps import (
     Fingerprints,

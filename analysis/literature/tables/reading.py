@@ -13,7 +13,7 @@ from analysis.literature.tables.megatron import megatron_tests
 from analysis.literature.tables.sailor import sailor
 from analysis.literature.tables.vtrain import vtrain
 from gssim.errors import UserError
-from gssim.files import read_rows
+from gssim.execution.files import read_rows
 
 Row = Mapping[str, str]
 Record = tuple[str, str, Run | SkippedError]
