@@ -18,7 +18,7 @@ from gssim.terminal import INTERRUPTED, run_command_line
 if TYPE_CHECKING:
     from analysis.compare.comparison import Joined
 
-EXTRA = frozenset({"polars", "matplotlib", "networkx"})
+EXTRA = frozenset({"polars", "matplotlib", "networkx", "jinja2", "markupsafe", "tomli_w"})
 """Packages of the extra `gssim[analysis]`; imported inside commands, so that a missing one can be named."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -36,12 +36,11 @@ def compare_command(
 ) -> None:
     """Join predictions with measurements of the same scenario: tables, comparison.csv, groups.csv and charts."""
     from analysis import charts
-    from analysis.compare.comparison import compare, join
+    from analysis.compare.comparison import compare, differences, join
     from analysis.compare.groups import group_table
     from analysis.compare.report import print_comparison
     from analysis.compare.rivals import rival_table
     from analysis.compare.table import find_results
-    from analysis.compare.versions import differences
     from gssim.sweeps import csv_of
 
     found = find_results(results)
@@ -80,7 +79,7 @@ def keys_command(
     ),
 ) -> None:
     """Print the reference of all keys of scenario, cluster, model, sweep and study files, in Markdown."""
-    from analysis.reference_page.page import page
+    from analysis.reference_page import page
 
     sys.stdout.write(page(folder))
 
@@ -116,7 +115,7 @@ def sweep_command(
     """Draw the charts of a sweep: step time by threshold, fastest plans, Pareto fronts, memory, scaling."""
     from analysis import charts
     from analysis.html_report.sweep import summary
-    from analysis.sweep_tables.table import read_table
+    from analysis.sweep_tables import read_table
 
     check_place(out / "memory_by_category.png")
     sweep = read_table(table)
@@ -181,11 +180,9 @@ def convergence_command(
 ) -> None:
     """Run the trainings of a study: quality against threshold, bytes and time, over several seeds."""
     from analysis import charts
-    from analysis.study.findings import findings_of
-    from analysis.study.report import print_study
+    from analysis.study.findings import findings_of, print_study
     from analysis.study.rows import rows_of, write_csv
-    from analysis.study.runs import train
-    from analysis.study.study import load_study
+    from analysis.study.study import load_study, train
 
     check_place(out / "convergence.csv")
     loaded = load_study(study, tuple(overrides or ()), seeds=seeds)
@@ -215,10 +212,14 @@ def literature_command(
     ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Rows predicted at a time; default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print scores and rows, or headlines, as JSON.")] = False,
+    emit: Annotated[
+        Path | None,
+        typer.Option("--emit", metavar="FOLDER", help="Write the rows' scenarios, for `gssim run`, instead."),
+    ] = None,
 ) -> None:
     """Predict published training runs row by row, with errors by source; or check published headline figures."""
-    if headlines and (files or jobs is not None):
-        raise UserError("--headlines: takes neither tables nor --jobs")
+    if headlines and (files or jobs is not None or emit is not None):
+        raise UserError("--headlines: takes neither tables nor --jobs nor --emit")
     if headlines:
         _check_headlines(scenarios, slow=slow, as_json=as_json)
         return
@@ -228,7 +229,24 @@ def literature_command(
         raise UserError("--slow: has no effect without --headlines")
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs}: must be at least 1")
+    if emit is not None:
+        if as_json or jobs is not None:
+            raise UserError("--emit: predicts nothing; leave out --jobs and --json")
+        _emit_scenarios(files, emit)
+        return
     _score_tables(files, jobs=jobs, as_json=as_json)
+
+
+def _emit_scenarios(files: list[Path], folder: Path) -> None:
+    """Write the scenarios of all rows that can be predicted, print their paths, and count the others by reason."""
+    from analysis.literature.scenarios import emit
+    from analysis.literature.tables.reading import read_table
+
+    paths, skipped = emit([run for file in files for _, _, run in read_table(file)], folder)
+    for path in paths:
+        print(path)
+    for reason, count in skipped.most_common():
+        _say(f"skipped {count}: {reason}")
 
 
 def _check_headlines(scenarios: Path, *, slow: bool, as_json: bool) -> None:

@@ -6,6 +6,7 @@ from gssim.engine.machine import SMALLEST_JITTER, DeadlockError, Machine
 from gssim.engine.memory_tracker import MemoryTracker, RecordingTracker
 from gssim.engine.selection import CollectiveSchedule, Scheduler
 from gssim.engine.symmetry import RankClass, is_jittery
+from gssim.engine.vectorised_walk import TaskSpan
 
 __all__ = [
     "SMALLEST_JITTER",
@@ -19,6 +20,7 @@ __all__ = [
     "RankClass",
     "RecordingTracker",
     "Scheduler",
+    "TaskSpan",
     "is_jittery",
     "router_of",
     "scheduler_of",

@@ -198,7 +198,7 @@ class GroupPeaks:
         return {needs.categories[place] for place in np.flatnonzero(used).tolist()}
 
 
-def group_peaks_of(task_group: "TaskGroup", program: Program, steps: int) -> GroupPeaks:
+def group_peaks_of(program: Program, task_group: "TaskGroup", steps: int) -> GroupPeaks:
     """Return the tracker of a task group's peaks over so many steps."""
     places = [
         place

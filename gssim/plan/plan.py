@@ -160,6 +160,9 @@ class Plan:
     """Whole on every rank; sharded at rest and gathered for a step; or gathered just in time. Absent: the method's."""
     gradients: GradientPolicy | None = None
     """Synchronization of the gradients. Absent: the method's."""
+    compress: Literal["bf16", "fp16"] | None = None
+    """Format in which buckets of gradients are all-reduced: they are cast to it, divided by the number of replicas,
+    summed, and cast back (torch's bf16_compress_hook and fp16_compress_hook). Absent: bf16 for `half`, else none."""
     gradient_sync: Literal["step", "micro-batch"] | None = None
     """Whether gradients are synchronized once a step or after every micro-batch. Absent: the method's."""
     optimizer_state: OptimizerPolicy | None = None

@@ -47,6 +47,8 @@ class Policies:
     """How the axis tp cuts blocks: `even`, natively where PyTorch can, or by the shard `shares`."""
     publish_overlaps: bool = False
     """Whether the next forward begins while published parameters are in flight."""
+    compress: str | None = None
+    """16-bit format in which buckets of gradients are all-reduced; None: the workload's precision."""
     exchange: str = "backend"
     """`point-to-point` or `backend`."""
 
@@ -112,6 +114,7 @@ def resolve(plan: Plan, *, devices: int, hosts: Sequence[str] = (), backend: str
         **policies | _axes(plan, devices, hosts),
         push_axis=method.push_axis,
         slices=method.slices,
+        compress=plan.compress or method.compress,
         publish_overlaps=_publish_overlaps(plan, policies),
     )
 
@@ -209,6 +212,8 @@ def _levels(plan: Plan, hosts: Sequence[str]) -> dict[str, int]:
 def refuse_what_cannot_run(plan: Plan, policies: Policies, *, file: str) -> None:
     """Raise UserError for a combination of policies that is not implemented; nothing is ignored silently."""
     _refuse_combination(plan, policies, file)
+    if policies.compress:
+        _refuse_compression(plan, policies, file)
     if policies.parameters != "replicated" and policies.push_axis == "dp_replicate":
         raise UserError(
             f"{file}: plan.parameters = '{policies.parameters}': cannot run yet with method '{plan.method}'; "
@@ -241,4 +246,23 @@ def _refuse_combination(plan: Plan, policies: Policies, file: str) -> None:
         raise UserError(
             f"{file}: plan.tp = {policies.tp}: cannot run yet beside plan.partition = 'weight-gradient'; "
             "allowed today: 1"
+        )
+
+
+def _refuse_compression(plan: Plan, policies: Policies, file: str) -> None:
+    """Refuse compressed all-reduces of gradients where no buckets are all-reduced, and what cannot be combined yet."""
+    asked = f"plan.compress = '{plan.compress}'" if plan.compress else f"plan.method = '{plan.method}'"
+    if policies.gradients != "all-reduce":
+        names = [name for name, method in METHODS.items() if method.gradients == "all-reduce"]
+        raise UserError(
+            f"{file}: {asked}: with method '{plan.method}' and gradients = '{policies.gradients}' no buckets are "
+            f"all-reduced; allowed with {', '.join(names)}"
+        )
+    if policies.pp > 1:
+        raise UserError(
+            f"{file}: {asked}: gradients of a pipeline's replicas cannot be compressed yet; allowed with plan.pp = 1"
+        )
+    if plan.zero1_implementation == "deepspeed":
+        raise UserError(
+            f"{file}: {asked}: cannot run yet with plan.zero1_implementation = 'deepspeed'; allowed with 'torch'"
         )

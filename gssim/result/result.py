@@ -7,7 +7,7 @@ from dataclasses import asdict, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from gssim.execution.files import read_json
 from gssim.units import Amount, Finite, PositiveInt, spec, validated
@@ -52,9 +52,31 @@ class Span(NamedTuple):
     phase: str
     start_s: float
     end_s: float
+    general_labels: tuple[str, ...] = ()
+    """Labels that distinguish less, those that distinguish most first; empty where they are not known."""
 
 
-def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[str, float]:
+class Interval(Protocol):
+    """An interval of a rank's stream, of which only the phase matters."""
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream."""
+
+    @property
+    def phase(self) -> str:
+        """One of `PHASES`."""
+
+    @property
+    def start_s(self) -> float:
+        """Its beginning."""
+
+    @property
+    def end_s(self) -> float:
+        """Its end."""
+
+
+def phases_of(spans: Iterable[Interval], *, start_s: float, end_s: float) -> dict[str, float]:
     """Return the seconds of each phase between `start_s` and `end_s` on one rank's compute stream.
 
     Where spans nest, the one that began last counts (a wait inside backward is exposed communication, not backward).
@@ -71,7 +93,7 @@ def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[st
     for span in compute:
         edges.update(t for t in (span.start_s, span.end_s) if start_s < t < end_s)
     seconds = dict.fromkeys(PHASES, 0.0)
-    active: list[Span] = []
+    active: list[Interval] = []
     upcoming = 0
     for left, right in pairwise(sorted(edges)):
         while upcoming < len(compute) and compute[upcoming].start_s <= left:
@@ -82,7 +104,7 @@ def phases_of(spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[st
     return seconds
 
 
-def typical_phases(spans: Sequence[Span], ends_s: Sequence[float]) -> dict[str, float]:
+def typical_phases(spans: Sequence[Interval], ends_s: Sequence[float]) -> dict[str, float]:
     """Return one rank's phases of a typical step: the mean over steps between the quartiles, scaled to the median step.
 
     `ends_s`: the start of the first step, then the end of each.

@@ -40,7 +40,7 @@ POLICIES = (
     "publish_overlaps",
 )
 """Resolved policies. The others follow from the method."""
-AS_RESOLVED = {*POLICIES, "ranks", "push", "stages", "shares"}
+AS_RESOLVED = {*POLICIES, "compress", "ranks", "push", "stages", "shares"}
 """Keys of a plan that count as what they resolve to, however that was asked for."""
 LAYER_FIELDS = {
     "name",
@@ -78,7 +78,8 @@ def canonical(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
         "workload": _fields(workload, leave_out={"model", "gradients", "data"})
         | {"model": shared.once("identity of model", Same(model), lambda: _digest(_canonical_model(model)))},
         "plan": _fields(plan, leave_out=AS_RESOLVED) | {"publish": _fields(plan.publish, leave_out={"overlap"})},
-        "policies": {name: getattr(policies, name) for name in POLICIES},
+        "policies": {name: getattr(policies, name) for name in POLICIES}
+        | ({"compress": policies.compress} if policies.compress else {}),
         "push": _fields(scenario.push),
         "shares": shares,
         "stages": [len(stage) for stage in scenario.stages] if policies.pp > 1 else [],
@@ -156,10 +157,13 @@ def resolved(scenario: "Scenario", shared: Shared) -> dict[str, Any]:
     for table, key, is_absent in (
         (data, "network", not scenario.network),
         (data["run"], "evaluate_every_steps", run.evaluate_every_steps is None),
+        (data["run"], "extrapolate_micro_batches", not run.extrapolate_micro_batches),
         (data["run"], "slowdowns", not run.slowdowns),
+        (data["workload"], "gradient_precision", scenario.workload.gradient_precision is None),
         (data["plan"]["shares"], "replanning", not plan.shares.replan),
         (data["plan"], "ranks", plan.ranks is None),
         (data["plan"], "zero1_implementation", plan.zero1_implementation == "torch"),
+        (data["plan"], "compress", plan.compress is None),
     ):
         if is_absent:
             del table[key]

@@ -23,7 +23,6 @@ many are under way as ever are. They are left out, where the peak of requested b
 the same without them.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,12 +34,12 @@ from gssim.memory import Block, CachingAllocator, Event, Footprint, NoMemoryLeft
 from gssim.program import Program, Task
 from gssim.result import Fit, Margin
 from gssim.scenario import Scenario
+from gssim.units import PRECISION_BYTES
 
 STEPS = 2
 TOLERANCE_RATIO = 1e-3
 """Largest difference between the replay's peak of requested bytes and the known one."""
 LATEST_FIRST = ("activations",)
-MICRO_BATCH = re.compile(r" micro-batch (\d+)")
 
 
 @dataclass(frozen=True)
@@ -61,26 +60,24 @@ def reservation(scenario: Scenario, program: Program, rank: int, *, known_bytes:
     """
     role = program.role_of[rank]
     expandable = scenario.cluster.type_of(rank).expandable_segments
-    shortened = _without_middle_micro_batches(scenario, program.tasks[role])
-
-    def replayed(tasks: Sequence[Task]) -> AllocatorPeaks:
-        key = ("replay", role, len(tasks), expandable)
-        return program.once(key, lambda: replay(program, role, tasks=tasks, expandable_segments=expandable))
-
-    if len(shortened) < len(program.tasks[role]):
-        peaks = replayed(shortened)
+    first, last = scenario.policies.pp + 2, scenario.plan.micro_batches - 2
+    if first < last:
+        peaks = program.once(_replay_without, role, first, last, expandable)
         if abs(peaks.requested_bytes - known_bytes) <= TOLERANCE_RATIO * known_bytes:
             return peaks
-    return replayed(program.tasks[role])
+    return program.once(_replay, role, expandable, None)
 
 
-def _without_middle_micro_batches(scenario: Scenario, tasks: Sequence[Task]) -> Sequence[Task]:
-    """Return tasks without those of micro-batches that start and end in the same state as the one before."""
-    count, ranks = scenario.plan.micro_batches, scenario.policies.pp
-    first, last = ranks + 2, count - 2
-    if last <= first:
-        return tasks
-    return [task for task in tasks if not (m := MICRO_BATCH.search(task.label)) or not first <= int(m[1]) < last]
+def _replay_without(program: Program, role: int, first: int, last: int, expandable: bool) -> AllocatorPeaks:
+    """Return the peaks of a role's steps without the micro-batches from `first` up to `last`; see [Note: middle]."""
+    tasks = [
+        task for task in program.tasks[role] if task.id.micro_batch is None or not first <= task.id.micro_batch < last
+    ]
+    return replay(program, role, tasks=tasks, expandable_segments=expandable)
+
+
+def _replay(program: Program, role: int, expandable: bool, limit_bytes: float | None) -> AllocatorPeaks:
+    return replay(program, role, limit_bytes=limit_bytes, expandable_segments=expandable)
 
 
 # The replay ----------------------------------------------------------------------------------------------------------
@@ -284,7 +281,28 @@ def footprints_of(scenario: Scenario, program: Program, peaks: Sequence[Peak]) -
         overheads = [_allocator_overhead(scenario, program, end) for end in ends]
         for place in places:
             footprints[place] = _under_limit(scenario, _with_overhead(footprints[place], overheads), program)
-    return footprints
+    return [_with_float_gradients(scenario, footprint) for footprint in footprints]
+
+
+def _float_gradient_bytes(scenario: Scenario, footprint: MemoryFootprint) -> float:
+    """Return what gradients take in `workload.gradient_precision` beyond their size in the workload's precision.
+
+    A replica's gradients have as many elements as its parameters.
+    """
+    workload = scenario.workload
+    if workload.gradient_precision is None:
+        return 0.0
+    ratio = PRECISION_BYTES[workload.gradient_precision] / PRECISION_BYTES[workload.precision]
+    return max(0.0, footprint.peak.get("parameters", 0.0) * (ratio - 1))
+
+
+def _with_float_gradients(scenario: Scenario, footprint: MemoryFootprint) -> MemoryFootprint:
+    """Return a footprint with gradients in `workload.gradient_precision`, in a buffer that lives as long as the run."""
+    more_bytes = _float_gradient_bytes(scenario, footprint)
+    if not more_bytes:
+        return footprint
+    peak = {**footprint.peak, "gradients": footprint.peak.get("gradients", 0.0) + more_bytes}
+    return replace(footprint, peak=peak, reserved_bytes=footprint.reserved_bytes + more_bytes)
 
 
 AllocatorOverhead = tuple[float, float, float]
@@ -325,16 +343,13 @@ def _under_limit(scenario: Scenario, footprint: MemoryFootprint, program: Progra
     """Return the footprint of a rank whose allocator would reserve more than the device has, and must release in
     time.
     """
-    room = footprint.memory_bytes - footprint.outside_bytes
+    room = footprint.memory_bytes - footprint.outside_bytes - _float_gradient_bytes(scenario, footprint)
     if footprint.reserved_bytes <= room or footprint.allocated_bytes > room:
         return footprint
     expandable = scenario.cluster.type_of(footprint.rank).expandable_segments
     role = program.role_of[footprint.rank]
 
-    def limited_replay() -> AllocatorPeaks:
-        return replay(program, role, limit_bytes=room, expandable_segments=expandable)
-
-    peaks = program.once(("limited replay", role, room, expandable), limited_replay)
+    peaks = program.once(_replay, role, expandable, room)
     if peaks.missing_bytes:
         return replace(footprint, missing_bytes=peaks.missing_bytes)
     return replace(footprint, reserved_bytes=peaks.reserved_bytes)

@@ -15,12 +15,13 @@ from statistics import fmean, median
 import numpy as np
 
 from gssim.cache import Shared
-from gssim.engine import Machine, RecordingTracker, is_jittery
+from gssim.engine import Machine, RecordingTracker, TaskSpan, is_jittery
 from gssim.errors import UserError
 from gssim.execution import NUMERICS, SHOWN, code_digest, installed_version
 from gssim.program import Program, Steps, StepTraffic, lowering_key, unmeasured_host_time
 from gssim.result import COMPUTE_PHASES, UPDATE_PHASES, Density, Result, Span, Step, typical_phases
 from gssim.scenario import Loaded, Scenario, with_profile_slowdowns
+from gssim.simulation.extrapolation import extrapolated, simulated_counts, with_micro_batches
 from gssim.simulation.footprint import MemoryFootprint, footprints_of, tightest_margin, worst_misfit
 from gssim.simulation.report import (
     collectives_of,
@@ -53,8 +54,8 @@ class Simulated:
         """Busy intervals of the streams in the steady step, from its beginning."""
         start_s, end_s = self.typical.start_s, self.typical.start_s + self.typical.time_s
         return tuple(
-            Span(span.rank, span.stream, span.label, span.phase, span.start_s - start_s, span.end_s - start_s)
-            for span in self.typical.machine.spans
+            span.span(start_s)
+            for span in self.typical.machine.task_spans
             if span.end_s > start_s and span.start_s < end_s
         )
 
@@ -125,6 +126,11 @@ def simulate(loaded: Loaded, *, unfolded: bool = False, shared: Shared | None = 
 def traced(simulated: Simulated, *, unfolded: bool = False) -> Step:
     """Return the steady step for a trace: simulated once more, with memory recorded over time."""
     program, scenario = simulated.typical.machine.program, simulated.typical.scenario
+    if "simulated_micro_batches" in simulated.result.provenance:
+        raise UserError(
+            f"{scenario.name}: run.extrapolate_micro_batches = true: a trace has all micro-batches of a step; "
+            "allowed with a trace: false"
+        )
     with no_collection():
         steady = _run(scenario, program, unfolded, Shared(), recorded=True)
     return step_of(steady.machine, simulated.typical.number)
@@ -146,7 +152,14 @@ def _simulated(loaded: Loaded, unfolded: bool, shared: Shared, *, spread: bool) 
     scenario = loaded.scenario
     if scenario.run.slowdowns or scenario.plan.shares.replan:
         return _varying(loaded, unfolded, shared)
-    return _steady(loaded, unfolded, shared, spread=spread)
+    counts = simulated_counts(scenario) if scenario.run.extrapolate_micro_batches else None
+    if counts is None:
+        return _steady(loaded, unfolded, shared, spread=spread)
+    few, more = (
+        _steady(replace(loaded, scenario=with_micro_batches(scenario, count)), unfolded, shared, spread=spread)
+        for count in counts
+    )
+    return Simulated(extrapolated(scenario, few.result, more.result, counts, shared), more.typical)
 
 
 def _steady(
@@ -327,16 +340,16 @@ def _phases(step: _SteadyRun) -> list[dict[str, float]]:
     ends_s, lockstep = step.ends_s, step.machine.vectorised
     if lockstep is not None and len(ends_s[0]) == STEADY_STEPS:
         return lockstep.phases(ends_s)
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in step.machine.spans:
+    spans: dict[int, list[TaskSpan]] = defaultdict(list)
+    for span in step.machine.task_spans:
         spans[span.rank].append(span)
     return [typical_phases(spans[each.representative], ends_s[each.index]) for each in step.machine.classes]
 
 
 def _times_in(step: _SteadyRun, phases: Collection[str], ranks: int) -> Floats:
     """Return the time of each rank in some phases, by steady step."""
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for span in step.machine.spans:
+    spans: dict[int, list[TaskSpan]] = defaultdict(list)
+    for span in step.machine.task_spans:
         if span.phase in phases and span.stream == "compute":
             spans[span.rank].append(span)
     times_s = np.zeros((len(step.times_s), ranks))

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from strategies import scenario_of, star
 
 from analysis.compare.table import find_results
-from analysis.reference_page.page import tables_of
+from analysis.reference_page import tables_of
 from gssim.cache import Shared
 from gssim.cluster import Cluster
 from gssim.execution.files import write_text

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import gssim
-from analysis.reference_page.api import api_page
-from analysis.reference_page.page import ROOTS, default_in_words, page, tables_of, value_in_words
+from analysis.api_page import api_page
+from analysis.reference_page import ROOTS, default_in_words, page, tables_of, value_in_words
 from gssim.plan import Plan, Push
 from gssim.workload import Workload
 
@@ -26,7 +26,7 @@ def test_the_page_that_ships_is_what_the_code_says(made):
 
 def test_the_page_of_the_python_api_is_what_the_docstrings_say():
     shipped = (SCENARIOS.parent / "gssim" / "API.md").read_text(encoding="utf-8")
-    assert shipped == api_page(), "make it anew: python -m analysis.reference_page.api > gssim/API.md"
+    assert shipped == api_page(), "make it anew: python -m analysis.api_page > gssim/API.md"
     for name in (*gssim.__all__, "shard_gradients", "memory_and_traffic", "GradientSharding"):
         assert f"\n### `{name}`" in shipped
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
+from results import assert_refused, run
 from sweep_tables import AXES, GIB, LINK, grid, made, make_row, write
-from test_analysis import assert_refused, run
 
 from analysis.charts import png, svg
 from analysis.charts.drawing import Chart
@@ -22,7 +22,9 @@ from analysis.charts.sweeps import sweep_charts
 from analysis.charts.sweeps.memory import LOOKS, layout_by_memory, parts_of
 from analysis.charts.sweeps.scaling import lines_of
 from analysis.charts.sweeps.winners import who_wins
-from analysis.sweep_tables.plans import (
+from analysis.sweep_tables import (
+    THRESHOLD,
+    SweepTable,
     best_gain,
     bit_rate,
     by_setting,
@@ -30,11 +32,14 @@ from analysis.sweep_tables.plans import (
     family,
     follows,
     front,
+    is_control,
+    is_dense,
+    is_table,
     layout_of,
+    read_table,
     representative,
     winner,
 )
-from analysis.sweep_tables.table import THRESHOLD, SweepTable, is_control, is_dense, is_table, read_table
 from gssim.errors import UserError
 
 

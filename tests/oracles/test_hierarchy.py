@@ -22,13 +22,14 @@ from strategies import (
     scenario_of,
     star,
 )
+from tasks import labels_of
 from test_folding import assert_folding_changes_nothing
 from test_zero3 import most_held
 
 from gssim.cluster import Cluster
 from gssim.errors import UserError
 from gssim.plan import Plan, Push, divide, resolve
-from gssim.program import Task, lower
+from gssim.program import Task, TaskId, lower
 from gssim.result import Result
 from gssim.scenario import Scenario
 from gssim.simulation import simulate
@@ -167,7 +168,7 @@ def test_groups_with_a_slower_link_meet_apart():
     cluster = replace(cluster, links=(*cluster.links[:3], slow, *cluster.links[4:]))
     scenario = grid("hsdp", 4, 2, cluster=cluster)
     machine, _ = machine_of(scenario)
-    gathers = [each.communication.groups for each in machine.instances["all-gather root"]]
+    gathers = [each.communication.groups for each in machine.instances[TaskId("all-gather", layer="root")]]
     assert [set(map(tuple, groups)) for groups in gathers] == [{(0, 1), (4, 5), (6, 7)}, {(2, 3)}]
     assert_folding_changes_nothing(scenario)
 
@@ -196,9 +197,9 @@ def test_one_replica_is_zero3(backend):
 
 def test_on_nccl_all_reduces_run_beside_all_else_and_only_the_end_waits_for_them():
     tasks = {task.label: task for task in lower(grid("hsdp", 2, 2, cluster=star(4, backend="nccl"))).tasks[0]}
-    beside = {label: task.after for label, task in tasks.items() if task.stream == "replication"}
+    beside = {label: labels_of(task.after) for label, task in tasks.items() if task.stream == "replication"}
     assert beside == {f"all-reduce {unit}": (f"reduce-scatter {unit}",) for unit in ("h.1", "h.0", "root")}
-    waits = {label: task.after for label, task in tasks.items() if set(task.after) & set(beside)}
+    waits = {label: labels_of(task.after) for label, task in tasks.items() if set(labels_of(task.after)) & set(beside)}
     assert waits == {"backward callback": ("reduce-scatter root", "all-reduce root")}
 
 
@@ -298,7 +299,7 @@ def test_on_nccl_a_bucket_is_reduced_behind_the_backward_and_pushed_once_the_nex
     streams = {task.label: task.stream for task in tasks}
     assert streams["reduce-scatter bucket 0"] == streams["push bucket 0"] == "communication"
     threshold = labels.index("threshold bucket 0")
-    assert tasks[threshold].after == ("reduce-scatter bucket 0",)
+    assert labels_of(tasks[threshold].after) == ("reduce-scatter bucket 0",)
     assert labels.index("reduce-scatter bucket 0") < labels.index("backward h.1") < threshold
     assert threshold < labels.index("reduce-scatter bucket 1") < labels.index("add bucket 0")
 

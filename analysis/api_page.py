@@ -2,7 +2,7 @@
 
 It is made from the source alone, so that neither torch nor `gsreal` is imported:
 
-    python -m analysis.reference_page.api > gssim/API.md
+    python -m analysis.api_page > gssim/API.md
 """
 
 import ast
@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("gssim", "gsreal.gradient_sharding")
 Definition = ast.FunctionDef | ast.ClassDef
 
 
 def api_page(root: Path = ROOT) -> str:
     """Return the page: a section for each package, and in it one for each name of its `__all__`."""
-    parts = ["# The Python API", "Made by `python -m analysis.reference_page.api > gssim/API.md` from the docstrings."]
+    parts = ["# The Python API", "Made by `python -m analysis.api_page > gssim/API.md` from the docstrings."]
     for package in PACKAGES:
         tree = _parsed(root, package)
         names = _public_names(tree)
