@@ -12,7 +12,6 @@ import numpy as np
 from gssim.cache import Shared
 from gssim.cluster import DeviceType
 from gssim.collectives import Communication
-from gssim.gradient_statistics import GradientStatistics
 from gssim.plan import Action, Division, Policies, Push, assign_buckets, bucket_limits, divide, schedule, splitting
 from gssim.program.owned import OwnedLayers, owned_layers
 from gssim.program.stage_boundary import Stage
@@ -20,6 +19,7 @@ from gssim.program.task import Bucket, MicroBatch, Task
 from gssim.scenario import Scenario, has_master_copy, master_bytes, model_slice, schedule_of, value_bytes
 from gssim.units import PRECISION_BYTES, Ints
 from gssim.workload import Layer, LayerInstance, Parameter, gradient_order, unrolled
+from gssim.workload.gradient_statistics import GradientStatistics
 
 P = ParamSpec("P")
 T = TypeVar("T")
