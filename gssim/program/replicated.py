@@ -16,6 +16,7 @@ from gssim.memory import Event, footprint
 from gssim.program.compute import insert_after, part_at
 from gssim.program.lowering import Lowering
 from gssim.program.task import Bucket, MicroBatch, Task
+from gssim.units import PRECISION_BYTES
 
 REDUCTION = "all-reduce"
 HALF_BYTES = 2
@@ -42,13 +43,14 @@ def all_reduce_gradients(low: Lowering, rank: int, tasks: list[Task], micro_batc
         tasks = [*broadcasts, *tasks]
     if not micro_batch.sends_gradients:
         return tasks
-    device, half = low.device(rank), low.policies.compress is not None
+    device, half, precision = low.device(rank), low.policies.compress, low.scenario.workload.precision
+    summed = half or (precision if PRECISION_BYTES[precision] == HALF_BYTES else "")
     labels = []
     for bucket in low.buckets:
         size = bucket.elements * low.value_bytes
         name = f"{REDUCTION} bucket {bucket.index}"
         reduced_bytes = HALF_BYTES * bucket.elements if half else size
-        low.communications[name] = Communication("all-reduce", low.group, reduced_bytes)
+        low.communications[name] = Communication("all-reduce", low.group, reduced_bytes, half_precision=summed)
         index = part_at(low, tasks, bucket.complete)
         copied = replace(tasks[index], duration_s=tasks[index].duration_s + cost.copy_time_s(device, size))
         tasks[index] = copied
