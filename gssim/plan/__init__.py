@@ -17,7 +17,6 @@ from gssim.plan.mesh import AXES, DATA_AXES, Mesh
 from gssim.plan.methods import METHODS, PREDICTED_ONLY, Method, MethodName
 from gssim.plan.pipeline_schedule import SCHEDULES, Action, Message, in_flight, refuse, schedule
 from gssim.plan.plan import (
-    ABSENT_AT_DEFAULT,
     DDP_BUCKET_BYTES,
     DDP_FIRST_BUCKET_BYTES,
     MIB,
@@ -35,7 +34,6 @@ from gssim.plan.shard_sizing import InfeasibleError, OwnerTimes, cost_shares, me
 from gssim.plan.splitting import balance_batch, balanced_stages, even, greedy, proportional, ranges, split
 
 __all__ = [
-    "ABSENT_AT_DEFAULT",
     "AXES",
     "CHUNK_ELEMENTS",
     "DATA_AXES",

@@ -175,6 +175,8 @@ else:
 
 PREDICTED_ONLY: dict[tuple[str, object], str] = {
     ("workload.precision", "fp16"): "can be predicted, but not run (loss scaling); allowed: fp32, bf16, fp64",
+    ("workload.gradient_precision", "fp32"): "can be predicted, but not run; leave it out",
+    ("run.extrapolate_micro_batches", True): "a real run has all micro-batches; allowed: false",
     ("plan.zero1_implementation", "deepspeed"): "can be predicted, but not run; allowed: 'torch'",
 }
 """Values of a scenario's keys that a real run refuses, and why."""

@@ -134,10 +134,6 @@ class ShareRules:
     """Options of `replan`."""
 
 
-ABSENT_AT_DEFAULT = ("zero1_implementation", "compress")
-"""Keys of a plan that earlier results lack: at their default they are part of neither a Result nor an identity."""
-
-
 @spec
 class Plan:
     """The parallelization of a training: a method, and any policy that overrides the method's."""
@@ -202,8 +198,6 @@ class Plan:
     """Transport of reduce-scatters, all-gathers and pushes: point-to-point messages, in rings and exchanges of our own,
     or the backend's collectives. Absent: `point-to-point` on gloo (whose reduce-scatter moves an all-reduce's bytes)
     and for every push; else `backend`. All-reduces and broadcasts are always the backend's."""
-    prefetch: Count | None = None
-    """Not implemented: only its default is allowed."""
 
     @property
     def sends_by_data(self) -> bool:
