@@ -144,6 +144,8 @@ def _gradient_bytes(scenario: Scenario, result: Result) -> Iterator[str]:
     groups = {axis: sorted({tuple(mesh.group(rank, axis)) for rank in range(mesh.ranks)}) for axis in DATA_AXES}
     shapes = [parameter.shape or (1,) for each in unrolled(model) for parameter in each.layer.parameters]
     exact = model.elements * value * times
+    if policies.compress:
+        exact = model.elements * PRECISION_BYTES[policies.compress] * times
     if policies.gradients == "all-reduce" and policies.dp_replicate > 1:
         found = sum(carried(result, "all-reduce")[group] for group in groups["dp_replicate"])
         tied = policies.pp > 1  # stages that share a parameter have a copy each
